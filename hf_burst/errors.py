@@ -1,0 +1,33 @@
+"""The exceptions of hf_burst. All of them are `ValueError`s: each says what was given, what is allowed and what to do."""
+
+
+class BurstError(ValueError):
+    """Base class of every error that hf_burst raises for a user's input."""
+
+
+class ConfigError(BurstError):
+    """A setting, a mesh or a group that cannot be used."""
+
+
+class ShardingError(BurstError):
+    """A sequence that cannot be cut over the ranks as asked."""
+
+
+class BatchError(BurstError):
+    """A batch that cannot be trained on as it is."""
+
+
+class RankMismatchError(BurstError):
+    """The ranks of one group hold inputs that do not belong together."""
+
+
+class KernelError(BurstError):
+    """No kernel, or not the requested one, can compute this attention."""
+
+
+class UnsupportedModelError(BurstError):
+    """A model, or a setting of it, that is not served exactly and is therefore refused."""
+
+
+class PlanError(AssertionError):
+    """A plan that does not compute its mask exactly once: a bug of hf_burst, never of the input."""

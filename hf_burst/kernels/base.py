@@ -1,0 +1,131 @@
+"""What a kernel is: two methods on one tile, and a card of what they can do. Kernels know nothing of ranks.
+
+Shapes: B batch rows, Sq and Sk rows of the tile, Hq and Hkv heads (Hq a multiple of Hkv), D head size of q and k,
+Dv head size of v.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Band:
+    """What a tile admits: `low <= row - column <= high`, inside of the squares between `segments` if there are any."""
+
+    low: int | None = None
+    high: int | None = None
+    segments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a kernel can do.
+
+    Args:
+        name (`str`): Its name in [`BurstConfig`].
+        devices (`tuple[str, ...]`): Types of devices.
+        dtypes (`tuple[torch.dtype, ...]`): Dtypes of q, k and v.
+        head_dims (`tuple[int, int]`): Smallest and largest head size.
+        head_multiple (`int`): What head sizes must be a multiple of.
+        own_value_dim (`bool`): Whether v may have another head size than q and k.
+        wants_out (`bool`): Whether `backward` reads `out`, whose product with `dout` must be `delta`, or `delta`.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    head_dims: tuple[int, int]
+    head_multiple: int
+    own_value_dim: bool
+    wants_out: bool
+
+    def refusal(self, device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+        """Why the kernel cannot compute such an attention; `None` if it can."""
+        smallest, largest = self.head_dims
+        if device not in self.devices:
+            return f"runs on {', '.join(self.devices)}, not on {device}"
+        if dtype not in self.dtypes:
+            return f"takes {', '.join(map(str, self.dtypes))}, not {dtype}"
+        if not self.own_value_dim and value_dim != head_dim:
+            return f"needs one head size, got {head_dim} for q and k and {value_dim} for v"
+        for size in (head_dim, value_dim):
+            if not smallest <= size <= largest or size % self.head_multiple:
+                return f"takes head sizes {smallest} to {largest} in steps of {self.head_multiple}, not {size}"
+        return None
+
+
+class Kernel(Protocol):
+    """Attention on one tile."""
+
+    card: Card
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the rows of a tile over its columns.
+
+        Args:
+            q (`torch.Tensor` of shape `(B, Sq, Hq, D)`): Queries, any strides.
+            k (`torch.Tensor` of shape `(B, Sk, Hkv, D)`): Keys.
+            v (`torch.Tensor` of shape `(B, Sk, Hkv, Dv)`): Values.
+            band ([`Band`]): What is admitted.
+            scale (`float`): Factor of the scores before the softmax.
+
+        Returns:
+            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q, and `lse`, the log-sum-exp of the scaled scores, of shape
+            `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), -inf for a row that admits nothing, whose `out` is 0.
+        """
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+        band: Band,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of the tile, given the log-sum-exp of each row over all tiles.
+
+        Args:
+            dout (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`): Gradient of the merged output.
+            q, k, v (`torch.Tensor`): As in `forward`.
+            out (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`, *optional*): With `rowsum(dout * out) = delta`; given if the
+                card says `wants_out`.
+            lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles.
+            delta (`torch.Tensor` of shape `(B, Sq, Hq)`): `rowsum(dout * out)` of the merged output, in the dtype of
+                lse.
+            band ([`Band`]): What is admitted.
+            scale (`float`): As in `forward`.
+
+        Returns:
+            `dq`, `dk` and `dv` in the shapes and dtypes of q, k and v.
+        """
+        ...
+
+
+def project_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """An `out` for kernels that compute delta themselves: the multiple of `dout` with `rowsum(dout * out) = delta`.
+
+    Of all outputs with that product it is the shortest, so the kernel's rounding of it weighs least. Rows are scaled by
+    their largest element first: the square of gradients near 1e-20 underflows in fp32.
+
+    Args:
+        dout (`torch.Tensor` of shape `(B, S, H, D)`): Gradient of the output.
+        delta (`torch.Tensor` of shape `(B, S, H)`): The product wanted, fp32 or fp64.
+
+    Returns:
+        `torch.Tensor` of shape `(B, S, H, D)` in the dtype of `dout`; 0 where `dout` is 0.
+    """
+    wide = dout.to(delta.dtype)
+    largest = wide.abs().amax(-1, keepdim=True)
+    unit = wide / torch.where(largest == 0, 1, largest)
+    square = unit.square().sum(-1, keepdim=True)
+    factor = delta.unsqueeze(-1) / torch.where(largest == 0, 1, largest) / torch.where(square == 0, 1, square)
+    return (unit * factor).to(dout.dtype)

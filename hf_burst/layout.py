@@ -1,0 +1,127 @@
+"""A plan's sharding applied to tensors: how one batch of sequences lies over the ranks, and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from .config import Chunking
+from .errors import BatchError
+from .plan import Mask, Sharding, chunks_per_rank, make_sharding
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How a batch of sequences is cut over the ranks of a group. Plain numbers: equal on every rank, and hashable.
+
+    Args:
+        length (`int`): Tokens of every row over all ranks, padding included.
+        ranks (`int`): Ranks of the group.
+        chunking (`str`): `"zigzag"` or `"contiguous"`.
+        documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
+        padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
+    """
+
+    length: int
+    ranks: int
+    chunking: Chunking
+    documents: tuple[tuple[int, ...], ...]
+    padding: int = 0
+
+    @classmethod
+    def for_batch(
+        cls, documents: Sequence[tuple[int, ...]], ranks: int, chunking: Chunking = "zigzag"
+    ) -> "SequenceLayout":
+        """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
+
+        Args:
+            documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
+            ranks (`int`): Ranks of the group.
+            chunking (`str`, defaults to `"zigzag"`): Which rank owns which chunk.
+
+        Raises:
+            BatchError: If the batch is empty.
+            ShardingError: If the sequences are shorter than the number of chunks.
+        """
+        if not documents or documents[0][-1] < 1:
+            raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
+        length = documents[0][-1]
+        chunks = ranks * chunks_per_rank(chunking) if ranks > 1 else 1
+        make_sharding(length, ranks, chunking)  # raises for sequences shorter than the chunks
+        padding = -length % chunks
+        filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
+        return cls(length + padding, ranks, chunking, filled, padding)
+
+    @property
+    def sharding(self) -> Sharding:
+        return make_sharding(self.length, self.ranks, self.chunking)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.documents)
+
+    def masks(self, causal: bool, window: int | None) -> tuple[Mask, ...]:
+        """The mask of every row."""
+        return tuple(Mask(self.length, causal, window, row) for row in self.documents)
+
+    def indices(self, rank: int) -> torch.Tensor:
+        """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
+        return torch.cat([torch.arange(run.start, run.stop) for run in self.sharding.runs(rank)])
+
+    def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0) -> torch.Tensor:
+        """This rank's part of a full tensor.
+
+        Args:
+            tensor (`torch.Tensor` of shape `(batch, length - padding, ...)`): The whole batch.
+            rank (`int`): Whose part.
+            pad_value (`int` or `float`, defaults to 0): What the appended tokens hold.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, length / ranks, ...)`; a copy, in the order of the shard.
+        """
+        if tensor.shape[1] != self.length - self.padding:
+            raise BatchError(
+                f"A tensor of shape {tuple(tensor.shape)} does not fit a layout of {self.length - self.padding} tokens."
+            )
+        if self.padding:
+            tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, self.padding), value=pad_value)
+        return torch.cat([tensor[:, run.start : run.stop] for run in self.sharding.runs(rank)], dim=1)
+
+    def unshard(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole batch, without its padding, from the shards of all ranks in rank order."""
+        pieces = []
+        for rank, shard in enumerate(shards):
+            pieces += [(run.start, shard[:, run.local : run.local + run.size]) for run in self.sharding.runs(rank)]
+        whole = torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])], dim=1)
+        return whole[:, : self.length - self.padding]
+
+    def encode(self) -> torch.Tensor:
+        """The layout as a CPU tensor, the form in which it enters the operator: `torch.LongTensor` of 1 dimension."""
+        return _encode(self)
+
+    @classmethod
+    def decode(cls, encoded: torch.Tensor) -> "SequenceLayout":
+        """The layout that [`SequenceLayout.encode`] wrote."""
+        return _decode(encoded.numpy().tobytes())
+
+
+@lru_cache(maxsize=64)
+def _encode(layout: SequenceLayout) -> torch.Tensor:
+    numbers = [layout.length, layout.ranks, int(layout.chunking == "zigzag"), layout.padding, layout.batch_size]
+    numbers += [len(row) for row in layout.documents]
+    for row in layout.documents:
+        numbers += row
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+@lru_cache(maxsize=64)
+def _decode(encoded: bytes) -> SequenceLayout:
+    length, ranks, zigzag, padding, rows, *rest = memoryview(encoded).cast("q").tolist()
+    sizes, boundaries = rest[:rows], rest[rows:]
+    documents, position = [], 0
+    for size in sizes:
+        documents.append(tuple(boundaries[position : position + size]))
+        position += size
+    return SequenceLayout(length, ranks, "zigzag" if zigzag else "contiguous", tuple(documents), padding)

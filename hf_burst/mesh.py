@@ -1,0 +1,110 @@
+"""The one distributed object: the group of ranks that share a sequence, and how they agree before they communicate."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .errors import BurstError, ConfigError, RankMismatchError
+
+CP_DIM = "cp"
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share one sequence.
+
+    Args:
+        rank (`int`): This process's place in the group.
+        size (`int`): How many processes the group has; 1 communicates nothing.
+        name (`str`): The name under which torch.distributed knows the process group, empty for one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    name: str = ""
+
+    @classmethod
+    def from_mesh(cls, mesh: "DeviceMesh | dist.ProcessGroup | None") -> "ContextGroup":
+        """The group of a mesh (its `"cp"` dimension, or its only one), of a process group, or of all ranks for `None`.
+
+        Raises:
+            ConfigError: If the mesh has several dimensions and none is called `"cp"`, or this process is not in it.
+        """
+        if mesh is None:
+            if not (dist.is_available() and dist.is_initialized()):
+                return cls()
+            mesh = dist.group.WORLD
+        if isinstance(mesh, DeviceMesh):
+            names = mesh.mesh_dim_names or ()
+            if CP_DIM in names and mesh.ndim > 1:
+                mesh = mesh[CP_DIM]
+            if mesh.ndim != 1:
+                raise ConfigError(
+                    f"The mesh has {mesh.ndim} dimensions {names}; pass a mesh with a dimension called {CP_DIM!r}, or "
+                    "the one-dimensional mesh of the ranks that share a sequence."
+                )
+            mesh = mesh.get_group()
+        if not isinstance(mesh, dist.ProcessGroup):
+            raise ConfigError(
+                f"A mesh is a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}. (Is this process in the group?)"
+            )
+        size = dist.get_world_size(mesh)
+        return cls(dist.get_rank(mesh), size, mesh.group_name) if size > 1 else cls()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group; only for `size > 1`."""
+        return dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[arg-type, no-any-return]
+
+    def agree(self, facts: dict[str, Any], error: BurstError | None, device: torch.device) -> None:
+        """Lets all ranks go on together, or raises the same error on all of them.
+
+        Every rank calls it with what it is about to do and with the error that it met on the way, if any. One small
+        all-gather; only if something differs are the facts themselves exchanged.
+
+        Args:
+            facts (`dict`): What must be equal on all ranks; values that JSON can hold.
+            error ([`BurstError`], *optional*): What this rank found wrong on its own.
+            device (`torch.device`): Where the backend communicates.
+
+        Raises:
+            BurstError: This rank's own error, or another rank's.
+            RankMismatchError: If the facts differ.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        text = json.dumps(facts, sort_keys=True, default=str)
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        mine = torch.tensor([digest, int(error is not None)], dtype=torch.int64, device=device)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.process_group)
+        digests, flags = torch.stack(every).cpu().unbind(1)
+        if not flags.any() and (digests == digest).all():
+            return
+        reports: list[Any] = [None] * self.size
+        report = {"facts": facts, "error": str(error) if error else None}
+        dist.all_gather_object(reports, report, group=self.process_group)
+        if error is not None:
+            raise error
+        failed = [(rank, seen["error"]) for rank, seen in enumerate(reports) if seen["error"]]
+        if failed:
+            rank, message = failed[0]
+            raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {message}")
+        different = [
+            f"{key}: " + ", ".join(f"rank {rank} has {seen['facts'].get(key)}" for rank, seen in enumerate(reports))
+            for key in facts
+            if len({json.dumps(seen["facts"].get(key), default=str) for seen in reports}) > 1
+        ]
+        raise RankMismatchError(
+            "The ranks that share a sequence hold different inputs. " + "; ".join(different) + ". Give every rank of a "
+            "group the same batch: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
+            "TrainingArguments(parallelism_config=...), makes the data loader do so; without it plain data parallelism "
+            "hands every rank a batch of its own. For data parallelism alone, do not patch the model."
+        )

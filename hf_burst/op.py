@@ -1,0 +1,214 @@
+"""Attention over a group as one operator of torch.library: what autograd, `torch.compile`, FSDP2 and selective
+checkpointing see.
+
+`torch.ops.hf_burst.attention` returns `(out, lse)`; both are saved for the backward pass, which is the operator
+`torch.ops.hf_burst.attention_backward`. Everything that is not a tensor enters as plain numbers, and the layout as a
+small CPU tensor, so that a new packing is a new input and no new graph.
+"""
+
+import logging
+import math
+from functools import lru_cache
+
+import torch
+
+from .config import BurstConfig
+from .errors import BatchError, BurstError, KernelError, ShardingError
+from .kernels import select_kernel
+from .layout import SequenceLayout
+from .mesh import ContextGroup
+from .plan import Shapes, cheaper_visitor, make_plan
+from .plan.schedule import Visitor
+from .ring import Attention, Exchange, accumulation_dtype, backward, forward
+
+logger = logging.getLogger(__name__)
+
+
+def burst_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: SequenceLayout,
+    group: ContextGroup,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    config: BurstConfig | None = None,
+    check: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over a sequence that lies on the ranks of a group (BurstAttention, arXiv 2403.09347).
+
+    Args:
+        q (`torch.Tensor` of shape `(batch, n, q_heads, head_dim)`): This rank's queries, `n = layout.length / ranks`.
+        k (`torch.Tensor` of shape `(batch, n, kv_heads, head_dim)`): This rank's keys; `kv_heads` divides `q_heads`.
+        v (`torch.Tensor` of shape `(batch, n, kv_heads, value_dim)`): This rank's values.
+        layout ([`SequenceLayout`]): How the batch lies over the ranks; equal on all of them.
+        group ([`ContextGroup`]): The ranks.
+        causal (`bool`, defaults to `True`): Whether a query sees no later key.
+        window (`int`, *optional*): Tokens that a query sees backwards beside itself (`sliding_window - 1`).
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
+        config ([`BurstConfig`], *optional*): Kernel and backward schedule.
+        check (`bool`, defaults to `True`): Whether the ranks compare what they are about to compute: one small
+            all-gather, without which different inputs on the ranks hang the job.
+
+    Returns:
+        `out` of shape `(batch, n, q_heads, value_dim)` in the dtype of q, and `lse` of shape `(batch, n, q_heads)` in
+        fp32 (fp64 for fp64), the log-sum-exp of the scaled scores of each row.
+
+    Raises:
+        BurstError: If inputs are wrong, on every rank (with `check`) and before any of them is sent.
+    """
+    config = config or BurstConfig()
+    error: BurstError | None = None
+    try:
+        _validate(q, k, v, layout, group)
+        select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+    except BurstError as problem:
+        error = problem
+    if check:
+        facts = {
+            "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
+            "dtype": str(q.dtype),
+            "layout": str(layout.encode().tolist()),
+            "causal, window, scale": [causal, window, scale],
+            "config": str(config),
+        }
+        group.agree(facts, error, q.device)
+    elif error is not None:
+        raise error
+    return torch.ops.hf_burst.attention(
+        *(q, k, v, layout.encode(), causal, -1 if window is None else window),
+        *(q.shape[-1] ** -0.5 if scale is None else scale, config.kernel, config.backward, group.name),
+    )
+
+
+@torch.library.custom_op("hf_burst::attention", mutates_args=())
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: torch.Tensor,
+    causal: bool,
+    window: int,
+    scale: float,
+    kernel: str,
+    schedule: str,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator; see [`burst_attention`]. `window = -1` is unlimited, `group = ""` is one process."""
+    members = _members(group)
+    work = _attention(q, v, layout, causal, window, scale, kernel, members.rank)
+    return forward(work, Exchange(members, q.device), q, k, v)
+
+
+@attention.register_fake
+def _(q, k, v, layout, causal, window, scale, kernel, schedule, group):
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op("hf_burst::attention_backward", mutates_args=())
+def attention_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    layout: torch.Tensor,
+    causal: bool,
+    window: int,
+    scale: float,
+    kernel: str,
+    schedule: str,
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of [`attention`] with respect to q, k and v."""
+    members = _members(group)
+    work = _attention(q, v, layout, causal, window, scale, kernel, members.rank)
+    visitor = _visitor(schedule, *q.shape[2:], *v.shape[2:], q.dtype, members.size)
+    return backward(work, Exchange(members, q.device), visitor, dout, q, k, v, out, lse, dlse)
+
+
+@attention_backward.register_fake
+def _(dout, dlse, q, k, v, out, lse, layout, causal, window, scale, kernel, schedule, group):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, layout, *settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, layout, *output)
+    ctx.settings = settings
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, layout, out, lse = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    gradients = torch.ops.hf_burst.attention_backward(dout, dlse, q, k, v, out, lse, layout, *ctx.settings)
+    return *gradients, *[None] * (1 + len(ctx.settings))
+
+
+attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _members(name: str) -> ContextGroup:
+    return ContextGroup.from_mesh(torch.distributed.distributed_c10d._resolve_process_group(name)) if name else ContextGroup()
+
+
+def _attention(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    encoded: torch.Tensor,
+    causal: bool,
+    window: int,
+    scale: float,
+    kernel: str,
+    rank: int,
+) -> Attention:
+    layout = SequenceLayout.decode(encoded)
+    plan = make_plan(layout.masks(causal, None if window < 0 else window), layout.sharding)
+    return Attention(plan, rank, select_kernel(kernel, q.device.type, q.dtype, q.shape[3], v.shape[3]), scale)
+
+
+@lru_cache(maxsize=64)
+def _visitor(
+    schedule: str, q_heads: int, head_dim: int, kv_heads: int, value_dim: int, dtype: torch.dtype, ranks: int
+) -> Visitor:
+    """What travels in the backward pass."""
+    shapes = Shapes(q_heads, kv_heads, head_dim, value_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    cheaper, reason = cheaper_visitor(shapes)
+    visitor: Visitor = cheaper if schedule == "auto" else {"kv_ring": "kv", "burst": "q"}[schedule]
+    if ranks > 1:
+        name = "burst backward" if visitor == "q" else "K/V ring"
+        reason = reason if schedule == "auto" else f"asked for ({reason})"
+        logger.info("hf_burst runs the %s for %d query and %d key heads: %s", name, q_heads, kv_heads, reason)
+    return visitor
+
+
+def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
+    """Raises for inputs that do not fit each other, the layout or the group."""
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
+    if any(tensor.ndim != 4 for tensor in (q, k, v)):
+        raise BatchError(f"q, k and v are (batch, tokens, heads, head size), got {shapes}.")
+    if len({(tensor.dtype, tensor.device) for tensor in (q, k, v)}) > 1:
+        kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
+        raise BatchError(f"q, k and v need one dtype and one device, got {kinds}.")
+    if math.prod(q.shape) == 0 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise BatchError(f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.")
+    if q.shape[2] % k.shape[2]:
+        raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")
+    if layout.ranks != group.size:
+        raise ShardingError(
+            f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
+            "the attention runs on."
+        )
+    own = layout.sharding.tokens(group.rank)
+    if q.shape[1] != own or q.shape[0] != layout.batch_size:
+        raise ShardingError(
+            f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a {layout.batch_size} "
+            f"x {layout.length} batch, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with hf_burst.shard_batch."
+        )

@@ -1,0 +1,84 @@
+"""Attention masks as data: one interval of admitted keys for every query."""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import BatchError, ConfigError
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which (query, key) pairs of one sequence are admitted.
+
+    Args:
+        length (`int`): Tokens in the sequence.
+        causal (`bool`, defaults to `True`): Whether a query sees no later key.
+        window (`int`, *optional*): How many tokens back a query sees beside itself (for Transformers' causal models
+            `sliding_window - 1`); without `causal`, as many forward too. `None` is unlimited.
+        documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries `(0, ..., length)` of the
+            packed documents; a query sees keys of its own document only.
+    """
+
+    length: int
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise BatchError(f"A mask needs at least 1 token, got length={self.length}. Drop empty sequences.")
+        if self.window is not None and self.window < 0:
+            raise ConfigError(f"window={self.window} is negative; give the tokens visible backwards, or None for all.")
+        if not self.documents:
+            object.__setattr__(self, "documents", (0, self.length))
+        ends = self.documents
+        if ends[0] != 0 or ends[-1] != self.length or any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+            shown = str(ends) if len(ends) <= 12 else f"{str(ends[:12])[:-1]}, ...)"
+            raise BatchError(
+                f"Document boundaries {shown} do not fit a sequence of {self.length} tokens: they must rise strictly "
+                f"from 0 to {self.length}, as cu_seqlens do."
+            )
+
+    def document(self, token: int) -> tuple[int, int]:
+        """The `(start, stop)` of the document that holds `token`."""
+        index = bisect_right(self.documents, token)
+        return self.documents[index - 1], self.documents[index]
+
+    def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The documents that reach into `[start, stop)`, cut to it."""
+        index = bisect_right(self.documents, start)
+        while start < stop:
+            end = min(stop, self.documents[index])
+            yield start, end
+            start, index = end, index + 1
+
+    @property
+    def distances(self) -> tuple[int | None, int | None]:
+        """The smallest and largest admitted `query - key`, `None` where unlimited."""
+        if self.window is None:
+            return (0 if self.causal else None), None
+        return (0 if self.causal else -self.window), self.window
+
+    def keys(self, query: int) -> tuple[int, int]:
+        """The keys `[start, stop)` that `query` sees: always one interval."""
+        start, stop = self.document(query)
+        low, high = self.distances
+        if high is not None:
+            start = max(start, query - high)
+        if low is not None:
+            stop = min(stop, query - low + 1)
+        return start, stop
+
+    @property
+    def pairs(self) -> int:
+        """How many (query, key) pairs are admitted."""
+        total = 0
+        low, high = self.distances
+        for start, stop in zip(self.documents, self.documents[1:], strict=False):
+            size = stop - start
+            back = size - 1 if high is None else min(high, size - 1)
+            ahead = size - 1 if low is None else min(-low, size - 1)
+            # sum over rows of min(row, back) + min(size - 1 - row, ahead) + 1
+            total += size + sum(reach * (size - 1 - reach) + reach * (reach + 1) // 2 for reach in (back, ahead))
+        return total

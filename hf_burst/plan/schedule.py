@@ -1,0 +1,141 @@
+"""Schedules: for every rank, the list of steps that computes a mask once, forward or backward.
+
+A step is one rotation of the ring: at distance s, the block of rank r visits rank (r + s) mod P, straight from its home
+and cut to what the mask needs there. What visits is either K and V (`"kv"`) or the queries with what belongs to
+them (`"q"`). In the backward pass the gradients of the visitors return to their home in the same step.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from .mask import Mask
+from .sharding import Sharding
+from .tiles import Tile, tiles_between
+
+Visitor = Literal["kv", "q"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Rows `[start, stop)` of a shard that travel to or from `peer`.
+
+    `lone` says that one tile covers exactly these rows, so that a gradient returns as the kernel made it; several
+    tiles are first summed in the accumulation dtype.
+    """
+
+    peer: int
+    start: int
+    stop: int
+    lone: bool
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Step:
+    """One round of a rank.
+
+    Args:
+        distance (`int`): How far round the ring the visitors have come; 0 is the rank's own block.
+        tiles (`tuple[Tile, ...]`): What this rank computes.
+        send (`Transfer`, *optional*): The rows of this rank that visit another one in this step.
+        recv (`Transfer`, *optional*): The rows that visit this rank.
+    """
+
+    distance: int
+    tiles: tuple[Tile, ...]
+    send: Transfer | None = None
+    recv: Transfer | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that follows from the masks of a batch and the ownership of its chunks.
+
+    Args:
+        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
+        sharding ([`Sharding`]): Who holds what.
+    """
+
+    masks: tuple[Mask, ...]
+    sharding: Sharding
+
+    def schedule(self, rank: int, visitor: Visitor) -> tuple[Step, ...]:
+        """The steps of `rank` when `visitor` ("kv" or "q") travels, in order of distance; empty steps are left out."""
+        return _schedule(self, rank, visitor)
+
+    @property
+    def pairs(self) -> int:
+        """The (query, key) pairs that the masks admit."""
+        return sum(mask.pairs for mask in self.masks)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.masks)} x {self.sharding.length} tokens over {self.sharding.ranks} ranks, "
+            f"{len(self.sharding.owners)} chunks, {self.pairs} pairs"
+        ]
+        for rank in range(self.sharding.ranks):
+            runs = ", ".join(f"{run.start}-{run.stop}" for run in self.sharding.runs(rank))
+            lines.append(f"rank {rank}: tokens {runs}")
+            for step in self.schedule(rank, "kv"):
+                tiles = ", ".join(_describe(tile) for tile in step.tiles) or "nothing"
+                source = f" of rank {step.recv.peer}" if step.recv else ""
+                to = f"; sends {step.send.start}:{step.send.stop} to rank {step.send.peer}" if step.send else ""
+                lines.append(f"  step {step.distance}: {tiles}{source}{to}")
+        return "\n".join(lines)
+
+
+def _describe(tile: Tile) -> str:
+    band = "" if tile.low is None and tile.high is None else f" band {tile.low}..{tile.high}"
+    parts = f" in {len(tile.segments) - 1} segments" if tile.segments else ""
+    return f"q {tile.q[0]}:{tile.q[1]} x k {tile.k[0]}:{tile.k[1]}{band}{parts}"
+
+
+@lru_cache(maxsize=64)
+def make_plan(masks: tuple[Mask, ...], sharding: Sharding) -> Plan:
+    """A [`Plan`]; the same arguments give the same object, so that its schedules are made once."""
+    return Plan(masks, sharding)
+
+
+@lru_cache(maxsize=256)
+def _schedule(plan: Plan, rank: int, visitor: Visitor) -> tuple[Step, ...]:
+    ranks = plan.sharding.ranks
+    steps = []
+    for distance in range(ranks):
+        source, target = (rank - distance) % ranks, (rank + distance) % ranks
+        arriving = _batch_tiles(plan, rank, source, visitor)
+        step = Step(distance, arriving)
+        if distance:
+            leaving = _batch_tiles(plan, target, rank, visitor)
+            batch = len(plan.masks)
+            step = Step(
+                distance, arriving, _transfer(leaving, target, visitor, batch), _transfer(arriving, source, visitor, batch)
+            )
+        if step.tiles or step.send:
+            steps.append(step)
+    return tuple(steps)
+
+
+def _batch_tiles(plan: Plan, host: int, guest: int, visitor: Visitor) -> tuple[Tile, ...]:
+    """The tiles that `host` computes with the visiting block of `guest`, rows of the batch with one mask together."""
+    q_rank, k_rank = (host, guest) if visitor == "kv" else (guest, host)
+    tiles: list[Tile] = []
+    first = 0
+    for row in range(1, len(plan.masks) + 1):
+        if row < len(plan.masks) and plan.masks[row] == plan.masks[first]:
+            continue
+        same = tiles_between(plan.masks[first], plan.sharding, q_rank, k_rank)
+        tiles += [replace(tile, batch=(first, row)) for tile in same]
+        first = row
+    return tuple(tiles)
+
+
+def _transfer(tiles: tuple[Tile, ...], peer: int, visitor: Visitor, batch: int) -> Transfer | None:
+    if not tiles:
+        return None
+    ranges = [tile.k if visitor == "kv" else tile.q for tile in tiles]
+    lone = len(tiles) == 1 and tiles[0].batch == (0, batch)
+    return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), lone)

@@ -1,0 +1,136 @@
+"""Tiles: the part of a mask between two shards, cut into pieces that one kernel call computes."""
+
+from dataclasses import dataclass, replace
+
+from .mask import Mask
+from .sharding import Run, Sharding
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel call: a rectangle of rows of a query shard and columns of a key shard, and the band admitted in it.
+
+    Args:
+        q (`tuple[int, int]`): Rows `[start, stop)` of the query shard.
+        k (`tuple[int, int]`): Rows `[start, stop)` of the key shard.
+        low (`int`, *optional*): Smallest admitted `row - column`, both counted from the tile's corner.
+        high (`int`, *optional*): Largest admitted `row - column`.
+        segments (`tuple[int, ...]`, defaults to none): Cumulative boundaries of the squares on the diagonal to which
+            the tile is confined, from its corner (documents: a variable-length call). The band holds in each square.
+        batch (`tuple[int, int]`): The rows `[start, stop)` of the batch that the tile is for.
+    """
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    low: int | None = None
+    high: int | None = None
+    segments: tuple[int, ...] = ()
+    batch: tuple[int, int] = (0, 1)
+
+    @property
+    def rectangular(self) -> bool:
+        """Whether every pair of the tile is admitted."""
+        return self.low is None and self.high is None and not self.segments
+
+    def columns(self, row: int) -> tuple[int, int]:
+        """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
+        start, stop = 0, self.k[1] - self.k[0]
+        if self.segments:
+            index = next(i for i, end in enumerate(self.segments[1:]) if row < end)
+            start, stop = self.segments[index], self.segments[index + 1]
+        if self.high is not None:
+            start = max(start, row - self.high)
+        if self.low is not None:
+            stop = min(stop, row - self.low + 1)
+        return start, stop
+
+
+def tiles_between(mask: Mask, sharding: Sharding, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
+    """The tiles that compute `mask` between the queries of one rank and the keys of another.
+
+    Every row of a tile admits at least one of its columns, and rectangles that lie together in both shards are one.
+
+    Args:
+        mask ([`Mask`]): The mask of the whole sequence.
+        sharding ([`Sharding`]): Who holds what.
+        q_rank (`int`): The rank that holds the queries.
+        k_rank (`int`): The rank that holds the keys.
+
+    Returns:
+        `tuple[Tile, ...]`: In shard rows of the two ranks; empty if the mask admits no pair.
+    """
+    q_runs, k_runs = sharding.runs(q_rank), sharding.runs(k_rank)
+    if q_rank == k_rank and mask.window is None:
+        return (_own_tile(mask, q_runs),)
+    tiles = []
+    for q_run in q_runs:
+        for k_run in k_runs:
+            tile = _diagonal(mask, q_run) if q_run == k_run else _off_diagonal(mask, q_run, k_run)
+            if tile is not None:
+                tiles.append(tile)
+    return _join(tiles)
+
+
+def _own_tile(mask: Mask, runs: tuple[Run, ...]) -> Tile:
+    """A shard with itself. Without a window, order is all that counts, so runs of one document need not touch."""
+    boundaries, previous = [0], None
+    for run in runs:
+        for start, stop in mask.overlapping(run.start, run.stop):
+            document = mask.document(start)
+            if document != previous:
+                boundaries.append(boundaries[-1])
+            boundaries[-1] += stop - start
+            previous = document
+    size = boundaries[-1]
+    return Tile((0, size), (0, size), mask.distances[0], None, tuple(boundaries) if len(boundaries) > 2 else ())
+
+
+def _diagonal(mask: Mask, run: Run) -> Tile:
+    """A run with itself."""
+    rows = (run.local, run.local + run.size)
+    ends = [stop - run.start for _, stop in mask.overlapping(run.start, run.stop)]
+    return Tile(rows, rows, *mask.distances, (0, *ends) if len(ends) > 1 else ())
+
+
+def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
+    """Two different runs: at most one document reaches from the earlier into the later, so this is one rectangle."""
+    later = q_run.start > k_run.start
+    if mask.causal and not later:
+        return None
+    start, stop = mask.document((k_run if later else q_run).stop - 1)
+    if stop <= (q_run if later else k_run).start:
+        return None
+    q0, q1 = max(q_run.start, start), min(q_run.stop, stop)
+    k0, k1 = max(k_run.start, start), min(k_run.stop, stop)
+    # distances between tokens of the sequence, then between rows and columns of the cropped rectangle
+    nearest, farthest = mask.distances
+    if farthest is not None:
+        q1 = min(q1, k1 - 1 + farthest + 1)
+        k0 = max(k0, q0 - farthest)
+    if nearest is not None:
+        q0 = max(q0, k0 + nearest)
+        k1 = min(k1, q1 - 1 - nearest + 1)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    low = None if nearest is None or nearest - (q0 - k0) <= k0 - k1 + 1 else nearest - (q0 - k0)
+    high = None if farthest is None or farthest - (q0 - k0) >= q1 - q0 - 1 else farthest - (q0 - k0)
+    q_row, k_row = q0 - q_run.start + q_run.local, k0 - k_run.start + k_run.local
+    return Tile((q_row, q_row + q1 - q0), (k_row, k_row + k1 - k0), low, high)
+
+
+def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
+    """Joins rectangles that share their rows and touch by their columns, or the other way round."""
+    joined: list[Tile] = []
+    for tile in tiles:
+        for index, other in enumerate(joined):
+            if not (tile.rectangular and other.rectangular):
+                continue
+            if tile.q == other.q and other.k[1] == tile.k[0]:
+                joined[index] = replace(other, k=(other.k[0], tile.k[1]))
+                break
+            if tile.k == other.k and other.q[1] == tile.q[0]:
+                joined[index] = replace(other, q=(other.q[0], tile.q[1]))
+                break
+        else:
+            joined.append(tile)
+    return tuple(joined) if len(joined) == len(tiles) else _join(joined)

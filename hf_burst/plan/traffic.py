@@ -1,0 +1,78 @@
+"""What a schedule sends: messages and bytes, exactly as the exchange counts them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .schedule import Plan, Step, Visitor
+
+Pass = Literal["forward", "backward"]
+_VISITORS: tuple[Visitor, ...] = ("kv", "q")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the bytes depend on: sizes of the heads, and bytes an element of the inputs and of the accumulators."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    accumulator_itemsize: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages and bytes that leave one rank."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+
+def step_traffic(step: Step, direction: Pass, visitor: Visitor, batch: int, shapes: Shapes) -> Traffic:
+    """What one rank sends in one step: its visitors (`step.send`) and the gradients it returns (`step.recv`)."""
+    visit, returned = _sizes(direction, visitor, shapes, lone=step.recv.lone if step.recv else False)
+    sent = Traffic()
+    if step.send:
+        sent += Traffic(len(visit), batch * step.send.rows * sum(visit))
+    if step.recv and returned:
+        sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
+    return sent
+
+
+def rank_traffic(plan: Plan, rank: int, direction: Pass, visitor: Visitor, shapes: Shapes) -> Traffic:
+    """What one rank sends in one pass through one layer.
+
+    For K and V (design of ring attention) these are 2·n·Hkv·D elements a step forward, and as many more gradients
+    backward; for the burst backward Q, dO, dQ and two accumulator scalars a head (arXiv 2403.09347, section 3).
+    """
+    total = Traffic()
+    for step in plan.schedule(rank, visitor):
+        total += step_traffic(step, direction, visitor, len(plan.masks), shapes)
+    return total
+
+
+def cheaper_visitor(shapes: Shapes) -> tuple[Visitor, str]:
+    """Which backward pass sends fewer bytes for every row that visits, and the sentence that says so.
+
+    The rows are the same number in both (a mask needs as many blocks of queries as of keys), so a row decides, and
+    every rank decides alike.
+    """
+    rows = {visitor: sum(sum(part) for part in _sizes("backward", visitor, shapes, lone=True)) for visitor in _VISITORS}
+    best = min(_VISITORS, key=lambda visitor: rows[visitor])
+    return best, f"a visiting token costs {rows['kv']} bytes in the K/V ring and {rows['q']} in the burst backward"
+
+
+def _sizes(direction: Pass, visitor: Visitor, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
+    """Bytes a row: of each tensor that visits, and of each gradient that returns."""
+    keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
+    queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
+    gradient = shapes.itemsize if lone else shapes.accumulator_itemsize
+    if visitor == "kv":
+        visit = [keys * shapes.itemsize, values * shapes.itemsize]
+        return visit, [keys * gradient, values * gradient] if direction == "backward" else []
+    scalars = shapes.q_heads * shapes.accumulator_itemsize
+    return [queries * shapes.itemsize, outputs * shapes.itemsize, scalars, scalars], [queries * gradient]

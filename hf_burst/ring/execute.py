@@ -1,0 +1,238 @@
+"""The loop that executes any schedule, forward and backward. The only code that communicates inside of attention."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels import Band, Kernel, project_out
+from ..plan import Plan, Step, Tile, Transfer
+from ..plan.schedule import Visitor
+from .exchange import Exchange, Expected, Posted
+from .merge import accumulation_dtype, merge_
+
+# What a step does with its visitors: returns their gradients, empty if nothing goes home.
+Visit = Callable[[Step, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention over a group: what is the same for its forward and its backward pass.
+
+    Args:
+        plan ([`Plan`]): What is computed, by whom.
+        rank (`int`): This rank of the group.
+        kernel ([`Kernel`]): What computes a tile.
+        scale (`float`): Factor of the scores.
+    """
+
+    plan: Plan
+    rank: int
+    kernel: Kernel
+    scale: float
+
+
+def forward(
+    attention: Attention, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of this rank's queries over the keys of all ranks. K and V visit.
+
+    Args:
+        attention ([`Attention`]): What to compute.
+        exchange ([`Exchange`]): The messages.
+        q (`torch.Tensor` of shape `(B, n, Hq, D)`): This rank's queries.
+        k (`torch.Tensor` of shape `(B, n, Hkv, D)`): This rank's keys.
+        v (`torch.Tensor` of shape `(B, n, Hkv, Dv)`): This rank's values.
+
+    Returns:
+        `out` of shape `(B, n, Hq, Dv)` in the dtype of q, and `lse` of shape `(B, n, Hq)` in fp32 (fp64 for fp64).
+    """
+    wide = accumulation_dtype(q.dtype)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+
+    def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        keys, values = visitors
+        first = step.recv.start if step.recv else 0
+        for tile in step.tiles:
+            part, part_lse = attention.kernel.forward(
+                _cut(q, tile.batch, tile.q),
+                _cut(keys, tile.batch, tile.k, first),
+                _cut(values, tile.batch, tile.k, first),
+                _band(tile),
+                attention.scale,
+            )
+            merge_(_cut(out, tile.batch, tile.q), _cut(lse, tile.batch, tile.q), part, part_lse)
+        return ()
+
+    _circulate(attention.plan.schedule(attention.rank, "kv"), exchange, (k, v), visit)
+    return out.to(q.dtype), lse
+
+
+def backward(
+    attention: Attention,
+    exchange: Exchange,
+    visitor: Visitor,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of this rank's q, k and v.
+
+    Args:
+        attention ([`Attention`]): As in the forward pass.
+        exchange ([`Exchange`]): The messages.
+        visitor (`str`): `"kv"`: K and V visit, dK and dV return. `"q"`: Q, dO, lse and delta visit, dQ returns.
+        dout (`torch.Tensor` of shape `(B, n, Hq, Dv)`): Gradient of `out`.
+        q, k, v, out, lse (`torch.Tensor`): Inputs and results of the forward pass.
+        dlse (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): Gradient of `lse`.
+
+    Returns:
+        `dq`, `dk` and `dv` in the shapes and dtypes of q, k and v.
+    """
+    wide = accumulation_dtype(q.dtype)
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    rows = _Rows(q, dout, lse, delta, out if dlse is None else _stand_in(attention.kernel, dout, delta))
+    dq, dk, dv = (torch.zeros(tensor.shape, dtype=wide, device=q.device) for tensor in (q, k, v))
+
+    def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if step.recv is None:
+            _add_tiles(attention, step, rows, (k, v), (dq, dk, dv))
+            return ()
+        homes = None if step.recv.lone else [_zeros_like(tensor, wide) for tensor in visitors[: len(home)]]
+        if visitor == "kv":
+            found = _add_tiles(attention, step, rows, visitors, (dq, *(homes or (None, None))), k_first=step.recv.start)
+            return homes or found[1:]
+        guests = _Rows(*visitors, _stand_in(attention.kernel, visitors[1], visitors[3]))
+        found = _add_tiles(attention, step, guests, (k, v), (*(homes or (None,)), dk, dv), q_first=step.recv.start)
+        return homes or found[:1]
+
+    payload, home = ((k, v), (dk, dv)) if visitor == "kv" else ((q, dout, lse, delta), (dq,))
+    _circulate(attention.plan.schedule(attention.rank, visitor), exchange, payload, visit, home)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Queries and what belongs to them in the backward pass; `out` as the kernel wants it."""
+
+    q: torch.Tensor
+    dout: torch.Tensor
+    lse: torch.Tensor
+    delta: torch.Tensor
+    out: torch.Tensor | None
+
+
+def _stand_in(kernel: Kernel, dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
+    """An `out` with the product `delta`, for a kernel that wants one where the true one is elsewhere."""
+    return project_out(dout, delta) if kernel.card.wants_out else None
+
+
+def _add_tiles(
+    attention: Attention,
+    step: Step,
+    rows: _Rows,
+    keys: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor | None],
+    q_first: int = 0,
+    k_first: int = 0,
+) -> Sequence[torch.Tensor]:
+    """Adds the gradients of the tiles of a step to `sums` (of q, k, v; `None` adds nowhere); returns the last tile's."""
+    gradients: Sequence[torch.Tensor] = ()
+    for tile in step.tiles:
+        gradients = attention.kernel.backward(
+            _cut(rows.dout, tile.batch, tile.q, q_first),
+            _cut(rows.q, tile.batch, tile.q, q_first),
+            *(_cut(tensor, tile.batch, tile.k, k_first) for tensor in keys),
+            None if rows.out is None else _cut(rows.out, tile.batch, tile.q, q_first),
+            _cut(rows.lse, tile.batch, tile.q, q_first),
+            _cut(rows.delta, tile.batch, tile.q, q_first),
+            _band(tile),
+            attention.scale,
+        )
+        places = ((tile.q, q_first), (tile.k, k_first), (tile.k, k_first))
+        for total, gradient, (place, first) in zip(sums, gradients, places, strict=True):
+            if total is not None:
+                _cut(total, tile.batch, place, first).add_(gradient)
+    return gradients
+
+
+def _circulate(
+    steps: Sequence[Step],
+    exchange: Exchange,
+    payload: Sequence[torch.Tensor],
+    visit: Visit,
+    home: Sequence[torch.Tensor] = (),
+) -> None:
+    """Runs a schedule: visitors of the next step are under way while this step computes, and so are the gradients of
+    the step before on their way home, where they are added to `home`."""
+    returning: tuple[Transfer | None, Posted] | None = None
+    arriving = _post_visitors(exchange, steps[0], payload)
+    for index, step in enumerate(steps):
+        visitors = arriving.wait() if step.distance else payload
+        if index + 1 < len(steps):
+            arriving = _post_visitors(exchange, steps[index + 1], payload)
+        gradients = visit(step, visitors) if step.tiles else ()
+        if home and step.distance:
+            posted = _post_gradients(exchange, step, gradients, payload, home)
+            _welcome(returning, home)
+            returning = (step.send, posted)
+    _welcome(returning, home)
+
+
+def _post_visitors(exchange: Exchange, step: Step, payload: Sequence[torch.Tensor]) -> Posted:
+    send, recv = step.send, step.recv
+    sends = [(tensor[:, send.start : send.stop], send.peer) for tensor in payload] if send else []
+    expected = [_expected(tensor, recv, tensor.dtype) for tensor in payload] if recv else []
+    return exchange.post(sends, expected, tag=2 * step.distance)
+
+
+def _post_gradients(
+    exchange: Exchange,
+    step: Step,
+    gradients: Sequence[torch.Tensor],
+    payload: Sequence[torch.Tensor],
+    home: Sequence[torch.Tensor],
+) -> Posted:
+    """Sends the gradients of the visitors home, and expects those of the rows that this rank sent out."""
+    send, recv = step.send, step.recv
+    sends = [(gradient, recv.peer) for gradient in gradients] if recv else []
+    expected = []
+    if send:
+        for total, tensor in zip(home, payload, strict=False):
+            expected.append(_expected(total, send, tensor.dtype if send.lone else total.dtype))
+    return exchange.post(sends, expected, tag=2 * step.distance + 1)
+
+
+def _expected(like: torch.Tensor, transfer: Transfer, dtype: torch.dtype) -> Expected:
+    return Expected((like.shape[0], transfer.rows, *like.shape[2:]), dtype, transfer.peer)
+
+
+def _welcome(returning: tuple[Transfer | None, Posted] | None, home: Sequence[torch.Tensor]) -> None:
+    """Adds the gradients that came home."""
+    if returning is None:
+        return
+    transfer, posted = returning
+    gradients = posted.wait()
+    if transfer is not None:
+        for total, gradient in zip(home, gradients, strict=True):
+            total[:, transfer.start : transfer.stop].add_(gradient)
+
+
+def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> torch.Tensor:
+    """The part of a block, whose row 0 is row `first` of its shard, that a tile names."""
+    return tensor[batch[0] : batch[1], rows[0] - first : rows[1] - first]
+
+
+def _band(tile: Tile) -> Band:
+    return Band(tile.low, tile.high, tile.segments)
