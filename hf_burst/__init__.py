@@ -1,0 +1,54 @@
+"""Long-context fine-tuning for Hugging Face Transformers: BurstAttention over all ranks, by one line.
+
+```python
+>>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained(...))
+```
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import BurstConfig
+    from .hf.accelerate import BurstParallelismConfig
+    from .hf.collator import BurstCollator, shard_batch
+    from .hf.patch import patch_model, unpatch_model
+    from .layout import SequenceLayout
+    from .mesh import ContextGroup
+    from .op import burst_attention
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "BurstCollator": ".hf.collator",
+    "BurstConfig": ".config",
+    "BurstParallelismConfig": ".hf.accelerate",
+    "ContextGroup": ".mesh",
+    "SequenceLayout": ".layout",
+    "burst_attention": ".op",
+    "patch_model": ".hf.patch",
+    "shard_batch": ".hf.collator",
+    "unpatch_model": ".hf.patch",
+}
+
+__all__ = [
+    "BurstCollator",
+    "BurstConfig",
+    "BurstParallelismConfig",
+    "ContextGroup",
+    "SequenceLayout",
+    "burst_attention",
+    "patch_model",
+    "shard_batch",
+    "unpatch_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -49,7 +49,9 @@ class BurstConfig:
         if not self.logits_limit_gib > 0:
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib}; it must be above 0.")
         if isinstance(self.content_checks, bool) or not isinstance(self.content_checks, int) or self.content_checks < 0:
-            raise ConfigError(f"BurstConfig.content_checks is {self.content_checks!r}; it must be an int of at least 0.")
+            raise ConfigError(
+                f"BurstConfig.content_checks is {self.content_checks!r}; it must be an int of at least 0."
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BurstConfig":

@@ -61,7 +61,7 @@ class ContextGroup:
         """The process group; only for `size > 1`."""
         return dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[arg-type, no-any-return]
 
-    def agree(self, facts: dict[str, Any], error: BurstError | None, device: torch.device) -> None:
+    def agree(self, facts: dict[str, Any], error: BurstError | None, device: torch.device, tally: int = 0) -> int:
         """Lets all ranks go on together, or raises the same error on all of them.
 
         Every rank calls it with what it is about to do and with the error that it met on the way, if any. One small
@@ -71,6 +71,10 @@ class ContextGroup:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
             error ([`BurstError`], *optional*): What this rank found wrong on its own.
             device (`torch.device`): Where the backend communicates.
+            tally (`int`, defaults to 0): A number to add up over the ranks on the way.
+
+        Returns:
+            `int`: The sum of the tallies.
 
         Raises:
             BurstError: This rank's own error, or another rank's.
@@ -79,15 +83,15 @@ class ContextGroup:
         if self.size == 1:
             if error is not None:
                 raise error
-            return
+            return tally
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        mine = torch.tensor([digest, int(error is not None)], dtype=torch.int64, device=device)
+        mine = torch.tensor([digest, int(error is not None), tally], dtype=torch.int64, device=device)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.process_group)
-        digests, flags = torch.stack(every).cpu().unbind(1)
+        digests, flags, tallies = torch.stack(every).cpu().unbind(1)
         if not flags.any() and (digests == digest).all():
-            return
+            return int(tallies.sum())
         reports: list[Any] = [None] * self.size
         report = {"facts": facts, "error": str(error) if error else None}
         dist.all_gather_object(reports, report, group=self.process_group)

@@ -156,7 +156,11 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _members(name: str) -> ContextGroup:
-    return ContextGroup.from_mesh(torch.distributed.distributed_c10d._resolve_process_group(name)) if name else ContextGroup()
+    return (
+        ContextGroup.from_mesh(torch.distributed.distributed_c10d._resolve_process_group(name))
+        if name
+        else ContextGroup()
+    )
 
 
 def _attention(

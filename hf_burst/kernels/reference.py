@@ -43,7 +43,7 @@ class ReferenceKernel:
         """See [`Kernel.backward`]; FlashAttention (arXiv 2205.14135), appendix B.2."""
         heads = k.shape[2]
         scores = _scores(q, k, band, scale)
-        by_head = (lambda rows: rows.unflatten(2, (heads, -1)).permute(0, 2, 3, 1))
+        by_head = lambda rows: rows.unflatten(2, (heads, -1)).permute(0, 2, 3, 1)
         weights = _weights(scores, by_head(lse).to(scores.dtype))
         wide_dout = dout.to(scores.dtype).unflatten(2, (heads, -1))
         wide_q, wide_k, wide_v = q.to(scores.dtype).unflatten(2, (heads, -1)), k.to(scores.dtype), v.to(scores.dtype)

@@ -112,7 +112,10 @@ def _schedule(plan: Plan, rank: int, visitor: Visitor) -> tuple[Step, ...]:
             leaving = _batch_tiles(plan, target, rank, visitor)
             batch = len(plan.masks)
             step = Step(
-                distance, arriving, _transfer(leaving, target, visitor, batch), _transfer(arriving, source, visitor, batch)
+                distance,
+                arriving,
+                _transfer(leaving, target, visitor, batch),
+                _transfer(arriving, source, visitor, batch),
             )
         if step.tiles or step.send:
             steps.append(step)

@@ -51,7 +51,11 @@ def _check_messages(schedules: list[dict[int, Step]], rank: int, step: Step) -> 
             continue
         other = schedules[here.peer].get(step.distance)
         twin = getattr(other, there) if other else None
-        if twin is None or twin.peer != rank or (twin.start, twin.stop, twin.lone) != (here.start, here.stop, here.lone):
+        if (
+            twin is None
+            or twin.peer != rank
+            or (twin.start, twin.stop, twin.lone) != (here.start, here.stop, here.lone)
+        ):
             raise PlanError(f"rank {rank}, step {step.distance} {ends} {here}, rank {here.peer} has {twin}")
     if step.distance and bool(step.tiles) != (step.recv is not None):
         raise PlanError(f"rank {rank}, step {step.distance}: {len(step.tiles)} tiles, but receives {step.recv}")

@@ -1,0 +1,285 @@
+"""From a batch as Transformers knows it to this rank's part of it.
+
+Two ways in, one way on: a full batch (the forward pre-hook, [`shard_batch`] and [`BurstCollator`] call `shard_full`) and
+a batch that is sharded already, recognised by its `shift_labels`.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import BurstConfig
+from ..errors import BatchError
+from ..layout import SequenceLayout
+from ..loss import IGNORE_INDEX, shift_labels
+from ..mesh import ContextGroup
+
+LAYOUT_KEY = "burst_batch"
+# per-token inputs, and what the tokens appended to fill the last chunk hold
+_PAD_VALUES: dict[str, int] = {
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "position_ids": 0,
+    "token_type_ids": 0,
+    "labels": IGNORE_INDEX,
+    "shift_labels": IGNORE_INDEX,
+}
+_PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`.
+
+    Args:
+        layout ([`SequenceLayout`]): How the batch lies over the ranks.
+        rank (`int`): Whose part it is.
+        fingerprint (`int`): Checksum of the whole batch.
+        positions (`int`): Checksum of the position ids of this part.
+    """
+
+    layout: SequenceLayout
+    rank: int
+    fingerprint: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """What one forward pass of a patched model knows; travels through the model as the keyword `burst_call`.
+
+    Args:
+        layout ([`SequenceLayout`]): How the batch lies over the ranks.
+        group ([`ContextGroup`]): The ranks.
+        config ([`BurstConfig`]): Kernel and backward schedule.
+        explicit (`bool`): Whether the batch arrived sharded.
+        tokens (`int`): Labels that count, over all ranks of the group.
+        encoded (`torch.Tensor`): The layout as the operator takes it.
+        logits (`str`): What becomes of the logits: `"drop"`, `"gather"` or `"keep"`.
+        kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
+    """
+
+    layout: SequenceLayout
+    group: ContextGroup
+    config: BurstConfig
+    explicit: bool
+    tokens: int
+    encoded: torch.Tensor
+    logits: str = "gather"
+    kept: tuple[tuple[int, ...], ...] | None = None
+
+
+def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """`(batch, tokens)` of a batch."""
+    for key in ("input_ids", "inputs_embeds"):
+        tensor = batch.get(key)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise BatchError(f"{key} is {shape}; it must be a tensor of shape (batch, tokens), neither of them 0.")
+        return tensor.shape[0], tensor.shape[1]
+    raise BatchError(
+        f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
+    )
+
+
+def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The document boundaries of each row, read from `cu_seq_lens_q`, `position_ids` and `attention_mask`.
+
+    A new document begins where position ids do not go on by one, as Transformers reads them. Padding on the right needs
+    no boundary, since no earlier query sees it; padding on the left is a document of its own.
+
+    Raises:
+        BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
+    """
+    rows, length = batch_shape(batch)
+    starts: list[set[int]] = [set() for _ in range(rows)]
+    lengths, positions, mask = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    if lengths is not None:
+        bounds = torch.as_tensor(lengths).flatten().tolist()
+        if rows != 1 or bounds[0] != 0 or bounds[-1] != length:
+            raise BatchError(
+                f"cu_seq_lens_q ends at {bounds[-1]} for a batch of {rows} x {length} tokens; packed lengths need one "
+                "row and must end at its length."
+            )
+        starts[0].update(bounds[1:-1])
+    if positions is not None:
+        if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
+            raise BatchError(
+                f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
+            )
+        resets = (positions[:, 1:] != positions[:, :-1] + 1).nonzero().tolist()
+        for row, token in resets:
+            for target in range(rows) if positions.shape[0] == 1 else (row,):
+                starts[target].add(token + 1)
+    for row, first in _left_padding(mask, rows, length):
+        starts[row].add(first)
+    return [(0, *sorted(cuts), length) for cuts in starts]
+
+
+def _left_padding(mask: Any, rows: int, length: int) -> list[tuple[int, int]]:
+    """Rows whose padding stands on the left, and their first token; raises for masks that are not padding."""
+    if mask is None:
+        return []
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, length):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask is {shape}; over several ranks it must be ({rows}, {length}) and mark padding only. Pack "
+            "documents by position_ids that start anew at 0."
+        )
+    if mask.all():
+        return []
+    kept = mask.cpu() != 0
+    if not torch.equal(kept.to(mask.dtype), mask.cpu()):
+        raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
+    found = []
+    for row in range(rows):
+        tokens = kept[row].nonzero().flatten()
+        if len(tokens) == 0:
+            raise BatchError(f"attention_mask hides all of row {row}. Drop empty sequences from the batch.")
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 != len(tokens):
+            raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
+        if first:
+            found.append((row, first))
+    return found
+
+
+def shard_full(
+    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int
+) -> tuple[dict[str, Any], SequenceLayout]:
+    """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
+
+    Args:
+        batch (mapping): `input_ids` or `inputs_embeds`, and any of `labels`, `position_ids`, `attention_mask`,
+            `token_type_ids`, `cu_seq_lens_q`; what has no token dimension is passed on.
+        config ([`BurstConfig`]): How to cut.
+        rank (`int`): Whose part.
+        ranks (`int`): Of how many.
+
+    Returns:
+        `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
+    """
+    rows, length = batch_shape(batch)
+    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking)
+    full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
+    tokens = full.get("input_ids") if full.get("input_ids") is not None else full["inputs_embeds"]
+    positions = full.get("position_ids")
+    full["position_ids"] = (torch.arange(length, device=tokens.device) if positions is None else positions).expand(
+        rows, -1
+    )
+    if full.get("labels") is not None:
+        if tuple(full["labels"].shape) != (rows, length):
+            raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
+        full["shift_labels"] = shift_labels(full["labels"])
+        _check_padded_labels(full["shift_labels"], batch.get("attention_mask"))
+    shard = {}
+    for key, value in full.items():
+        if key in _PAD_VALUES and value is not None:
+            shard[key] = layout.shard(value, rank, _PAD_VALUES[key])
+        elif isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length:
+            raise BatchError(
+                f"{key} of shape {tuple(value.shape)} looks like one value a token, and hf_burst does not know how to "
+                f"shard it; known are {', '.join(_PAD_VALUES)} and attention_mask. Remove it from the batch."
+            )
+        else:
+            shard[key] = value
+    return shard, layout
+
+
+def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """What padding predicts is not defined, so it must not count."""
+    if mask is None:
+        return
+    counted = int(((targets != IGNORE_INDEX) & (mask == 0)).sum())
+    if counted:
+        raise BatchError(
+            f"{counted} tokens that attention_mask hides have labels to predict. Set the labels of padding to "
+            f"{IGNORE_INDEX}, as Transformers' data collators do."
+        )
+
+
+def describe_shard(
+    shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int
+) -> ShardedBatch:
+    """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
+    return ShardedBatch(layout, rank, fingerprint(full), _checksum(shard["position_ids"]))
+
+
+def layout_of_shard(
+    batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, compare: bool
+) -> SequenceLayout:
+    """The layout of a batch that arrived sharded.
+
+    Args:
+        batch (mapping): The shard.
+        config ([`BurstConfig`]): That of the model.
+        group ([`ContextGroup`]): That of the model.
+        compare (`bool`): Whether to compare checksums, which copies from the device.
+
+    Raises:
+        BatchError: If it was sharded for another rank or group, or if its position ids do not match the sharding.
+    """
+    rows, own = batch_shape(batch)
+    for key in ("position_ids", "shift_labels"):
+        value = batch.get(key)
+        if value is None or tuple(value.shape) != (rows, own):
+            shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
+            raise BatchError(
+                f"The batch carries shift_labels, so it counts as sharded, but its {key} are {shape}; they must be "
+                f"({rows}, {own}) like the tokens of this rank. Make it with hf_burst.shard_batch or BurstCollator."
+            )
+    if batch.get("attention_mask") is not None:
+        raise BatchError(
+            "A sharded batch carries an attention_mask. shard_batch folds it into the layout; leave it out."
+        )
+    about = batch.get(LAYOUT_KEY)
+    positions = batch["position_ids"]
+    if about is None:
+        layout = SequenceLayout.for_batch([(0, own * group.size)] * rows, group.size, config.chunking)
+        expected = layout.indices(group.rank).to(positions.device)
+        if layout.padding or not bool((positions == expected).all()):
+            raise BatchError(
+                f"The position_ids of this shard do not match {config.chunking} sharding of one document of "
+                f"{own * group.size} tokens over {group.size} ranks: rank {group.rank} holds tokens "
+                f"{[(run.start, run.stop) for run in layout.sharding.runs(group.rank)]}. Make shards with "
+                "hf_burst.shard_batch or BurstCollator, which also serve packed documents."
+            )
+        return layout
+    layout = about.layout
+    if (about.rank, layout.ranks) != (group.rank, group.size) or layout.chunking != config.chunking:
+        raise BatchError(
+            f"The batch was sharded as {layout.chunking} part {about.rank} of {layout.ranks}, this process is rank "
+            f"{group.rank} of {group.size} and its model expects {config.chunking} chunks. Give the collator the same "
+            "mesh and BurstConfig as patch_model."
+        )
+    if (layout.batch_size, layout.sharding.tokens(group.rank)) != (rows, own):
+        raise BatchError(
+            f"The shard holds {rows} x {own} tokens, its layout says {layout.batch_size} x "
+            f"{layout.sharding.tokens(group.rank)}. Do not cut or pad a batch after it was sharded."
+        )
+    if compare and _checksum(positions) != about.positions:
+        raise BatchError(
+            "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
+            "hf_burst.shard_batch made them."
+        )
+    return layout
+
+
+def fingerprint(batch: Mapping[str, Any]) -> int:
+    """A checksum of the tokens, labels and positions of a batch."""
+    keys = ("input_ids", "labels", "position_ids", "attention_mask")
+    total = 0
+    for key in keys:
+        value = batch.get(key)
+        if isinstance(value, torch.Tensor):
+            total = zlib.crc32(key.encode(), total ^ _checksum(value))
+    return total
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())

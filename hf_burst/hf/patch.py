@@ -1,0 +1,314 @@
+"""`patch_model` and `unpatch_model`: how a model comes to compute its attention over several ranks, and back.
+
+A patched model takes full batches, the same on every rank of a group, and returns what one process would: a forward
+pre-hook cuts the batch, a forward hook puts the outputs together, and the loss function adds up what the ranks found.
+To any trainer the ranks of a group look like data-parallel replicas that were given the same batch.
+"""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ..config import BurstConfig
+from ..errors import BatchError, BurstError, ConfigError, UnsupportedModelError
+from ..kernels import select_kernel
+from ..layout import SequenceLayout
+from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
+from ..mesh import ContextGroup
+from .accelerate import resolve_group
+from .attention import NAME, register
+from .batch import LAYOUT_KEY, ForwardCall, batch_shape, fingerprint, layout_of_shard, shard_full
+from .support import base_model, check_dropout, check_model
+
+logger = logging.getLogger(__name__)
+
+_STATE = "_hf_burst"
+_CALL = "burst_call"
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+
+def patch_model(
+    model: AnyModel,
+    config: BurstConfig | None = None,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+) -> AnyModel:
+    """Swaps a model's attention for BurstAttention over the ranks that share a sequence.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model, changed in place; before it is wrapped by a data-parallel
+            wrapper.
+        config ([`BurstConfig`], *optional*): The few knobs.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share a sequence (the dimension `"cp"` of a
+            mesh). By default, at the first forward pass, those of accelerate's state ([`BurstParallelismConfig`]), else
+            all ranks; in one process nothing is communicated.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedModelError: If the model is not served exactly.
+        ConfigError: If it is patched already.
+
+    Example:
+
+    ```python
+    >>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B"))
+    ```
+    """
+    base = base_model(model)
+    if hasattr(base, _STATE):
+        raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
+    check_model(base)
+    register()
+    previous = base.config._attn_implementation
+    base.set_attn_implementation(NAME)
+    if base.config._attn_implementation != NAME:  # Transformers only warns
+        raise UnsupportedModelError(
+            f"{type(base).__name__} keeps its attention {previous!r}: it does not use Transformers' AttentionInterface."
+        )
+    patch = _Patch(config or BurstConfig(), mesh, previous, base.__dict__.get("_loss_function"), base.loss_function)
+    patch.handles = [
+        base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
+        base.register_forward_hook(patch.after, with_kwargs=True),
+    ]
+    base.loss_function = patch.loss
+    setattr(base, _STATE, patch)
+    return model
+
+
+def unpatch_model(model: AnyModel) -> AnyModel:
+    """Puts back everything that [`patch_model`] changed.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): A patched model, changed in place.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError: If the model is not patched.
+    """
+    base = base_model(model)
+    patch: _Patch | None = getattr(base, _STATE, None)
+    if patch is None:
+        raise ConfigError(
+            "The model is not patched, so there is nothing to undo. hf_burst.patch_model(model) patches it."
+        )
+    for handle in patch.handles:
+        handle.remove()
+    base.set_attn_implementation(patch.attention)
+    if patch.own_loss is None:
+        del base._loss_function
+    else:
+        base.loss_function = patch.own_loss
+    delattr(base, _STATE)
+    return model
+
+
+@dataclass
+class _Patch:
+    """What patching one model added to it.
+
+    Args:
+        config ([`BurstConfig`]): The knobs.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): What the user passed.
+        attention (`str`): The attention implementation before.
+        own_loss (`Callable`, *optional*): The loss function that was set on the model before.
+        plain_loss (`Callable`): The loss function that it had.
+        handles (`list`): The hooks.
+        group ([`ContextGroup`], *optional*): The ranks, once they are known.
+        forwards (`int`): Sharded forward passes so far.
+    """
+
+    config: BurstConfig
+    mesh: DeviceMesh | dist.ProcessGroup | None
+    attention: str
+    own_loss: Any
+    plain_loss: Any
+    handles: list[RemovableHandle] = field(default_factory=list)
+    group: ContextGroup | None = None
+    forwards: int = 0
+
+    def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pre-hook: checks the batch, agrees with the other ranks, and cuts it."""
+        batch = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+        batch.pop("self")
+        batch.update(batch.pop("kwargs", {}))
+        if not module.training and (batch.get("past_key_values") is not None or batch.get("use_cache")):
+            return (), batch  # generation: every rank holds the whole prompt, attention is Transformers' own
+        if self.group is None:
+            self.group = resolve_group(self.mesh)
+        error: BurstError | None = None
+        prepared: dict[str, Any] = {}
+        call: ForwardCall | None = None
+        facts: dict[str, Any] = {}
+        try:
+            prepared, call, facts = self._prepare(module, batch, self.group)
+        except BurstError as problem:
+            error = problem
+        counted = prepared.get("shift_labels")
+        mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
+        tokens = self.group.agree(facts, error, next(module.parameters()).device, tally=mine)
+        assert call is not None, "agree raises this rank's error"
+        self.forwards += 1
+        if counted is not None and tokens == 0 and batch.get("num_items_in_batch") is None:
+            raise BatchError(
+                f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
+                "learn from. Drop such batches, or check how the labels are masked."
+            )
+        return (), {**prepared, "use_cache": False, _CALL: replace(call, tokens=tokens)}
+
+    def _prepare(
+        self, module: PreTrainedModel, batch: dict[str, Any], group: ContextGroup
+    ) -> tuple[dict[str, Any], ForwardCall, dict[str, Any]]:
+        """This rank's inputs, what the pass knows, and the facts that must be equal on all ranks."""
+        _check_request(module, batch)
+        explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
+        compare = group.size > 1 and self.forwards < self.config.content_checks
+        about = batch.pop(LAYOUT_KEY, None)
+        if explicit:
+            layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
+            prepared = {**batch, "labels": batch["shift_labels"]}
+            content = about.fingerprint if about and compare else None
+        else:
+            prepared, layout = shard_full(batch, self.config, group.rank, group.size)
+            content = fingerprint(batch) if compare else None
+        logits, kept = self._logits_plan(module, prepared, layout, group, explicit)
+        if kept is not None:
+            prepared["logits_to_keep"] = kept[1]
+        device, dtype = next(module.parameters()).device, module.dtype
+        head_dim = getattr(module.config, "head_dim", None) or (
+            module.config.hidden_size // module.config.num_attention_heads
+        )
+        select_kernel(self.config.kernel, device.type, dtype, head_dim, head_dim)
+        facts = {
+            "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
+            "dtype": str(dtype),
+            "documents": hash(layout.documents),
+            "labels": prepared.get("labels") is not None,
+            "sharded already": explicit,
+            "training": module.training,
+            "logits kept": None if kept is None else kept[0],
+            "BurstConfig": str(self.config),
+            "content (checksum)": content,
+        }
+        return (
+            prepared,
+            ForwardCall(
+                *(layout, group, self.config, explicit, 0, layout.encode(), logits, None if kept is None else kept[0])
+            ),
+            facts,
+        )
+
+    def _logits_plan(
+        self,
+        module: PreTrainedModel,
+        prepared: Mapping[str, Any],
+        layout: SequenceLayout,
+        group: ContextGroup,
+        explicit: bool,
+    ) -> tuple[str, tuple[tuple[tuple[int, ...], ...], torch.Tensor] | None]:
+        """What becomes of the logits; and for `logits_to_keep`, which rank holds which of the rows asked for."""
+        labels = prepared.get("labels") is not None
+        keep = prepared.get("logits_to_keep", 0)
+        asked = isinstance(keep, torch.Tensor) or bool(keep)
+        if group.size == 1:
+            return "keep", None
+        if asked and (labels or explicit):
+            raise BatchError(
+                "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one out."
+            )
+        if labels and module.training:
+            return "drop", None
+        if explicit:
+            return "keep", None
+        length = layout.length - layout.padding
+        kept = _kept_rows(keep, layout) if asked else None
+        rows = sum(map(len, kept[0])) if kept else length
+        gib = layout.batch_size * rows * module.config.vocab_size * module.dtype.itemsize / 2**30
+        if gib <= self.config.logits_limit_gib:
+            return "gather", None if kept is None else (kept[0], kept[1][group.rank])
+        sentence = (
+            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, above "
+            f"BurstConfig.logits_limit_gib={self.config.logits_limit_gib}"
+        )
+        if not labels:
+            raise BatchError(f"{sentence}. Pass logits_to_keep=1 (or as many as you need), or raise the limit.")
+        if self.forwards == 0:
+            logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
+        return "drop", None
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The forward hook: outputs of the whole batch, in sequence order."""
+        call: ForwardCall | None = kwargs.get(_CALL)
+        if call is None or call.group.size == 1:
+            return output
+        fields = dict(output.items())
+        logits = fields.pop("logits")
+        if call.logits == "gather" and call.kept is not None:
+            fields["logits"] = gather_kept(logits, call.kept, call.group)
+        elif call.logits == "gather":
+            fields["logits"] = gather_tokens(logits, call.layout, call.group)
+        elif call.logits == "keep":
+            fields["logits"] = logits
+        if "hidden_states" in fields and not call.explicit:
+            fields["hidden_states"] = tuple(
+                gather_tokens(state, call.layout, call.group) for state in fields["hidden_states"]
+            )
+        return type(output)(**fields)
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The model's `loss_function`: the cross-entropy of the whole batch, weighted by tokens over all ranks.
+
+        With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the
+        group. `num_items_in_batch` is the number of labels over all ranks, so a full batch, which every rank of a group
+        holds, is counted by each of them, and a sharded one once.
+        """
+        call: ForwardCall | None = kwargs.pop(_CALL, None)
+        if call is None:
+            plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
+            return plain
+        local_sum = token_loss_sum(logits, kwargs["shift_labels"])
+        items = kwargs.get("num_items_in_batch")
+        if items is None:
+            return group_loss(local_sum, 1 / call.tokens, call.group)
+        if isinstance(items, torch.Tensor):
+            items = items.to(local_sum.device)
+        return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)
+
+
+def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+    """Raises for arguments of a forward pass that are not served over several ranks."""
+    check_dropout(module)
+    if batch.get("past_key_values") is not None:
+        raise BatchError("past_key_values in training: a cache cannot be sharded. Leave it out, or call model.eval().")
+    for key in ("output_attentions", "encoder_hidden_states"):
+        if batch.get(key) is not None and batch.get(key) is not False:
+            raise BatchError(f"{key} is not served by hf_burst: attention weights are never in memory. Leave it out.")
+    if batch.get("return_dict") is False:
+        raise BatchError("return_dict=False is not served by hf_burst. Leave it out and read the outputs by name.")
+    batch_shape(batch)
+
+
+def _kept_rows(
+    keep: int | torch.Tensor, layout: SequenceLayout
+) -> tuple[tuple[tuple[int, ...], ...], list[torch.Tensor]]:
+    """For `logits_to_keep`: for each rank, the places of its rows in the result, and the rows in its shard."""
+    length = layout.length - layout.padding
+    wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
+    place_of = {token % length: place for place, token in enumerate(wanted)}
+    places, rows = [], []
+    for rank in range(layout.ranks):
+        held = [(row, place_of[token]) for row, token in enumerate(layout.indices(rank).tolist()) if token in place_of]
+        places.append(tuple(place for _, place in held))
+        rows.append(torch.tensor([row for row, _ in held], dtype=torch.int64))
+    return tuple(places), rows

@@ -1,0 +1,94 @@
+"""Which models are served. What has not been checked to be exact is refused with a sentence."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+
+# model classes whose loss and gradients are compared with one process, by the tests of hf_burst
+SERVED = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The Transformers model inside of a peft model, or the model itself.
+
+    Raises:
+        UnsupportedModelError: If it is neither, or a wrapper that must be put on after patching.
+    """
+    if hasattr(model, "get_base_model"):
+        if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+            raise UnsupportedModelError(
+                f"The peft method {model.active_peft_config.peft_type} prepends virtual tokens on every rank, which "
+                "cannot be sharded. Use LoRA or another method that changes weights."
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        hint = ""
+        if hasattr(model, "module"):
+            hint = " Patch the model before it is wrapped (before accelerator.prepare or DistributedDataParallel)."
+        raise UnsupportedModelError(
+            f"patch_model takes a Transformers model, or a peft model of one, got {type(model).__name__}.{hint}"
+        )
+    return model
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises unless every setting of the model is served exactly.
+
+    Raises:
+        UnsupportedModelError: With the setting that is not served.
+    """
+    config = model.config
+    classes = {(cls.__module__, cls.__name__) for cls in type(model).__mro__}
+    if not any((f"transformers.models.{kind}.modeling_{kind}", name) in classes for kind, name in SERVED.items()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. Served are "
+            f"{', '.join(SERVED.values())}."
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
+    if layer_types:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers of type {', '.join(sorted(layer_types))}; served are {', '.join(_LAYER_TYPES)}."
+        )
+    rope_types = _rope_types(getattr(config, "rope_parameters", None)) - set(_ROPE_TYPES)
+    if rope_types:
+        raise UnsupportedModelError(
+            f"rope_type {', '.join(sorted(rope_types))} depends on the longest position of a forward pass, which differs "
+            f"between ranks. Served are {', '.join(_ROPE_TYPES)}: set config.rope_parameters['rope_type']."
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise UnsupportedModelError("config.add_cross_attention is set; cross attention is not served.")
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """The rope types of a config: one, or one for each type of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    if "rope_type" in parameters:
+        return {parameters["rope_type"]}
+    return set().union(*(_rope_types(value) for value in parameters.values())) if parameters else set()
+
+
+def check_dropout(model: PreTrainedModel) -> None:
+    """Raises for attention dropout in training: its mask would differ from that of one process."""
+    for key in _DROPOUT_KEYS:
+        value = getattr(model.config, key, None)
+        if model.training and value:
+            raise UnsupportedModelError(
+                f"config.{key} is {value}; dropout of attention weights is not served in training. Load the model with "
+                f"{key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
+            )

@@ -1,0 +1,118 @@
+"""The token-weighted loss of a sharded batch, and the gather of what the ranks computed for their tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from .layout import SequenceLayout
+from .mesh import ContextGroup
+from .ring import accumulation_dtype
+
+IGNORE_INDEX = -100
+
+
+def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Labels moved so that token i holds the label of token i + 1; the last one is ignored. Before any sharding."""
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
+
+
+def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+    """The sum of the cross-entropies of this rank's tokens, in fp32 (fp64 for fp64).
+
+    Args:
+        logits (`torch.Tensor` of shape `(batch, n, vocabulary)`): Scores.
+        targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens.
+        ignore_index (`int`, defaults to -100): The label that does not count.
+    """
+    wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
+    return F.cross_entropy(wide, targets.flatten().to(logits.device), ignore_index=ignore_index, reduction="sum")
+
+
+def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: ContextGroup) -> torch.Tensor:
+    """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
+
+    Its gradient is `size` times that of this rank's part. Data-parallel wrappers average gradients over all ranks, of
+    which those of a group hold one batch: the average is the gradient of the whole, nothing else has to know.
+
+    Args:
+        local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
+        weight (`torch.Tensor` or `float`): What a token counts, 1 / tokens.
+        group ([`ContextGroup`]): The ranks.
+    """
+    weighted: torch.Tensor = local_sum * weight
+    if group.size == 1:
+        return weighted
+    return _GroupSum.apply(weighted, group)  # type: ignore[no-any-return]
+
+
+def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
+    """The whole batch, in sequence order and without padding, on every rank.
+
+    Args:
+        tensor (`torch.Tensor` of shape `(batch, n, ...)`): What this rank computed for its tokens.
+        layout ([`SequenceLayout`]): How they lie.
+        group ([`ContextGroup`]): The ranks.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
+    """
+    if group.size == 1:
+        return layout.unshard([tensor])
+    return layout.unshard(_AllGather.apply(tensor, group))
+
+
+def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> torch.Tensor:
+    """The rows that each rank kept, put together.
+
+    Args:
+        tensor (`torch.Tensor` of shape `(batch, rows of this rank, ...)`): This rank's rows.
+        kept (`Sequence[Sequence[int]]`): For each rank, the places of its rows in the result.
+        group ([`ContextGroup`]): The ranks.
+    """
+    most = max(len(places) for places in kept)
+    if group.size > 1:
+        padded = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1]))
+        shards = _AllGather.apply(padded, group)
+    else:
+        shards = [tensor]
+    rows = [
+        (place, shard[:, index])
+        for shard, places in zip(shards, kept, strict=True)
+        for index, place in enumerate(places)
+    ]
+    return torch.stack([row for _, row in sorted(rows, key=lambda row: row[0])], dim=1)
+
+
+class _GroupSum(torch.autograd.Function):
+    """A sum over the group, whose gradient is that of this rank's part times the size of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+        ctx.size = group.size
+        total = value.detach().clone()
+        dist.all_reduce(total, group=group.process_group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.size, None
+
+
+class _AllGather(torch.autograd.Function):
+    """The tensors of all ranks; backward, the sum over the ranks of the gradients of this rank's tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ContextGroup) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        every = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
+        dist.all_gather(every, tensor.contiguous(), group=group.process_group)
+        return tuple(every)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = torch.stack(gradients)
+        dist.all_reduce(total, group=ctx.group.process_group)
+        return total[ctx.group.rank], None

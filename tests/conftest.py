@@ -1,0 +1,30 @@
+"""Fixtures: pools of ranks, shared by all tests of a session."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from tests.ranks import RankPool
+
+settings.register_profile(
+    "hf_burst", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("hf_burst")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(size)` is the pool of that many processes."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or not pools[size].alive:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()

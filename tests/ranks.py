@@ -1,0 +1,96 @@
+"""Processes that stand for ranks: started once for each world size, then sent one function after another.
+
+A test gives `run` a module-level function; it runs on every rank as `function(rank, size, *arguments)` and its results
+come back as a list. What a rank raises is raised in the test as `RankError`, with all ranks' errors, and a rank that
+does not answer in time ends the whole pool, so a hang is a failure and never a stuck job.
+"""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankError(Exception):
+    """What the ranks raised: `errors[rank]` is the exception, or `None`."""
+
+    def __init__(self, errors: list[BaseException | None], traces: list[str | None]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank}: {trace}" for rank, trace in enumerate(traces) if trace))
+
+
+class RankPool:
+    """`size` processes joined by gloo on this machine."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = mp.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120.0) -> list[Any]:
+        """Runs a function on every rank and returns what they return, in rank order."""
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(timeout):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.size} did not answer within {timeout} s: it hangs")
+            answers.append(pipe.recv())
+        errors, traces = [error for _, error, _ in answers], [trace for _, _, trace in answers]
+        if any(trace is not None for trace in traces):
+            raise RankError(errors, traces)
+        return [result for result, _, _ in answers]
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        ACCELERATE_USE_CPU="1",
+        HF_HUB_OFFLINE="1",
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((function(rank, size, *arguments), None, None))
+        except BaseException as error:
+            trace = traceback.format_exc()
+            try:
+                pipe.send((None, error, trace))
+            except Exception:
+                pipe.send((None, RuntimeError(str(error)), trace))
