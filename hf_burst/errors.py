@@ -1,4 +1,4 @@
-"""The exceptions of hf_burst. All of them are `ValueError`s: each says what was given, what is allowed and what to do."""
+"""The exceptions of hf_burst, all of them `ValueError`s: each says what was given, what is allowed and what to do."""
 
 
 class BurstError(ValueError):

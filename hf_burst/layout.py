@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from .config import Chunking
 from .errors import BatchError
@@ -86,7 +86,7 @@ class SequenceLayout:
                 f"A tensor of shape {tuple(tensor.shape)} does not fit a layout of {self.length - self.padding} tokens."
             )
         if self.padding:
-            tensor = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, self.padding), value=pad_value)
+            tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, self.padding), value=pad_value)
         return torch.cat([tensor[:, run.start : run.stop] for run in self.sharding.runs(rank)], dim=1)
 
     def unshard(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:

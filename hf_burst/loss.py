@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.nn import functional
 
 from .layout import SequenceLayout
 from .mesh import ContextGroup
@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     """Labels moved so that token i holds the label of token i + 1; the last one is ignored. Before any sharding."""
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
+    return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
 
 
 def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
@@ -28,7 +28,9 @@ def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: in
         ignore_index (`int`, defaults to -100): The label that does not count.
     """
     wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
-    return F.cross_entropy(wide, targets.flatten().to(logits.device), ignore_index=ignore_index, reduction="sum")
+    return functional.cross_entropy(
+        wide, targets.flatten().to(logits.device), ignore_index=ignore_index, reduction="sum"
+    )
 
 
 def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: ContextGroup) -> torch.Tensor:
@@ -45,7 +47,7 @@ def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: Con
     weighted: torch.Tensor = local_sum * weight
     if group.size == 1:
         return weighted
-    return _GroupSum.apply(weighted, group)  # type: ignore[no-any-return]
+    return _GroupSum.apply(weighted, group)
 
 
 def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
@@ -59,8 +61,6 @@ def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGr
     Returns:
         `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
     """
-    if group.size == 1:
-        return layout.unshard([tensor])
     return layout.unshard(_AllGather.apply(tensor, group))
 
 
@@ -73,11 +73,7 @@ def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: Cont
         group ([`ContextGroup`]): The ranks.
     """
     most = max(len(places) for places in kept)
-    if group.size > 1:
-        padded = F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1]))
-        shards = _AllGather.apply(padded, group)
-    else:
-        shards = [tensor]
+    shards = _AllGather.apply(functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1])), group)
     rows = [
         (place, shard[:, index])
         for shard, places in zip(shards, kept, strict=True)

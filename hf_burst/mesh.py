@@ -14,6 +14,12 @@ from .errors import BurstError, ConfigError, RankMismatchError
 CP_DIM = "cp"
 
 
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group that torch.distributed knows by a name, as its functional collectives do."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return group
+
+
 @dataclass(frozen=True)
 class ContextGroup:
     """The ranks that share one sequence.
@@ -59,7 +65,7 @@ class ContextGroup:
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group; only for `size > 1`."""
-        return dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[arg-type, no-any-return]
+        return group_by_name(self.name)
 
     def agree(self, facts: dict[str, Any], error: BurstError | None, device: torch.device, tally: int = 0) -> int:
         """Lets all ranks go on together, or raises the same error on all of them.

@@ -9,6 +9,7 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 import logging
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from .config import BurstConfig
 from .errors import BatchError, BurstError, KernelError, ShardingError
 from .kernels import select_kernel
 from .layout import SequenceLayout
-from .mesh import ContextGroup
+from .mesh import ContextGroup, group_by_name
 from .plan import Shapes, cheaper_visitor, make_plan
 from .plan.schedule import Visitor
 from .ring import Attention, Exchange, accumulation_dtype, backward, forward
@@ -103,7 +104,7 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, layout, causal, window, scale, kernel, schedule, group):
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
 
@@ -133,18 +134,20 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(dout, dlse, q, k, v, out, lse, layout, causal, window, scale, kernel, schedule, group):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+def _(
+    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, layout, *settings = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, layout, *output)
     ctx.settings = settings
 
 
-def _backward(ctx, dout, dlse):
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, layout, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
@@ -156,11 +159,7 @@ attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _members(name: str) -> ContextGroup:
-    return (
-        ContextGroup.from_mesh(torch.distributed.distributed_c10d._resolve_process_group(name))
-        if name
-        else ContextGroup()
-    )
+    return ContextGroup.from_mesh(group_by_name(name)) if name else ContextGroup()
 
 
 def _attention(
@@ -185,7 +184,8 @@ def _visitor(
     """What travels in the backward pass."""
     shapes = Shapes(q_heads, kv_heads, head_dim, value_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
     cheaper, reason = cheaper_visitor(shapes)
-    visitor: Visitor = cheaper if schedule == "auto" else {"kv_ring": "kv", "burst": "q"}[schedule]
+    asked: dict[str, Visitor] = {"auto": cheaper, "kv_ring": "kv", "burst": "q"}
+    visitor = asked[schedule]
     if ranks > 1:
         name = "burst backward" if visitor == "q" else "K/V ring"
         reason = reason if schedule == "auto" else f"asked for ({reason})"
@@ -213,6 +213,7 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Sequenc
     own = layout.sharding.tokens(group.rank)
     if q.shape[1] != own or q.shape[0] != layout.batch_size:
         raise ShardingError(
-            f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a {layout.batch_size} "
-            f"x {layout.length} batch, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with hf_burst.shard_batch."
+            f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a batch of "
+            f"{layout.batch_size} x {layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with "
+            "hf_burst.shard_batch."
         )

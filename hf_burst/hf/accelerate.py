@@ -18,9 +18,9 @@ SIZE_VARIABLE = "HF_BURST_SIZE"
 class BurstParallelismConfig(ParallelismConfig):
     """Lays the mesh for hf_burst: groups of `burst_size` neighbouring ranks share a sequence, groups are data-parallel.
 
-    Passed by the official argument, `Accelerator(parallelism_config=...)` or `TrainingArguments(parallelism_config=...)`;
-    accelerate's data loaders then give every rank of a group the same batch. What is left of the ranks is
-    data-parallel: sharded under FSDP2, replicated otherwise.
+    Passed by the official argument, `Accelerator(parallelism_config=...)` or
+    `TrainingArguments(parallelism_config=...)`; accelerate's data loaders then give every rank of a group the same
+    batch. What is left of the ranks is data-parallel: sharded under FSDP2, replicated otherwise.
 
     Args:
         burst_size (`int`, *optional*): Ranks that share a sequence; all ranks by default.
@@ -120,7 +120,8 @@ def resolve_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> ContextGroup:
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): What the user passed.
 
     Raises:
-        ConfigError: If the argument and accelerate's state name different groups, or accelerate shards sequences itself.
+        ConfigError: If the argument and accelerate's state name different groups, or accelerate itself shards
+            sequences.
     """
     given = ContextGroup.from_mesh(mesh) if mesh is not None else None
     state = AcceleratorState._shared_state

@@ -1,7 +1,7 @@
 """From a batch as Transformers knows it to this rank's part of it.
 
-Two ways in, one way on: a full batch (the forward pre-hook, [`shard_batch`] and [`BurstCollator`] call `shard_full`) and
-a batch that is sharded already, recognised by its `shift_labels`.
+Two ways in, one way on: a full batch (the forward pre-hook, [`shard_batch`] and [`BurstCollator`] call `shard_full`)
+and a batch that is sharded already, recognised by its `shift_labels`.
 """
 
 import zlib
@@ -27,6 +27,7 @@ _PAD_VALUES: dict[str, int] = {
     "labels": IGNORE_INDEX,
     "shift_labels": IGNORE_INDEX,
 }
+_TOKEN_KEYS = ("input_ids", "inputs_embeds")
 _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -74,7 +75,7 @@ class ForwardCall:
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """`(batch, tokens)` of a batch."""
-    for key in ("input_ids", "inputs_embeds"):
+    for key in _TOKEN_KEYS:
         tensor = batch.get(key)
         if tensor is None:
             continue
@@ -167,11 +168,9 @@ def shard_full(
     rows, length = batch_shape(batch)
     layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking)
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
-    tokens = full.get("input_ids") if full.get("input_ids") is not None else full["inputs_embeds"]
+    device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
     positions = full.get("position_ids")
-    full["position_ids"] = (torch.arange(length, device=tokens.device) if positions is None else positions).expand(
-        rows, -1
-    )
+    full["position_ids"] = (torch.arange(length, device=device) if positions is None else positions).expand(rows, -1)
     if full.get("labels") is not None:
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _STATE = "_hf_burst"
 _CALL = "burst_call"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+# for each rank, where the rows that it kept stand in the gathered logits
+Places = tuple[tuple[int, ...], ...]
 
 
 def patch_model(
@@ -182,9 +184,10 @@ class _Patch:
         else:
             prepared, layout = shard_full(batch, self.config, group.rank, group.size)
             content = fingerprint(batch) if compare else None
-        logits, kept = self._logits_plan(module, prepared, layout, group, explicit)
-        if kept is not None:
-            prepared["logits_to_keep"] = kept[1]
+        kept = None
+        if group.size > 1 and _asks_to_keep(batch):
+            kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
+        logits = self._logits_fate(module, prepared, layout, kept, group, explicit)
         device, dtype = next(module.parameters()).device, module.dtype
         head_dim = getattr(module.config, "head_dim", None) or (
             module.config.hidden_size // module.config.num_attention_heads
@@ -197,55 +200,45 @@ class _Patch:
             "labels": prepared.get("labels") is not None,
             "sharded already": explicit,
             "training": module.training,
-            "logits kept": None if kept is None else kept[0],
+            "logits to keep": kept,
             "BurstConfig": str(self.config),
             "content (checksum)": content,
         }
-        return (
-            prepared,
-            ForwardCall(
-                *(layout, group, self.config, explicit, 0, layout.encode(), logits, None if kept is None else kept[0])
-            ),
-            facts,
-        )
+        call = ForwardCall(layout, group, self.config, explicit, 0, layout.encode(), logits, kept)
+        return prepared, call, facts
 
-    def _logits_plan(
+    def _logits_fate(
         self,
         module: PreTrainedModel,
         prepared: Mapping[str, Any],
         layout: SequenceLayout,
+        kept: Places | None,
         group: ContextGroup,
         explicit: bool,
-    ) -> tuple[str, tuple[tuple[tuple[int, ...], ...], torch.Tensor] | None]:
-        """What becomes of the logits; and for `logits_to_keep`, which rank holds which of the rows asked for."""
+    ) -> str:
+        """What becomes of the logits: `"keep"` them as they are, `"gather"` them, or `"drop"` them."""
         labels = prepared.get("labels") is not None
-        keep = prepared.get("logits_to_keep", 0)
-        asked = isinstance(keep, torch.Tensor) or bool(keep)
-        if group.size == 1:
-            return "keep", None
-        if asked and (labels or explicit):
+        if kept is not None and (labels or explicit):
             raise BatchError(
-                "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one out."
+                "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
+                "of them out."
             )
-        if labels and module.training:
-            return "drop", None
-        if explicit:
-            return "keep", None
-        length = layout.length - layout.padding
-        kept = _kept_rows(keep, layout) if asked else None
-        rows = sum(map(len, kept[0])) if kept else length
+        if labels and module.training and group.size > 1:
+            return "drop"
+        if explicit or group.size == 1:
+            return "keep"
+        rows = layout.length - layout.padding if kept is None else sum(map(len, kept))
         gib = layout.batch_size * rows * module.config.vocab_size * module.dtype.itemsize / 2**30
         if gib <= self.config.logits_limit_gib:
-            return "gather", None if kept is None else (kept[0], kept[1][group.rank])
+            return "gather"
         sentence = (
             f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, above "
             f"BurstConfig.logits_limit_gib={self.config.logits_limit_gib}"
         )
         if not labels:
             raise BatchError(f"{sentence}. Pass logits_to_keep=1 (or as many as you need), or raise the limit.")
-        if self.forwards == 0:
-            logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
-        return "drop", None
+        logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
+        return "drop"
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
@@ -299,16 +292,20 @@ def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     batch_shape(batch)
 
 
-def _kept_rows(
-    keep: int | torch.Tensor, layout: SequenceLayout
-) -> tuple[tuple[tuple[int, ...], ...], list[torch.Tensor]]:
-    """For `logits_to_keep`: for each rank, the places of its rows in the result, and the rows in its shard."""
+def _asks_to_keep(batch: Mapping[str, Any]) -> bool:
+    keep = batch.get("logits_to_keep", 0)
+    return isinstance(keep, torch.Tensor) or bool(keep)
+
+
+def _keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
+    """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
     length = layout.length - layout.padding
     wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
-    place_of = {token % length: place for place, token in enumerate(wanted)}
-    places, rows = [], []
-    for rank in range(layout.ranks):
-        held = [(row, place_of[token]) for row, token in enumerate(layout.indices(rank).tolist()) if token in place_of]
-        places.append(tuple(place for _, place in held))
-        rows.append(torch.tensor([row for row, _ in held], dtype=torch.int64))
-    return tuple(places), rows
+    places: list[tuple[int, ...]] = []
+    rows: list[int] = []
+    for other in range(layout.ranks):
+        row_of = {token: row for row, token in enumerate(layout.indices(other).tolist())}
+        places.append(tuple(place for place, token in enumerate(wanted) if token % length in row_of))
+        if other == rank:
+            rows = [row_of[token % length] for token in wanted if token % length in row_of]
+    return tuple(places), torch.tensor(rows, dtype=torch.int64)

@@ -27,21 +27,23 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: If it is neither, or a wrapper that must be put on after patching.
     """
-    if hasattr(model, "get_base_model"):
-        if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):  # peft
+        method = getattr(inner, "active_peft_config", None)
+        if method is not None and method.is_prompt_learning:
             raise UnsupportedModelError(
-                f"The peft method {model.active_peft_config.peft_type} prepends virtual tokens on every rank, which "
-                "cannot be sharded. Use LoRA or another method that changes weights."
+                f"The peft method {method.peft_type} prepends virtual tokens on every rank, which cannot be sharded. "
+                "Use LoRA or another method that changes weights."
             )
-        model = model.get_base_model()
-    if not isinstance(model, PreTrainedModel):
+        inner = inner.get_base_model()
+    if not isinstance(inner, PreTrainedModel):
         hint = ""
         if hasattr(model, "module"):
             hint = " Patch the model before it is wrapped (before accelerator.prepare or DistributedDataParallel)."
         raise UnsupportedModelError(
             f"patch_model takes a Transformers model, or a peft model of one, got {type(model).__name__}.{hint}"
         )
-    return model
+    return inner
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -60,13 +62,14 @@ def check_model(model: PreTrainedModel) -> None:
     layer_types = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
     if layer_types:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(layer_types))}; served are {', '.join(_LAYER_TYPES)}."
+            f"{type(model).__name__} has layers of type {', '.join(sorted(layer_types))}; served are "
+            f"{', '.join(_LAYER_TYPES)}."
         )
     rope_types = _rope_types(getattr(config, "rope_parameters", None)) - set(_ROPE_TYPES)
     if rope_types:
         raise UnsupportedModelError(
-            f"rope_type {', '.join(sorted(rope_types))} depends on the longest position of a forward pass, which differs "
-            f"between ranks. Served are {', '.join(_ROPE_TYPES)}: set config.rope_parameters['rope_type']."
+            f"rope_type {', '.join(sorted(rope_types))} depends on the longest position of a forward pass, which "
+            f"differs between ranks. Served are {', '.join(_ROPE_TYPES)}: set config.rope_parameters['rope_type']."
         )
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError("config.add_cross_attention is set; cross attention is not served.")

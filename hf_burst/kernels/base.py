@@ -74,8 +74,8 @@ class Kernel(Protocol):
             scale (`float`): Factor of the scores before the softmax.
 
         Returns:
-            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q, and `lse`, the log-sum-exp of the scaled scores, of shape
-            `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), -inf for a row that admits nothing, whose `out` is 0.
+            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q, and `lse`, the log-sum-exp of the scaled scores, of
+            shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), -inf for a row that admits nothing, whose `out` is 0.
         """
         ...
 

@@ -5,6 +5,7 @@ of rows, each with the columns that it can see and a mask of that block only.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
@@ -108,7 +109,7 @@ def _blind_rows(band: Band, rows: int, columns: int) -> torch.Tensor | None:
 
 def _calls(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
     """The calls that compute a tile: rows, columns, whether causal, and the mask of a block. The rows follow on."""
-    squares = list(zip(band.segments, band.segments[1:], strict=False))
+    squares = list(pairwise(band.segments))
     spans = [(square, square) for square in squares] or [((0, q.shape[1]), (0, k.shape[1]))]
     for (row0, row1), (column0, column1) in spans:
         rows, columns = row1 - row0, column1 - column0

@@ -43,13 +43,12 @@ class ReferenceKernel:
         """See [`Kernel.backward`]; FlashAttention (arXiv 2205.14135), appendix B.2."""
         heads = k.shape[2]
         scores = _scores(q, k, band, scale)
-        by_head = lambda rows: rows.unflatten(2, (heads, -1)).permute(0, 2, 3, 1)
-        weights = _weights(scores, by_head(lse).to(scores.dtype))
+        weights = _weights(scores, _by_head(lse, heads).to(scores.dtype))
         wide_dout = dout.to(scores.dtype).unflatten(2, (heads, -1))
         wide_q, wide_k, wide_v = q.to(scores.dtype).unflatten(2, (heads, -1)), k.to(scores.dtype), v.to(scores.dtype)
         dv = torch.einsum("bhgqk,bqhgd->bkhd", weights, wide_dout)
         dweights = torch.einsum("bqhgd,bkhd->bhgqk", wide_dout, wide_v)
-        dscores = weights * (dweights - by_head(delta).to(scores.dtype).unsqueeze(-1)) * scale
+        dscores = weights * (dweights - _by_head(delta, heads).to(scores.dtype).unsqueeze(-1)) * scale
         dq = torch.einsum("bhgqk,bkhd->bqhgd", dscores, wide_k).flatten(2, 3)
         dk = torch.einsum("bhgqk,bqhgd->bkhd", dscores, wide_q)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -67,6 +66,11 @@ def admitted(band: Band, rows: int, columns: int, device: torch.device) -> torch
         ends = torch.tensor(band.segments[1:], device=device)
         mask &= torch.bucketize(row, ends, right=True) == torch.bucketize(column, ends, right=True)
     return mask
+
+
+def _by_head(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`(B, Sq, Hq)` as `(B, Hkv, Hq / Hkv, Sq)`."""
+    return rows.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, band: Band, scale: float) -> torch.Tensor:

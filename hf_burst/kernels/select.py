@@ -32,7 +32,7 @@ def select_kernel(requested: KernelName, device: str, dtype: torch.dtype, head_d
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
     """
     wanted = [kernel for kernel in KERNELS if requested in ("auto", kernel.card.name)]
-    refusals = []
+    refusals: list[str] = []
     for kernel in wanted:
         refusal = kernel.card.refusal(device, dtype, head_dim, value_dim)
         if refusal is None:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..errors import BatchError, ConfigError
 
@@ -33,7 +34,7 @@ class Mask:
         if not self.documents:
             object.__setattr__(self, "documents", (0, self.length))
         ends = self.documents
-        if ends[0] != 0 or ends[-1] != self.length or any(a >= b for a, b in zip(ends, ends[1:], strict=False)):
+        if ends[0] != 0 or ends[-1] != self.length or any(a >= b for a, b in pairwise(ends)):
             shown = str(ends) if len(ends) <= 12 else f"{str(ends[:12])[:-1]}, ...)"
             raise BatchError(
                 f"Document boundaries {shown} do not fit a sequence of {self.length} tokens: they must rise strictly "
@@ -75,7 +76,7 @@ class Mask:
         """How many (query, key) pairs are admitted."""
         total = 0
         low, high = self.distances
-        for start, stop in zip(self.documents, self.documents[1:], strict=False):
+        for start, stop in pairwise(self.documents):
             size = stop - start
             back = size - 1 if high is None else min(high, size - 1)
             ahead = size - 1 if low is None else min(-low, size - 1)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from ..config import Chunking
 from ..errors import ShardingError
@@ -49,24 +50,28 @@ class Sharding:
         """How many tokens `rank` holds."""
         return sum(run.size for run in self.runs(rank))
 
-    @lru_cache(maxsize=1024)
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The contiguous pieces that `rank` holds, adjacent chunks joined."""
-        runs: list[Run] = []
-        local = 0
-        for start, stop, owner in zip(self.boundaries, self.boundaries[1:], self.owners, strict=False):
-            if owner != rank:
-                continue
-            if runs and runs[-1].stop == start:
-                runs[-1] = Run(runs[-1].start, stop, runs[-1].local)
-            else:
-                runs.append(Run(start, stop, local))
-            local += stop - start
-        return tuple(runs)
+        return _runs(self, rank)
 
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
         return next(rank for end, rank in zip(self.boundaries[1:], self.owners, strict=False) if token < end)
+
+
+@lru_cache(maxsize=1024)
+def _runs(sharding: Sharding, rank: int) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    local = 0
+    for (start, stop), owner in zip(pairwise(sharding.boundaries), sharding.owners, strict=True):
+        if owner != rank:
+            continue
+        if runs and runs[-1].stop == start:
+            runs[-1] = Run(runs[-1].start, stop, runs[-1].local)
+        else:
+            runs.append(Run(start, stop, local))
+        local += stop - start
+    return tuple(runs)
 
 
 def chunks_per_rank(chunking: Chunking) -> int:

@@ -1,5 +1,7 @@
 """The proof of a plan: every admitted pair computed once, every message expected, every gradient home."""
 
+from collections.abc import Iterator
+
 from ..errors import PlanError
 from .schedule import Plan, Step, Visitor
 from .sharding import Sharding
@@ -83,7 +85,7 @@ def _collect(
                     seen[batch_row][query].append(keys)
 
 
-def _tokens(sharding: Sharding, rank: int, start: int, stop: int):
+def _tokens(sharding: Sharding, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The tokens of rows `[start, stop)` of a shard, as intervals."""
     for run in sharding.runs(rank):
         first, last = max(start, run.local), min(stop, run.local + run.size)

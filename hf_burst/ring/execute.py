@@ -109,7 +109,9 @@ def backward(
         if visitor == "kv":
             found = _add_tiles(attention, step, rows, visitors, (dq, *(homes or (None, None))), k_first=step.recv.start)
             return homes or found[1:]
-        guests = _Rows(*visitors, _stand_in(attention.kernel, visitors[1], visitors[3]))
+        guest_q, guest_dout, guest_lse, guest_delta = visitors
+        stand_in = _stand_in(attention.kernel, guest_dout, guest_delta)
+        guests = _Rows(guest_q, guest_dout, guest_lse, guest_delta, stand_in)
         found = _add_tiles(attention, step, guests, (k, v), (*(homes or (None,)), dk, dv), q_first=step.recv.start)
         return homes or found[:1]
 
@@ -143,13 +145,14 @@ def _add_tiles(
     q_first: int = 0,
     k_first: int = 0,
 ) -> Sequence[torch.Tensor]:
-    """Adds the gradients of the tiles of a step to `sums` (of q, k, v; `None` adds nowhere); returns the last tile's."""
+    """Adds the gradients of a step's tiles to `sums` (of q, k, v; `None` adds nowhere); returns the last tile's."""
     gradients: Sequence[torch.Tensor] = ()
     for tile in step.tiles:
         gradients = attention.kernel.backward(
             _cut(rows.dout, tile.batch, tile.q, q_first),
             _cut(rows.q, tile.batch, tile.q, q_first),
-            *(_cut(tensor, tile.batch, tile.k, k_first) for tensor in keys),
+            _cut(keys[0], tile.batch, tile.k, k_first),
+            _cut(keys[1], tile.batch, tile.k, k_first),
             None if rows.out is None else _cut(rows.out, tile.batch, tile.q, q_first),
             _cut(rows.lse, tile.batch, tile.q, q_first),
             _cut(rows.delta, tile.batch, tile.q, q_first),

@@ -1,0 +1,124 @@
+"""Small models of every family that is served, and batches for them."""
+
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCABULARY = 61
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+}
+_MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=2)),
+    "llama_yarn": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **_SIZES,
+            num_key_value_heads=4,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+            },
+        )
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**_SIZES, num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, num_key_value_heads=2, head_dim=16)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, num_key_value_heads=2, sliding_window=9)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=512,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            scale_attn_by_inverse_layer_idx=True,
+        )
+    ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_SIZES, hidden_dropout=0.0, attention_dropout=0.0)),
+}
+NAMES = tuple(_MODELS)
+
+
+def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A small model with random weights, the same for the same seed.
+
+    In fp64 its RMS norms are torch's: those of Transformers compute in fp32 whatever the dtype, which hides errors.
+    """
+    torch.manual_seed(seed)
+    model = _MODELS[name]()
+    if dtype == torch.float64:
+        for path, module in list(model.named_modules()):
+            if type(module).__name__.endswith("RMSNorm"):
+                model.set_submodule(path, nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon))
+    return model.to(dtype)
+
+
+def make_batch(kind: str, length: int = 37, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A batch with labels: `"plain"`, `"packed"` (documents of 1, 7, 12 and more tokens), `"right"` or `"left"` padded."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 1 if kind == "packed" else 2
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][:, :5] = -100
+    if kind == "packed":
+        lengths = document_lengths(length)
+        batch["position_ids"] = torch.cat([torch.arange(size) for size in lengths])[None]
+    elif kind in ("right", "left"):
+        mask = torch.ones_like(ids)
+        hidden = slice(length - 7, None) if kind == "right" else slice(0, 7)
+        mask[1, hidden] = 0
+        batch["labels"][mask == 0] = -100
+        if kind == "left":
+            batch["labels"][1, 7] = -100
+        batch["attention_mask"] = mask
+    return batch
+
+
+def document_lengths(length: int) -> list[int]:
+    """How the packed batch divides."""
+    return [1, 7, length - 20, 12]
+
+
+def plain_logits(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of the unpatched model in one process; packed documents one by one."""
+    if "position_ids" not in batch:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        return model(**inputs, use_cache=False).logits
+    pieces = torch.split(batch["input_ids"], document_lengths(batch["input_ids"].shape[1]), dim=1)
+    return torch.cat([model(input_ids=piece, use_cache=False).logits for piece in pieces], dim=1)
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of the next token, written apart from the package."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+
+
+def plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The token mean of the cross-entropy, in the dtype of the model."""
+    logits = plain_logits(model, batch)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), shifted(batch["labels"]).flatten(), ignore_index=-100)

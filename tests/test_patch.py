@@ -1,0 +1,260 @@
+"""A patched model over 1 to 4 ranks beside the unpatched one in one process: loss, logits and every gradient."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_burst
+from hf_burst.errors import ConfigError, UnsupportedModelError
+from tests import models
+from tests.ranks import RankPool
+
+KINDS = ("plain", "packed", "right", "left")
+Ranks = Callable[[int], RankPool]
+
+
+def group_mean(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The gradients as a data-parallel wrapper averages them."""
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    if dist.is_initialized():
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+    return gradients
+
+
+def compare_with_one_process(rank: int, size: int, name: str, kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
+    model = models.make_model(name, dtype).train()
+    for kind in kinds:
+        for backward in ("kv_ring", "burst"):
+            batch = models.make_batch(kind)
+            model.zero_grad()
+            loss = models.plain_loss(model, batch)
+            loss.backward()
+            expected = [parameter.grad.clone() for parameter in model.parameters()]
+            expected_logits = models.plain_logits(model.eval(), batch).detach()
+            config = hf_burst.BurstConfig(backward=backward)
+            hf_burst.patch_model(model.train(), config)
+            for explicit in (False, True):
+                model.zero_grad()
+                given = hf_burst.shard_batch(batch, config=config) if explicit else batch
+                outputs = model(**given)
+                outputs.loss.backward()
+                assert (outputs.logits is None) == (size > 1)
+                torch.testing.assert_close(outputs.loss, loss.detach(), rtol=tolerance, atol=tolerance)
+                for found, wanted in zip(group_mean(model), expected, strict=True):
+                    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+            check_logits(model.eval(), batch, expected_logits, tolerance)
+            hf_burst.unpatch_model(model)
+
+
+def check_logits(model, batch: dict[str, torch.Tensor], expected: torch.Tensor, tolerance: float) -> None:
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        torch.testing.assert_close(logits[real], expected[real], rtol=tolerance, atol=tolerance)
+        last = model(**inputs, logits_to_keep=3).logits
+        torch.testing.assert_close(last, logits[:, -3:], rtol=tolerance, atol=tolerance)
+        chosen = torch.tensor([30, 2, 2, 17])
+        picked = model(**inputs, logits_to_keep=chosen).logits
+        torch.testing.assert_close(picked, logits[:, chosen], rtol=tolerance, atol=tolerance)
+        evaluated = model(**batch)
+        torch.testing.assert_close(evaluated.logits[real], expected[real], rtol=tolerance, atol=tolerance)
+        states = model(**inputs, output_hidden_states=True).hidden_states
+        assert [state.shape[:2] for state in states] == [batch["input_ids"].shape] * 3
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_loss_logits_and_gradients_equal_one_process(ranks: Ranks, name: str, size: int) -> None:
+    kinds = KINDS if name in ("llama", "mistral") else ("plain", "packed")
+    if size == 1:
+        compare_with_one_process(0, 1, name, kinds, torch.float64)
+    else:
+        ranks(size).run(compare_with_one_process, name, kinds, torch.float64)
+
+
+def test_float32_equals_one_process(ranks: Ranks) -> None:
+    ranks(2).run(compare_with_one_process, "llama", KINDS, torch.float32)
+
+
+def differentiate_gathered_logits(rank: int, size: int) -> None:
+    model = models.make_model("llama", torch.float64).train()
+    batch = models.make_batch("plain")
+    logits = model(batch["input_ids"]).logits
+    logits.square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    hf_burst.patch_model(model)
+    model(batch["input_ids"]).logits.square().mean().backward()
+    for found, wanted in zip(group_mean(model), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_of_ones_own_on_gathered_logits_is_exact(ranks: Ranks) -> None:
+    ranks(3).run(differentiate_gathered_logits)
+
+
+def checkpointed(rank: int, size: int) -> None:
+    batch = models.make_batch("packed")
+    for name in ("llama", "gpt2"):
+        model = models.make_model(name, torch.float64).train()
+        hf_burst.patch_model(model)
+        model(**batch).loss.backward()
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        model.gradient_checkpointing_enable()
+        model(**batch).loss.backward()
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_checkpointing_changes_nothing(ranks: Ranks) -> None:
+    ranks(2).run(checkpointed)
+
+
+def generate(rank: int, size: int) -> None:
+    model = models.make_model("mistral").eval()
+    prompt = models.make_batch("plain")["input_ids"][:, :23]
+    mask = torch.ones_like(prompt)
+    mask[1, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, **options)
+    hf_burst.patch_model(model)
+    assert torch.equal(model.generate(prompt, **options), expected)
+
+
+def test_generation_is_plain_attention_on_the_whole_prompt(ranks: Ranks) -> None:
+    ranks(2).run(generate)
+
+
+def half_precision(rank: int, size: int) -> None:
+    batch = models.make_batch("packed", length=97)
+    exact = models.plain_loss(models.make_model("qwen3", torch.float64).train(), batch).detach()
+    model = models.make_model("qwen3", torch.bfloat16).train()
+    plain = models.plain_loss(model, batch).detach()
+    hf_burst.patch_model(model)
+    assert abs(model(**batch).loss - exact) <= 2 * abs(plain - exact) + 1e-2
+    mixed = hf_burst.patch_model(models.make_model("qwen3").train())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = mixed(**batch).loss
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert abs(loss.detach() - exact) <= 2 * abs(plain - exact) + 1e-2
+
+
+def test_bfloat16_and_autocast(ranks: Ranks) -> None:
+    ranks(2).run(half_precision)
+
+
+def test_nothing_quadratic_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hf_burst.patch_model(models.make_model("mistral").train())
+    monkeypatch.setattr("hf_burst.hf.attention.sdpa_mask", lambda **_: pytest.fail("a mask was built"))
+    model(**models.make_batch("packed")).loss.backward()
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, object]:
+    return {
+        "attention": model.config._attn_implementation,
+        "loss": model.loss_function,
+        "attributes": set(vars(model)),
+        "hooks": (len(model._forward_pre_hooks), len(model._forward_hooks)),
+        "config": model.config.to_dict(),
+    }
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_unpatch_puts_everything_back(broken: bool) -> None:
+    model = models.make_model("llama").train()
+    batch = models.make_batch("plain")
+    before, loss = snapshot(model), model(**batch).loss
+    before["loss"] = model.loss_function
+    assert hf_burst.patch_model(model) is model
+    if broken:
+        with pytest.raises(ConfigError, match="patched already"):
+            hf_burst.patch_model(model)
+        with pytest.raises(ValueError, match="input_ids"):
+            model(labels=batch["labels"])
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full_like(batch["input_ids"], 10_000), labels=batch["labels"])
+    assert hf_burst.unpatch_model(model) is model
+    assert snapshot(model) == before
+    assert torch.equal(model(**batch).loss, loss)
+
+
+def test_unpatch_keeps_a_loss_function_of_ones_own() -> None:
+    model = models.make_model("llama")
+
+    def own(**_: object) -> torch.Tensor:
+        return torch.zeros(())
+
+    model.loss_function = own
+    hf_burst.unpatch_model(hf_burst.patch_model(model))
+    assert model.loss_function is own
+
+
+def test_unpatching_what_was_not_patched_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not patched"):
+        hf_burst.unpatch_model(models.make_model("gpt2"))
+
+
+def test_peft_models_are_patched_before_and_after(ranks: Ranks) -> None:
+    ranks(2).run(adapted)
+
+
+def adapted(rank: int, size: int) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    batch = models.make_batch("packed")
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    plain = get_peft_model(models.make_model("llama", torch.float64), settings).train()
+    torch.manual_seed(3)
+    for parameter in plain.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    loss = models.plain_loss(plain, batch)
+    loss.backward()
+    weights = plain.state_dict()
+    for first in (True, False):
+        base = models.make_model("llama", torch.float64)
+        model = get_peft_model(hf_burst.patch_model(base) if first else base, settings).train()
+        if not first:
+            hf_burst.patch_model(model)
+        model.load_state_dict(weights)
+        found = model(**batch).loss
+        found.backward()
+        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            if one.requires_grad:
+                gradient = one.grad.clone()
+                dist.all_reduce(gradient)
+                torch.testing.assert_close(gradient / size, other.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_models_that_are_not_served_are_refused_with_a_sentence() -> None:
+    from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaModel
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+    sizes = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = {**sizes, "intermediate_size": 16}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    cases = {
+        "not been checked": [
+            BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=2)),
+            Gemma2ForCausalLM(Gemma2Config(**llama, head_dim=8, num_key_value_heads=1)),
+            LlamaModel(LlamaConfig(**llama)),
+        ],
+        "longest position": [LlamaForCausalLM(LlamaConfig(**llama, rope_parameters=dynamic))],
+        "cross attention": [GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))],
+        "takes a Transformers model": [torch.nn.Linear(2, 2)],
+        "before it is wrapped": [torch.nn.DataParallel(torch.nn.Linear(2, 2))],
+    }
+    for sentence, refused in cases.items():
+        for model in refused:
+            with pytest.raises(UnsupportedModelError, match=sentence):
+                hf_burst.patch_model(model)
+            assert getattr(getattr(model, "config", None), "_attn_implementation", "") != "hf_burst"

@@ -1,0 +1,391 @@
+"""Plans on paper: exactly the mask is computed, exactly what is needed travels, and a broken plan is found out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hf_burst.config import BurstConfig
+from hf_burst.errors import BatchError, BurstError, ConfigError, PlanError, ShardingError
+from hf_burst.plan import (
+    Mask,
+    Plan,
+    Shapes,
+    Sharding,
+    Step,
+    Traffic,
+    Transfer,
+    cheaper_visitor,
+    make_plan,
+    make_sharding,
+    rank_traffic,
+    verify_plan,
+)
+from hf_burst.plan.traffic import step_traffic
+from tests.oracle import admitted_pairs
+
+VISITORS = ("kv", "q")
+BF16_MHA = Shapes(q_heads=32, kv_heads=32, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
+BF16_GQA = Shapes(q_heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
+
+
+def count_pairs(mask: Mask) -> int:
+    return sum(map(sum, admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)))
+
+
+def one_document(length: int, ranks: int, chunking: str = "zigzag", causal: bool = True, window: int | None = None):
+    return make_plan((Mask(length, causal, window),), make_sharding(length, ranks, chunking))
+
+
+@st.composite
+def masks_of(draw, length: int) -> Mask:
+    cuts = draw(st.sets(st.integers(1, length - 1), max_size=8)) if length > 1 else set()
+    window = draw(st.none() | st.integers(0, length + 2))
+    return Mask(length, draw(st.booleans()), window, (0, *sorted(cuts), length))
+
+
+@st.composite
+def plans(draw) -> Plan:
+    ranks = draw(st.integers(1, 8))
+    chunking = draw(st.sampled_from(["zigzag", "contiguous"]))
+    length = draw(st.integers(ranks * 2 if chunking == "zigzag" and ranks > 1 else ranks, 48))
+    rows = draw(st.lists(masks_of(length), min_size=1, max_size=3))
+    repeated = tuple(row for row in rows for _ in range(draw(st.integers(1, 2))))
+    return make_plan(repeated, make_sharding(length, ranks, chunking))
+
+
+@settings(max_examples=150)
+@given(plan=plans())
+@example(plan=one_document(1, 1))
+@example(plan=one_document(16, 8))
+@example(plan=one_document(47, 7, causal=False))
+@example(plan=make_plan((Mask(17, True, None, tuple(range(18))),), make_sharding(17, 4)))
+def test_every_plan_computes_its_masks_exactly_once(plan):
+    brute_force = sum(count_pairs(mask) for mask in plan.masks)
+    assert plan.pairs == brute_force
+    for visitor in VISITORS:
+        assert verify_plan(plan, visitor) == brute_force
+
+
+@settings(max_examples=100)
+@given(mask=st.integers(1, 30).flatmap(masks_of))
+def test_the_keys_of_a_mask_are_the_pairs_of_its_definition(mask):
+    for query, row in enumerate(admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)):
+        start, stop = mask.keys(query)
+        assert [start <= key < stop for key in range(mask.length)] == row
+        first, last = mask.document(query)
+        assert first <= query < last
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("window", [None, 40])
+def test_64_ranks_on_a_laptop(visitor, window):
+    length = 64 * 4 + 37
+    documents = (0, 1, 2, 100, 101, 199, length)
+    plan = make_plan((Mask(length, True, window, documents), Mask(length, True, window)), make_sharding(length, 64))
+    assert verify_plan(plan, visitor) == plan.pairs == sum(count_pairs(mask) for mask in plan.masks)
+
+
+@settings(max_examples=60)
+@given(ranks=st.integers(1, 8), chunking=st.sampled_from(["zigzag", "contiguous"]), extra=st.integers(0, 40))
+def test_a_sharding_holds_every_token_once_in_chunks_of_equal_size(ranks, chunking, extra):
+    length = 2 * ranks + extra
+    sharding = make_sharding(length, ranks, chunking)
+    sizes = [stop - start for start, stop in zip(sharding.boundaries, sharding.boundaries[1:], strict=False)]
+    assert max(sizes) - min(sizes) <= 1
+    held = [(token, rank) for rank in range(ranks) for run in sharding.runs(rank) for token in range(run.start, run.stop)]
+    assert sorted(token for token, _ in held) == list(range(length))
+    assert all(sharding.owner(token) == rank for token, rank in held)
+    for rank in range(ranks):
+        runs = sharding.runs(rank)
+        assert [run.local for run in runs] == [sum(run.size for run in runs[:index]) for index in range(len(runs))]
+        assert sharding.tokens(rank) == sum(run.size for run in runs)
+
+
+def test_zigzag_balances_a_causal_mask():
+    plan = one_document(256, 8)
+    work = []
+    for rank in range(8):
+        tiles = [tile for step in plan.schedule(rank, "kv") for tile in step.tiles]
+        columns = (tile.columns(row) for tile in tiles for row in range(tile.q[1] - tile.q[0]))
+        work.append(sum(stop - start for start, stop in columns))
+    assert sum(work) == plan.pairs
+    assert max(work) == min(work)
+
+
+def test_a_plan_prints_what_every_rank_does():
+    assert str(one_document(8, 2)) == (
+        "1 x 8 tokens over 2 ranks, 4 chunks, 36 pairs\n"
+        "rank 0: tokens 0-2, 6-8\n"
+        "  step 0: q 0:4 x k 0:4 band 0..None\n"
+        "  step 1: q 2:4 x k 0:4 of rank 1; sends 0:2 to rank 1\n"
+        "rank 1: tokens 2-6\n"
+        "  step 0: q 0:4 x k 0:4 band 0..None\n"
+        "  step 1: q 0:4 x k 0:2 of rank 0; sends 0:4 to rank 0"
+    )
+    packed = make_plan((Mask(8, True, None, (0, 3, 8)),), make_sharding(8, 2, "contiguous"))
+    assert "in 2 segments" in str(packed)
+    assert "step 1: nothing; sends 3:4 to rank 1" in str(packed)
+
+
+def test_plans_are_values():
+    mask, sharding = Mask(13, True, None, (0, 5, 13)), make_sharding(13, 3)
+    plan = make_plan((mask,), sharding)
+    same = Plan((Mask(13, True, None, (0, 5, 13)),), Sharding(sharding.boundaries, sharding.owners, 3))
+    assert plan == same
+    assert hash(plan) == hash(same)
+    assert make_plan((mask,), sharding) is plan
+    assert plan.schedule(1, "kv") is plan.schedule(1, "kv")
+    assert plan != make_plan((Mask(13, True, None, (0, 6, 13)),), sharding)
+    assert len({Mask(13), Mask(13, True, None, (0, 13)), Mask(13, False)}) == 2
+
+
+@settings(max_examples=60)
+@given(plan=plans(), direction=st.sampled_from(["forward", "backward"]), visitor=st.sampled_from(VISITORS))
+def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, visitor):
+    if direction == "forward":
+        visitor = "kv"
+    batch, shapes = len(plan.masks), Shapes(6, 3, 5, 7, itemsize=2, accumulator_itemsize=4)
+    keys, values, queries, outputs = 3 * 5, 3 * 7, 6 * 5, 6 * 7
+    for rank in range(plan.sharding.ranks):
+        steps = plan.schedule(rank, visitor)
+        traffic = rank_traffic(plan, rank, direction, visitor, shapes)
+        parts = [step_traffic(step, direction, visitor, batch, shapes) for step in steps]
+        assert traffic == sum(parts, Traffic())
+        messages = total = 0
+        for step in steps:
+            if step.send:
+                messages += 2 if visitor == "kv" else 4
+                visit = 2 * (keys + values) if visitor == "kv" else 2 * (queries + outputs) + 2 * 6 * 4
+                total += batch * (step.send.stop - step.send.start) * visit
+            if step.recv and direction == "backward":
+                messages += 2 if visitor == "kv" else 1
+                returned = keys + values if visitor == "kv" else queries
+                total += batch * (step.recv.stop - step.recv.start) * returned * (2 if step.recv.lone else 4)
+        assert traffic == Traffic(messages, total)
+
+
+@settings(max_examples=60)
+@given(plan=plans(), visitor=st.sampled_from(VISITORS))
+def test_what_is_sent_is_received(plan, visitor):
+    steps = [step for rank in range(plan.sharding.ranks) for step in plan.schedule(rank, visitor)]
+    sent = sum(step.send.rows for step in steps if step.send)
+    assert sent == sum(step.recv.rows for step in steps if step.recv)
+    assert all(0 < step.send.rows <= plan.sharding.tokens(step.recv.peer) for step in steps if step.send and step.recv)
+
+
+@pytest.mark.parametrize("chunking", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("shapes", [BF16_MHA, BF16_GQA])
+def test_bytes_of_a_full_mask_are_those_of_the_design(shapes, chunking):
+    ranks, n = 4, 24
+    plan = one_document(ranks * n, ranks, chunking, causal=False)
+    hq, hkv, d = shapes.q_heads, shapes.kv_heads, shapes.head_dim
+    for rank in range(ranks):
+        hops = ranks - 1
+        assert rank_traffic(plan, rank, "forward", "kv", shapes) == Traffic(2 * hops, hops * 4 * n * hkv * d)
+        assert rank_traffic(plan, rank, "backward", "kv", shapes) == Traffic(4 * hops, hops * 8 * n * hkv * d)
+        burst = Traffic(5 * hops, hops * (6 * n * hq * d + 8 * n * hq))
+        assert rank_traffic(plan, rank, "backward", "q", shapes) == burst
+
+
+def test_the_cheaper_visitor_is_the_one_that_sends_fewer_bytes():
+    plan = one_document(96, 4, causal=False)
+    for shapes, expected in ((BF16_MHA, "q"), (BF16_GQA, "kv"), (replace(BF16_MHA, kv_heads=16), "kv")):
+        best, reason = cheaper_visitor(shapes)
+        costs = {visitor: rank_traffic(plan, 1, "backward", visitor, shapes).bytes for visitor in VISITORS}
+        assert best == min(costs, key=costs.__getitem__) == expected
+        assert all(str(cost // (3 * 24)) in reason for cost in costs.values())
+
+
+def test_mha_saves_the_quarter_of_the_paper():
+    plan = one_document(96, 4, causal=False)
+    costs = {visitor: rank_traffic(plan, 0, "backward", visitor, BF16_MHA).bytes for visitor in VISITORS}
+    assert costs["q"] / costs["kv"] == pytest.approx(0.75 + 1 / 128)
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+def test_a_causal_mask_sends_only_what_is_seen(visitor):
+    shapes = replace(BF16_GQA, kv_heads=32)
+    causal, full = one_document(96, 4), one_document(96, 4, causal=False)
+    sent = [sum(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(4)) for plan in (causal, full)]
+    assert sent[0] == sent[1] * 3 // 4
+    contiguous = one_document(96, 4, "contiguous")
+    hops = [sum(step.send is not None for step in contiguous.schedule(rank, visitor)) for rank in range(4)]
+    assert hops == ([3, 2, 1, 0] if visitor == "kv" else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_that_reach_no_other_rank_send_nothing(visitor, causal):
+    documents = (0, 10, 24, 48, 50, 72, 96)
+    plan = make_plan((Mask(96, causal, None, documents),), make_sharding(96, 4, "contiguous"))
+    for rank in range(4):
+        assert [step.distance for step in plan.schedule(rank, visitor)] == [0]
+        assert rank_traffic(plan, rank, "backward", visitor, BF16_GQA) == Traffic()
+    chunks = tuple(range(0, 97, 12))
+    plan = make_plan((Mask(96, causal, None, chunks),), make_sharding(96, 4, "zigzag"))
+    assert all(rank_traffic(plan, rank, "backward", visitor, BF16_GQA) == Traffic() for rank in range(4))
+
+
+def test_a_document_over_two_ranks_sends_its_own_tokens_only():
+    plan = make_plan((Mask(96, True, None, (0, 24, 40, 53, 96)),), make_sharding(96, 4, "contiguous"))
+    moves = {(rank, step.send) for rank in range(4) for step in plan.schedule(rank, "kv") if step.send}
+    assert moves == {(1, Transfer(2, 40 - 24, 24, True)), (2, Transfer(3, 53 - 48, 24, True))}
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+def test_a_window_within_a_chunk_talks_to_the_neighbour_only(visitor):
+    window = 5
+    for length in (8 * 16, 8 * 64):
+        plan = one_document(length, 8, "contiguous", window=window)
+        for rank in range(8):
+            sends = [step.send for step in plan.schedule(rank, visitor) if step.send]
+            neighbour = rank + 1 if visitor == "kv" else rank - 1
+            expected = [(neighbour, window)] if 0 <= neighbour < 8 else []
+            assert [(send.peer, send.rows) for send in sends] == expected
+
+
+@pytest.mark.parametrize("chunking", ["zigzag", "contiguous"])
+def test_the_traffic_of_a_window_grows_with_the_window_and_not_with_the_sequence(chunking):
+    def sent(length: int, window: int) -> int:
+        plan = one_document(length, 4, chunking, window=window)
+        return sum(rank_traffic(plan, rank, "forward", "kv", BF16_MHA).bytes for rank in range(4))
+
+    assert sent(512, 8) == sent(1024, 8) > 0
+    assert sent(512, 16) == 2 * sent(512, 8)
+
+
+class Tampered(Plan):
+    """A plan of which the steps of one rank are changed."""
+
+    change: Callable[[tuple[Step, ...]], tuple[Step, ...]]
+
+    def schedule(self, rank, visitor):
+        steps = super().schedule(rank, visitor)
+        return type(self).change(steps) if rank == 1 else steps
+
+
+def tampered(plan: Plan, index: int, **changes: Callable[[Step], object]) -> Plan:
+    """`plan` with the fields of step `index` of rank 1 replaced by what `changes` make of it."""
+
+    def change(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        step = steps[index]
+        new = replace(step, **{name: make(step) for name, make in changes.items()})
+        return (*steps[:index], new, *steps[index + 1 :])
+
+    return type("TamperedHere", (Tampered,), {"change": staticmethod(change)})(plan.masks, plan.sharding)
+
+
+def first_tile(**changes: Callable[[object], object]) -> Callable[[Step], object]:
+    return lambda step: (
+        replace(step.tiles[0], **{name: make(step.tiles[0]) for name, make in changes.items()}),
+        *step.tiles[1:],
+    )
+
+
+def transfer(name: str, **changes: Callable[[Transfer], object]) -> Callable[[Step], object]:
+    return lambda step: replace(
+        getattr(step, name), **{field: make(getattr(step, name)) for field, make in changes.items()}
+    )
+
+
+BREAKS = {
+    "a tile dropped": (0, {"tiles": lambda step: step.tiles[1:]}),
+    "a visitor's tile dropped": (1, {"tiles": lambda step: ()}),
+    "a tile twice": (1, {"tiles": lambda step: (*step.tiles, step.tiles[0])}),
+    "own tile twice": (0, {"tiles": lambda step: step.tiles * 2}),
+    "a tile for the wrong rows of keys": (1, {"tiles": first_tile(k=lambda t: (t.k[0], t.k[1] - 1))}),
+    "a tile for the wrong rows of queries": (1, {"tiles": first_tile(q=lambda t: (t.q[0] + 1, t.q[1]))}),
+    "a band too wide": (0, {"tiles": first_tile(low=lambda t: -1)}),
+    "a band too narrow": (0, {"tiles": first_tile(high=lambda t: 2)}),
+    "a band that leaves a row blind": (1, {"tiles": first_tile(low=lambda t: 1)}),
+    "a document lost": (0, {"tiles": first_tile(segments=lambda t: (0, 3, t.q[1]))}),
+    "another row of the batch": (0, {"tiles": first_tile(batch=lambda t: (0, 1))}),
+    "keys beyond the shard": (0, {"tiles": first_tile(k=lambda t: (0, t.k[1] + 1), low=lambda t: None)}),
+    "queries beyond the shard": (0, {"tiles": first_tile(q=lambda t: (0, t.q[1] + 1))}),
+    "a message no one expects": (1, {"send": transfer("send", peer=lambda t: (t.peer + 1) % 4)}),
+    "a message of other rows": (1, {"send": transfer("send", stop=lambda t: t.stop - 1)}),
+    "a message withheld": (1, {"send": lambda step: None}),
+    "a message that is not waited for": (1, {"recv": lambda step: None}),
+    "a message of too few rows": (1, {"recv": transfer("recv", start=lambda t: t.start + 1)}),
+    "gradients in another dtype": (1, {"recv": transfer("recv", lone=lambda t: not t.lone)}),
+    "a step at another distance": (1, {"distance": lambda step: step.distance + 1}),
+}
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_plan_is_found_out(name, visitor):
+    mask = Mask(34, causal=True)
+    plan = make_plan((mask, mask), make_sharding(34, 4))
+    assert verify_plan(plan, visitor) == plan.pairs
+    index, changes = BREAKS[name]
+    with pytest.raises(PlanError):
+        verify_plan(tampered(plan, index, **changes), visitor)
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+def test_two_ends_that_agree_on_too_few_rows_are_found_out(visitor):
+    class Short(Plan):
+        def schedule(self, rank, visitor):
+            def cut(move):
+                return replace(move, stop=move.stop - 1) if move else None
+
+            return tuple(
+                replace(step, send=cut(step.send), recv=cut(step.recv)) for step in super().schedule(rank, visitor)
+            )
+
+    plan = one_document(34, 4)
+    with pytest.raises(PlanError, match="reads rows outside of"):
+        verify_plan(Short(plan.masks, plan.sharding), visitor)
+
+
+def test_a_plan_error_is_a_bug_and_not_an_input_error():
+    assert issubclass(PlanError, AssertionError)
+    assert not issubclass(PlanError, BurstError)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "parts"),
+    [
+        (lambda: Mask(0), BatchError, ["at least 1 token", "length=0", "Drop empty sequences"]),
+        (lambda: Mask(8, window=-1), ConfigError, ["window=-1", "negative", "None"]),
+        (lambda: Mask(8, documents=(0, 9)), BatchError, ["(0, 9)", "8 tokens", "rise strictly"]),
+        (lambda: Mask(8, documents=(1, 8)), BatchError, ["(1, 8)", "from 0 to 8"]),
+        (lambda: Mask(8, documents=(0, 3, 3, 8)), BatchError, ["(0, 3, 3, 8)", "cu_seqlens"]),
+        (lambda: Mask(8, documents=(0, 5, 4, 8)), BatchError, ["(0, 5, 4, 8)"]),
+        (lambda: Mask(50, documents=tuple(range(40))), BatchError, ["(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"]),
+        (lambda: Sharding((0, 4, 8), (0, 0), 2), ShardingError, ["2 chunks", "(0, 0)", "2 ranks", "own at least one"]),
+        (lambda: Sharding((0, 4, 8), (0, 1, 2), 3), ShardingError, ["2 chunks", "name one owner a chunk"]),
+        (lambda: make_sharding(7, 4), ShardingError, ["7 tokens", "4 ranks", "zigzag", "at least 8", "Pad it to 8"]),
+        (lambda: make_sharding(3, 4, "contiguous"), ShardingError, ["3 tokens", "contiguous", "at least 4"]),
+        (lambda: make_sharding(8, 0), ShardingError, ["at least 1 rank", "ranks=0"]),
+        (lambda: BurstConfig(chunking="snake"), ConfigError, ["chunking", "'snake'", "'zigzag', 'contiguous'"]),
+        (lambda: BurstConfig(backward="ring"), ConfigError, ["backward", "'ring'", "'auto', 'kv_ring', 'burst'"]),
+        (lambda: BurstConfig(kernel="triton"), ConfigError, ["kernel", "'triton'", "'auto'", "'reference'"]),
+        (lambda: BurstConfig(logits_limit_gib=0), ConfigError, ["logits_limit_gib", "above 0"]),
+        (lambda: BurstConfig(logits_limit_gib=float("nan")), ConfigError, ["logits_limit_gib", "nan"]),
+        (lambda: BurstConfig(content_checks=-1), ConfigError, ["content_checks", "-1", "at least 0"]),
+        (lambda: BurstConfig(content_checks=True), ConfigError, ["content_checks", "True", "an int"]),
+        (lambda: BurstConfig.from_dict({"kernal": "auto"}), ConfigError, ["kernal", "chunking", "backward", "kernel"]),
+    ],
+)
+def test_an_error_says_what_was_given_and_what_is_allowed(make, error, parts):
+    with pytest.raises(error) as caught:
+        make()
+    assert isinstance(caught.value, ValueError)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_config_is_read_from_a_mapping():
+    assert BurstConfig.from_dict({}) == BurstConfig()
+    assert BurstConfig.from_dict({"chunking": "contiguous", "backward": "burst"}) == BurstConfig("contiguous", "burst")
+
+
+def test_a_sequence_of_one_token_a_chunk_is_long_enough():
+    for ranks, chunking in ((4, "zigzag"), (8, "contiguous")):
+        plan = one_document(8, ranks, chunking)
+        assert verify_plan(plan, "kv") == verify_plan(plan, "q") == 36
