@@ -170,10 +170,15 @@ def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, visi
 @settings(max_examples=60)
 @given(plan=plans(), visitor=st.sampled_from(VISITORS))
 def test_what_is_sent_is_received(plan, visitor):
-    steps = [step for rank in range(plan.sharding.ranks) for step in plan.schedule(rank, visitor)]
-    sent = sum(step.send.rows for step in steps if step.send)
-    assert sent == sum(step.recv.rows for step in steps if step.recv)
-    assert all(0 < step.send.rows <= plan.sharding.tokens(step.recv.peer) for step in steps if step.send and step.recv)
+    sent, received = [], []
+    for rank in range(plan.sharding.ranks):
+        for step in plan.schedule(rank, visitor):
+            if step.send:
+                sent.append((step.distance, rank, step.send.peer, step.send.start, step.send.stop))
+                assert 0 <= step.send.start < step.send.stop <= plan.sharding.tokens(rank)
+            if step.recv:
+                received.append((step.distance, step.recv.peer, rank, step.recv.start, step.recv.stop))
+    assert sorted(sent) == sorted(received)
 
 
 @pytest.mark.parametrize("chunking", ["zigzag", "contiguous"])
@@ -303,8 +308,6 @@ BREAKS = {
     "a band that leaves a row blind": (1, {"tiles": first_tile(low=lambda t: 1)}),
     "a document lost": (0, {"tiles": first_tile(segments=lambda t: (0, 3, t.q[1]))}),
     "another row of the batch": (0, {"tiles": first_tile(batch=lambda t: (0, 1))}),
-    "keys beyond the shard": (0, {"tiles": first_tile(k=lambda t: (0, t.k[1] + 1), low=lambda t: None)}),
-    "queries beyond the shard": (0, {"tiles": first_tile(q=lambda t: (0, t.q[1] + 1))}),
     "a message no one expects": (1, {"send": transfer("send", peer=lambda t: (t.peer + 1) % 4)}),
     "a message of other rows": (1, {"send": transfer("send", stop=lambda t: t.stop - 1)}),
     "a message withheld": (1, {"send": lambda step: None}),
@@ -324,6 +327,15 @@ def test_a_broken_plan_is_found_out(name, visitor):
     index, changes = BREAKS[name]
     with pytest.raises(PlanError):
         verify_plan(tampered(plan, index, **changes), visitor)
+
+
+@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, visitor):
+    plan = one_document(32, 4, causal=False)
+    beyond = first_tile(**{side: lambda tile: (tile.q[0], tile.q[1] + 1)})
+    with pytest.raises(PlanError):
+        verify_plan(tampered(plan, 0, tiles=beyond), visitor)
 
 
 @pytest.mark.parametrize("visitor", VISITORS)

@@ -109,7 +109,7 @@ class BurstParallelismConfig(ParallelismConfig):
 
 
 def _fsdp2() -> bool:
-    plugin = AcceleratorState().fsdp_plugin if AcceleratorState._shared_state else None
+    plugin = AcceleratorState._shared_state.get("fsdp_plugin")
     return plugin is not None and plugin.fsdp_version == 2
 
 

@@ -1,0 +1,236 @@
+"""Proof that attention crosses shards: a model recalls facts that lie on another rank.
+
+A sequence of filler tokens holds a few facts, each one token that says "key k has value v". The values are drawn anew
+for every sequence. At the very end a question names one key, and the only label is its value. All facts stand on other
+ranks than the question, which is asserted from the sharding itself, so the answer can be known only by attention that
+reaches over ranks.
+
+Two runs are trained on the same data from the same initial weights:
+
+* across shards: the model is patched by hf_burst and is given full batches. It must learn to answer.
+* within the shard: the plain Transformers model, every rank on its own tokens (with their true positions). The rank
+  that holds the question never sees a fact, so it must stay at chance.
+
+Two processes on CPU (about a minute), then four GPUs:
+
+    ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \\
+        --mixed_precision no --dynamo_backend no recipes/recall_across_shards.py
+    accelerate launch --num_processes 4 recipes/recall_across_shards.py
+
+Writes results.json and recall.png to --output_dir, and fails unless the first run reaches 99 % and the second stays at
+chance. In one process both runs are the same and nothing is claimed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+from pathlib import Path
+
+import accelerate
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
+from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+import hf_burst
+
+FILLERS = 16
+CURVE_SEQUENCES = 256
+GOAL = 0.99
+RANK_COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255"]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--num_keys", type=int, default=4, help="facts in a sequence, one a key")
+    parser.add_argument("--num_values", type=int, default=8, help="values a key can have; chance is 1 / num_values")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--eval_every", type=int, default=20, help="steps between two points of the curves")
+    parser.add_argument("--eval_sequences", type=int, default=1024, help="sequences of the final accuracies")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/recall"))
+    return parser.parse_args()
+
+
+class Recall:
+    """The task. Tokens: fillers, then the values, then the questions (one a key), then the facts (key x value)."""
+
+    def __init__(self, args: argparse.Namespace, ranks: int) -> None:
+        self.length, self.keys, self.values, self.ranks = args.length, args.num_keys, args.num_values, ranks
+        self.first_value = FILLERS
+        self.first_question = self.first_value + self.values
+        self.first_fact = self.first_question + self.keys
+        self.vocab_size = self.first_fact + self.keys * self.values
+        self.question_at = self.length - 2  # its successor is the answer
+        self.sharding = hf_burst.SequenceLayout.for_batch([(0, self.length)], ranks).sharding
+        self.home = self.sharding.owner(self.question_at)
+        places = [t for t in range(self.question_at) if ranks == 1 or self.sharding.owner(t) != self.home]
+        if len(places) < self.keys:
+            raise SystemExit(f"--length {self.length} leaves no room for {self.keys} facts on other ranks.")
+        self.places = torch.tensor(places)
+
+    def batch(self, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """`rows` sequences. The answer stands in the labels only: the last input token is a filler."""
+        input_ids = torch.randint(FILLERS, (rows, self.length), generator=generator)
+        values = torch.randint(self.values, (rows, self.keys), generator=generator)
+        order = torch.rand(rows, len(self.places), generator=generator).argsort(dim=1)
+        facts_at = self.places[order[:, : self.keys]]
+        input_ids.scatter_(1, facts_at, self.first_fact + torch.arange(self.keys) * self.values + values)
+        asked = torch.randint(self.keys, (rows, 1), generator=generator)
+        input_ids[:, self.question_at] = self.first_question + asked[:, 0]
+        if self.ranks > 1:
+            assert all(self.sharding.owner(token) != self.home for token in facts_at.gather(1, asked)[:, 0].tolist())
+        labels = torch.full_like(input_ids, -100)
+        labels[:, -1] = self.first_value + values.gather(1, asked)[:, 0]
+        return {"input_ids": input_ids, "labels": labels}
+
+    def model(self) -> LlamaForCausalLM:
+        """A small Llama, its weights random."""
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=self.vocab_size, initializer_range=0.1, **sizes, **heads))
+
+
+class AcrossShards:
+    """The patched model takes full batches, equal on all ranks, and returns what one process would."""
+
+    name, color = "across shards (hf_burst)", "#228833"
+
+    def __init__(self, task: Recall) -> None:
+        self.task = task
+
+    def model(self) -> LlamaForCausalLM:
+        return hf_burst.patch_model(self.task.model())
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(**batch).loss
+
+    def hits(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+        """Right answers, and answers."""
+        answers = model(input_ids=batch["input_ids"], logits_to_keep=2).logits[:, 0].argmax(-1)
+        return int((answers == batch["labels"][:, -1]).sum()), len(answers)
+
+
+class WithinShard:
+    """The plain model on this rank's tokens, which attend causally among themselves and to nothing else."""
+
+    name, color = "within the shard (no patch)", "#ee6677"
+
+    def __init__(self, task: Recall) -> None:
+        self.task = task
+
+    def model(self) -> LlamaForCausalLM:
+        return self.task.model()
+
+    def shard(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's part. The mask of ones says that a jump in the position ids begins no new document."""
+        part = hf_burst.shard_batch(batch)
+        tokens, targets = part["input_ids"], part["shift_labels"]
+        if self.task.ranks > 1 and (targets != -100).any():
+            assert (tokens < self.task.first_fact).all(), "the rank that is asked holds a fact"
+        mask = torch.ones_like(tokens)
+        return {"input_ids": tokens, "position_ids": part["position_ids"], "attention_mask": mask, "labels": targets}
+
+    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """That of the rank that is asked and 0 elsewhere; times the ranks, since DDP averages the gradients."""
+        shard = self.shard(batch)
+        loss = model(**shard, shift_labels=shard["labels"], num_items_in_batch=len(batch["labels"])).loss
+        return loss * self.task.ranks
+
+    def hits(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+        """Right answers, and answers: none on ranks that are not asked."""
+        shard = self.shard(batch)
+        targets = shard.pop("labels")
+        asked = targets != -100
+        return int((model(**shard).logits[asked].argmax(-1) == targets[asked]).sum()), int(asked.sum())
+
+
+def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards | WithinShard) -> dict[str, Any]:
+    """One run: the accuracies every `eval_every` steps, the final one on more sequences, and the seconds it took."""
+    set_seed(args.seed)
+    model = run.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {key: value.to(accelerator.device) for key, value in run.task.batch(args.batch_size, generator).items()}
+
+    @torch.no_grad()
+    def accuracy(sequences: int, seed: int) -> float:
+        model.eval()
+        unseen = torch.Generator().manual_seed(seed)
+        counts = [run.hits(model, batch(unseen)) for _ in range(-(-sequences // args.batch_size))]
+        model.train()
+        right, total = accelerator.reduce(torch.tensor(counts, device=accelerator.device).sum(0)).tolist()
+        return right / total
+
+    start = time.perf_counter()
+    data = torch.Generator().manual_seed(args.seed)
+    steps, curve = [0], [accuracy(CURVE_SEQUENCES, args.seed + 1_000_000)]
+    for step in range(1, args.steps + 1):
+        accelerator.backward(run.loss(model, batch(data)))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % args.eval_every == 0 or step == args.steps:
+            steps.append(step)
+            curve.append(accuracy(CURVE_SEQUENCES, args.seed + 1_000_000))
+    final = accuracy(args.eval_sequences, args.seed + 2_000_000)
+    seconds = round(time.perf_counter() - start, 1)
+    accelerator.print(f"{run.name}: accuracy {final:.1%} after {args.steps} steps, {seconds:.0f} s", flush=True)
+    return {"steps": steps, "accuracy": curve, "final_accuracy": final, "seconds": seconds}
+
+
+def verdict(args: argparse.Namespace, ranks: int, across: float, within: float) -> str | None:
+    """What is wrong with the two final accuracies, if anything."""
+    chance = 1 / args.num_values
+    if across < GOAL:
+        return f"the patched run reached {across:.1%}, the goal is {GOAL:.0%}"
+    noise = 4 * (chance * (1 - chance) / args.eval_sequences) ** 0.5  # 4 standard deviations of guessing
+    if ranks > 1 and abs(within - chance) > noise:
+        return f"the confined run reached {within:.1%}, chance is {chance:.1%} +- {noise:.1%}"
+    return None
+
+
+def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
+    """The learning curves, and below them where the tokens of one sequence stand."""
+    figure, (curves, strip) = plt.subplots(2, 1, figsize=(8, 5.6), height_ratios=(5, 1), layout="constrained")
+    for run in (AcrossShards, WithinShard):
+        curve = results["runs"][run.name]
+        curves.plot(curve["steps"], curve["accuracy"], color=run.color, marker="o", markersize=3, label=run.name)
+    curves.axhline(results["chance"], color="black", linestyle=":", label=f"chance (1 of {task.values} values)")
+    curves.set(xlabel="training step", ylabel="accuracy on unseen sequences", ylim=(0, 1.04), title="Recall of a fact")
+    curves.yaxis.set_major_formatter("{x:.0%}")
+    curves.grid(alpha=0.3)
+    curves.legend(loc="center right")
+    for start, stop, owner in zip(task.sharding.boundaries, task.sharding.boundaries[1:], task.sharding.owners):
+        strip.axvspan(start, stop, color=RANK_COLORS[owner % len(RANK_COLORS)], alpha=0.35, ec="white")
+        strip.text((start + stop) / 2, 0.5, f"rank {owner}", ha="center", va="center")
+    tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0]
+    strip.set(xlim=(0, task.length), ylim=(0, 1), yticks=[], xlabel="token of the sequence")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    args = parse_args()
+    accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
+    ranks = accelerator.parallelism_config.burst_size
+    task = Recall(args, ranks)
+    runs = {run.name: train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task))}
+    problem = verdict(args, ranks, *(run["final_accuracy"] for run in runs.values()))
+    if accelerator.is_main_process:
+        print(runs, problem)
+
+
+if __name__ == "__main__":
+    main()
