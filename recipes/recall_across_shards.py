@@ -23,10 +23,11 @@ chance. In one process both runs are the same and nothing is claimed.
 
 import argparse
 import json
+import platform
 import sys
 import time
-from typing import Any
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import torch
@@ -34,7 +35,6 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from matplotlib import pyplot as plt
-from matplotlib.patches import Patch
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import hf_burst
@@ -42,7 +42,16 @@ import hf_burst
 FILLERS = 16
 CURVE_SEQUENCES = 256
 GOAL = 0.99
-RANK_COLORS = ["#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#222255"]
+MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+}
+ARROW = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.15"}
+RANK_COLORS = ["#4477aa", "#dd7722", "#669933", "#aa3377", "#33aaaa", "#998822", "#555599", "#888888"]
 
 
 def parse_args() -> argparse.Namespace:
@@ -50,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--num_keys", type=int, default=4, help="facts in a sequence, one a key")
     parser.add_argument("--num_values", type=int, default=8, help="values a key can have; chance is 1 / num_values")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--eval_every", type=int, default=20, help="steps between two points of the curves")
@@ -94,15 +103,13 @@ class Recall:
 
     def model(self) -> LlamaForCausalLM:
         """A small Llama, its weights random."""
-        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        return LlamaForCausalLM(LlamaConfig(vocab_size=self.vocab_size, initializer_range=0.1, **sizes, **heads))
+        return LlamaForCausalLM(LlamaConfig(vocab_size=self.vocab_size, **MODEL))
 
 
 class AcrossShards:
     """The patched model takes full batches, equal on all ranks, and returns what one process would."""
 
-    name, color = "across shards (hf_burst)", "#228833"
+    key, label, color = "across_shards", "attention across shards (hf_burst)", "#117733"
 
     def __init__(self, task: Recall) -> None:
         self.task = task
@@ -122,7 +129,7 @@ class AcrossShards:
 class WithinShard:
     """The plain model on this rank's tokens, which attend causally among themselves and to nothing else."""
 
-    name, color = "within the shard (no patch)", "#ee6677"
+    key, label, color = "within_shard", "attention within the shard (no patch)", "#bb2244"
 
     def __init__(self, task: Recall) -> None:
         self.task = task
@@ -187,49 +194,91 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
             curve.append(accuracy(CURVE_SEQUENCES, args.seed + 1_000_000))
     final = accuracy(args.eval_sequences, args.seed + 2_000_000)
     seconds = round(time.perf_counter() - start, 1)
-    accelerator.print(f"{run.name}: accuracy {final:.1%} after {args.steps} steps, {seconds:.0f} s", flush=True)
+    accelerator.print(f"{run.label}: accuracy {final:.1%} after {args.steps} steps, {seconds:.0f} s", flush=True)
     return {"steps": steps, "accuracy": curve, "final_accuracy": final, "seconds": seconds}
 
 
 def verdict(args: argparse.Namespace, ranks: int, across: float, within: float) -> str | None:
     """What is wrong with the two final accuracies, if anything."""
+    if ranks == 1:
+        return None
     chance = 1 / args.num_values
     if across < GOAL:
         return f"the patched run reached {across:.1%}, the goal is {GOAL:.0%}"
     noise = 4 * (chance * (1 - chance) / args.eval_sequences) ** 0.5  # 4 standard deviations of guessing
-    if ranks > 1 and abs(within - chance) > noise:
+    if abs(within - chance) > noise:
         return f"the confined run reached {within:.1%}, chance is {chance:.1%} +- {noise:.1%}"
     return None
 
 
+def summary(args: argparse.Namespace, task: Recall, processes: int, runs: dict[str, Any]) -> dict[str, Any]:
+    """What results.json holds."""
+    options = {key: value for key, value in vars(args).items() if key != "output_dir"}
+    packages = (torch, transformers, accelerate, hf_burst)
+    return {
+        "runs": runs,
+        "chance": 1 / args.num_values,
+        "ranks": task.ranks,
+        "question": {"token": task.question_at, "rank": task.home},
+        "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
+        "config": options,
+        "model": {"type": "llama", "vocab_size": task.vocab_size, **MODEL},
+        "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
+        "command": " ".join(
+            ["accelerate launch --num_processes", str(processes), "recipes/recall_across_shards.py", *sys.argv[1:]]
+        ),
+    }
+
+
 def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
     """The learning curves, and below them where the tokens of one sequence stand."""
-    figure, (curves, strip) = plt.subplots(2, 1, figsize=(8, 5.6), height_ratios=(5, 1), layout="constrained")
+    figure, (curves, strip) = plt.subplots(2, 1, figsize=(8, 6.2), height_ratios=(4, 1.3), layout="constrained")
     for run in (AcrossShards, WithinShard):
-        curve = results["runs"][run.name]
-        curves.plot(curve["steps"], curve["accuracy"], color=run.color, marker="o", markersize=3, label=run.name)
+        curve = results["runs"][run.key]
+        curves.plot(curve["steps"], curve["accuracy"], color=run.color, marker="o", markersize=4, label=run.label)
     curves.axhline(results["chance"], color="black", linestyle=":", label=f"chance (1 of {task.values} values)")
-    curves.set(xlabel="training step", ylabel="accuracy on unseen sequences", ylim=(0, 1.04), title="Recall of a fact")
+    curves.set(xlabel="training step", ylabel="right answers on unseen sequences", ylim=(0, 1.04))
+    where = "no fact stands on the rank that is asked" if task.ranks > 1 else "in one process both runs are the same"
+    curves.set_title(f"Recall over {task.ranks} ranks: {where}")
     curves.yaxis.set_major_formatter("{x:.0%}")
     curves.grid(alpha=0.3)
     curves.legend(loc="center right")
-    for start, stop, owner in zip(task.sharding.boundaries, task.sharding.boundaries[1:], task.sharding.owners):
-        strip.axvspan(start, stop, color=RANK_COLORS[owner % len(RANK_COLORS)], alpha=0.35, ec="white")
-        strip.text((start + stop) / 2, 0.5, f"rank {owner}", ha="center", va="center")
+    for rank in range(task.ranks):
+        for run in task.sharding.runs(rank):
+            color = RANK_COLORS[rank % len(RANK_COLORS)]
+            strip.axvspan(run.start, run.stop, color=color, alpha=0.25, linewidth=0)
+            strip.text((run.start + run.stop) / 2, 0.88, f"rank {rank}", ha="center", va="center", color=color)
     tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0]
+    asked = int(tokens[task.question_at]) - task.first_question
+    for index, token in enumerate((tokens >= task.first_fact).nonzero()[:, 0].tolist()):
+        key, value = divmod(int(tokens[token]) - task.first_fact, task.values)
+        strip.plot(token, 0.5, "ks")
+        strip.text(token, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
+        if key == asked:
+            strip.annotate("", (token, 0.56), (task.question_at, 0.56), arrowprops=ARROW)
+    strip.plot(task.question_at, 0.5, "kD")
+    strip.text(task.length - 0.5, 0.28, f"k{asked} = ?", ha="right", va="center", fontsize=9)
     strip.set(xlim=(0, task.length), ylim=(0, 1), yticks=[], xlabel="token of the sequence")
+    strip.set_title("One sequence: facts (squares), the question (diamond), and the rank that holds them", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     args = parse_args()
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
-    ranks = accelerator.parallelism_config.burst_size
-    task = Recall(args, ranks)
-    runs = {run.name: train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task))}
-    problem = verdict(args, ranks, *(run["final_accuracy"] for run in runs.values()))
+    task = Recall(args, ranks=accelerator.parallelism_config.burst_size)
+    runs = {run.key: train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task))}
+    problem = verdict(args, task.ranks, *(run["final_accuracy"] for run in runs.values()))
     if accelerator.is_main_process:
-        print(runs, problem)
+        results = summary(args, task, accelerator.num_processes, runs)
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        (args.output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, task, args.output_dir / "recall.png")
+        if task.ranks == 1:
+            print("One process: both runs are the same, so nothing is claimed.", flush=True)
+        print(f"FAILED: {problem}" if problem else f"Wrote {args.output_dir}/results.json and recall.png", flush=True)
+    accelerator.wait_for_everyone()
+    sys.exit(1 if problem else 0)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,9 @@ def test_a_sharding_holds_every_token_once_in_chunks_of_equal_size(ranks, chunki
     sharding = make_sharding(length, ranks, chunking)
     sizes = [stop - start for start, stop in zip(sharding.boundaries, sharding.boundaries[1:], strict=False)]
     assert max(sizes) - min(sizes) <= 1
-    held = [(token, rank) for rank in range(ranks) for run in sharding.runs(rank) for token in range(run.start, run.stop)]
+    held = [
+        (token, rank) for rank in range(ranks) for run in sharding.runs(rank) for token in range(run.start, run.stop)
+    ]
     assert sorted(token for token, _ in held) == list(range(length))
     assert all(sharding.owner(token) == rank for token, rank in held)
     for rank in range(ranks):
@@ -214,7 +216,9 @@ def test_mha_saves_the_quarter_of_the_paper():
 def test_a_causal_mask_sends_only_what_is_seen(visitor):
     shapes = replace(BF16_GQA, kv_heads=32)
     causal, full = one_document(96, 4), one_document(96, 4, causal=False)
-    sent = [sum(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(4)) for plan in (causal, full)]
+    sent = [
+        sum(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(4)) for plan in (causal, full)
+    ]
     assert sent[0] == sent[1] * 3 // 4
     contiguous = one_document(96, 4, "contiguous")
     hops = [sum(step.send is not None for step in contiguous.schedule(rank, visitor)) for rank in range(4)]

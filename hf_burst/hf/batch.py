@@ -132,7 +132,7 @@ def _left_padding(mask: Any, rows: int, length: int) -> list[tuple[int, int]]:
             f"attention_mask is {shape}; over several ranks it must be ({rows}, {length}) and mark padding only. Pack "
             "documents by position_ids that start anew at 0."
         )
-    if mask.all():
+    if bool((mask == 1).all()):
         return []
     kept = mask.cpu() != 0
     if not torch.equal(kept.to(mask.dtype), mask.cpu()):

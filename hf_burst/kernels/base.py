@@ -12,11 +12,34 @@ import torch
 
 @dataclass(frozen=True)
 class Band:
-    """What a tile admits: `low <= row - column <= high`, inside of the squares between `segments` if there are any."""
+    """What a tile admits: `low <= row - column <= high`, inside of the squares between `segments` if there are any.
+
+    With segments the diagonal is admitted (`low <= 0 <= high`): in a variable-length call every row sees something.
+    """
 
     low: int | None = None
     high: int | None = None
     segments: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.segments or (self.low or 0) <= 0 <= (self.high or 0), f"{self} leaves out the diagonal"
+
+    def crop(self, rows: int, columns: int) -> "tuple[slice, slice, Band]":
+        """The rows of a tile without segments that see something, the columns that are seen, and the band there.
+
+        Both are intervals, empty if nothing is admitted. In the cropped tile every row sees a column, and a flash
+        kernel's window to the left and to the right is never negative.
+        """
+        first = 0 if self.low is None else max(0, self.low)
+        last = rows if self.high is None else min(rows, columns + self.high)
+        left = 0 if self.high is None else max(0, first - self.high)
+        right = columns if self.low is None else min(columns, last - self.low)
+        if first >= last or left >= right:
+            return slice(0, 0), slice(0, 0), self
+        shift = first - left
+        low = None if self.low is None or self.low - shift <= left - right + 1 else self.low - shift
+        high = None if self.high is None or self.high - shift >= last - first - 1 else self.high - shift
+        return slice(first, last), slice(left, right), Band(low, high)
 
 
 @dataclass(frozen=True)
@@ -110,22 +133,28 @@ class Kernel(Protocol):
         ...
 
 
-def project_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+def project_out(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An `out` for kernels that compute delta themselves: the multiple of `dout` with `rowsum(dout * out) = delta`.
 
     Of all outputs with that product it is the shortest, so the kernel's rounding of it weighs least. Rows are scaled by
-    their largest element first: the square of gradients near 1e-20 underflows in fp32.
+    their largest element first: the square of gradients near 1e-20 underflows in fp32. A row whose `dout` is 0 while
+    its delta is not (a gradient into the log-sum-exp alone) is given a `dout` too small to matter.
 
     Args:
         dout (`torch.Tensor` of shape `(B, S, H, D)`): Gradient of the output.
         delta (`torch.Tensor` of shape `(B, S, H)`): The product wanted, fp32 or fp64.
 
     Returns:
-        `torch.Tensor` of shape `(B, S, H, D)` in the dtype of `dout`; 0 where `dout` is 0.
+        `dout` and `out`, both of shape `(B, S, H, D)` and in the dtype of `dout`.
     """
     wide = dout.to(delta.dtype)
     largest = wide.abs().amax(-1, keepdim=True)
-    unit = wide / torch.where(largest == 0, 1, largest)
+    lost = (largest == 0) & (delta.unsqueeze(-1) != 0)
+    tiny = 2.0**-14 if dout.dtype == torch.float16 else 2.0**-60
+    first = torch.arange(dout.shape[-1], device=dout.device) == 0
+    wide = torch.where(lost & first, tiny, wide)
+    largest = torch.where(lost, tiny, torch.where(largest == 0, 1, largest))
+    unit = wide / largest
     square = unit.square().sum(-1, keepdim=True)
-    factor = delta.unsqueeze(-1) / torch.where(largest == 0, 1, largest) / torch.where(square == 0, 1, square)
-    return (unit * factor).to(dout.dtype)
+    factor = delta.unsqueeze(-1) / largest / torch.where(square == 0, 1, square)
+    return wide.to(dout.dtype), (unit * factor).to(dout.dtype)

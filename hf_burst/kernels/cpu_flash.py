@@ -32,24 +32,23 @@ class CpuFlashKernel:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
-        parts = []
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         for rows, columns, causal, mask in _calls(band, q, k):
-            parts.append(
-                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    _heads_first(q[:, rows]),
-                    _heads_first(k[:, columns]),
-                    _heads_first(v[:, columns]),
-                    0.0,
-                    causal,
-                    attn_mask=mask,
-                    scale=scale,
-                )
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _heads_first(q[:, rows]),
+                _heads_first(k[:, columns]),
+                _heads_first(v[:, columns]),
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=scale,
             )
-        out = torch.cat([out for out, _ in parts], 2).transpose(1, 2)
-        lse = torch.cat([lse for _, lse in parts], 2).transpose(1, 2)
-        blind = _blind_rows(band, q.shape[1], k.shape[1])
-        if blind is not None:  # the kernel leaves lse = 0 there
-            out, lse = out.masked_fill(blind[:, None, None], 0), lse.masked_fill(blind[:, None], -torch.inf)
+            part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
+            if part.shape == out.shape:
+                return part, part_lse
+            out[:, rows], lse[:, rows] = part, part_lse
         return out, lse
 
     def backward(
@@ -66,10 +65,9 @@ class CpuFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
         assert out is not None, "the card says wants_out"
-        parts = []
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # exp(-inf - inf) = 0, exp(-inf + inf) would be NaN
+        dq, dk, dv = (tensor.new_zeros(tensor.shape, dtype=lse.dtype) for tensor in (q, k, v))
         for rows, columns, causal, mask in _calls(band, q, k):
-            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _heads_first(dout[:, rows]),
                 _heads_first(q[:, rows]),
                 _heads_first(k[:, columns]),
@@ -81,53 +79,49 @@ class CpuFlashKernel:
                 attn_mask=mask,
                 scale=scale,
             )
-            parts.append((columns, [gradient.transpose(1, 2) for gradient in gradients]))
-        if len(parts) == 1 and parts[0][0] == slice(0, k.shape[1]):
-            return tuple(parts[0][1])
-        dq = torch.cat([gradients[0] for _, gradients in parts], 1)
-        dk, dv = (torch.zeros(tensor.shape, dtype=lse.dtype) for tensor in (k, v))
-        for columns, gradients in parts:
-            dk[:, columns] += gradients[1]
-            dv[:, columns] += gradients[2]
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+            dq_part, dk_part, dv_part = (part.transpose(1, 2) for part in parts)
+            if dq_part.shape == q.shape and dk_part.shape == k.shape:
+                return dq_part, dk_part, dv_part
+            dq[:, rows] += dq_part
+            dk[:, columns] += dk_part
+            dv[:, columns] += dv_part
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(1, 2)
-
-
-def _blind_rows(band: Band, rows: int, columns: int) -> torch.Tensor | None:
-    """Which rows of a tile without segments admit nothing; `None` if all see something."""
-    if band.segments:
-        return None  # squares: the diagonal is admitted, or the band is empty everywhere
-    row = torch.arange(rows)
-    first = row - band.high if band.high is not None else torch.zeros_like(row)
-    last = row - band.low if band.low is not None else torch.full_like(row, columns - 1)
-    blind = (first > columns - 1) | (last < 0)
-    return blind if blind.any() else None
+    """`(B, H, S, D)`, with elements of a head side by side, which the kernel takes for granted."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
 
 
 def _calls(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
-    """The calls that compute a tile: rows, columns, whether causal, and the mask of a block. The rows follow on."""
-    squares = list(pairwise(band.segments))
-    spans = [(square, square) for square in squares] or [((0, q.shape[1]), (0, k.shape[1]))]
-    for (row0, row1), (column0, column1) in spans:
-        rows, columns = row1 - row0, column1 - column0
-        if band.high is None or band.high >= rows - 1:
-            if band.low is None or band.low <= 1 - columns:
-                yield slice(row0, row1), slice(column0, column1), False, None
-                continue
-            if band.low == 0 and rows == columns:
-                yield slice(row0, row1), slice(column0, column1), True, None
-                continue
-        for first in range(0, rows, _BLOCK_ROWS):
-            last = min(first + _BLOCK_ROWS, rows)
-            start = 0 if band.high is None else min(max(0, first - band.high), columns - 1)
-            stop = columns if band.low is None else max(min(columns, last - band.low), start + 1)
-            shift = first - start
-            moved = Band(
-                None if band.low is None else band.low - shift, None if band.high is None else band.high - shift
-            )
-            mask = torch.zeros(1, 1, last - first, stop - start, dtype=q.dtype)
-            mask.masked_fill_(~admitted(moved, last - first, stop - start, q.device), -torch.inf)
-            yield slice(row0 + first, row0 + last), slice(column0 + start, column0 + stop), False, mask
+    """The calls that compute a tile: rows, columns, whether causal, and the mask of a block. No row twice."""
+    if band.segments:
+        for start, stop in pairwise(band.segments):
+            yield from _square_or_band(Band(band.low, band.high), slice(start, stop), slice(start, stop), q)
+        return
+    rows, columns, cropped = band.crop(q.shape[1], k.shape[1])
+    if rows.start < rows.stop:  # an empty call kills the process
+        yield from _square_or_band(cropped, rows, columns, q)
+
+
+def _square_or_band(
+    band: Band, rows: slice, columns: slice, q: torch.Tensor
+) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
+    height, width = rows.stop - rows.start, columns.stop - columns.start
+    open_low, open_high = band.low is None or band.low <= 1 - width, band.high is None or band.high >= height - 1
+    if open_high and (open_low or (band.low == 0 and height == width)):
+        yield rows, columns, not open_low, None
+        return
+    for first in range(0, height, _BLOCK_ROWS):
+        last = min(first + _BLOCK_ROWS, height)
+        shifted = Band(None if band.low is None else band.low - first, None if band.high is None else band.high - first)
+        block_rows, block_columns, block = shifted.crop(last - first, width)
+        size = (block_rows.stop - block_rows.start, block_columns.stop - block_columns.start)
+        mask = torch.zeros(1, 1, *size, dtype=q.dtype, device=q.device)
+        mask.masked_fill_(~admitted(block, *size, q.device), -torch.inf)
+        yield (
+            slice(rows.start + first + block_rows.start, rows.start + first + block_rows.stop),
+            slice(columns.start + block_columns.start, columns.start + block_columns.stop),
+            False,
+            mask,
+        )

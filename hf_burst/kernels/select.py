@@ -10,11 +10,12 @@ from ..errors import KernelError
 from .base import Kernel
 from .cpu_flash import CpuFlashKernel
 from .reference import ReferenceKernel
+from .torch_flash import TorchFlashKernel
 
 logger = logging.getLogger(__name__)
 
 # the fastest first
-KERNELS: tuple[Kernel, ...] = (CpuFlashKernel(), ReferenceKernel())
+KERNELS: tuple[Kernel, ...] = (TorchFlashKernel(), CpuFlashKernel(), ReferenceKernel())
 
 
 @lru_cache(maxsize=256)

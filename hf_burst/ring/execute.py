@@ -98,7 +98,9 @@ def backward(
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    rows = _Rows(q, dout, lse, delta, out if dlse is None else _stand_in(attention.kernel, dout, delta))
+    rows = _Rows(q, dout, lse, delta, out)
+    if dlse is not None:
+        rows = _without_out(attention.kernel, q, dout, lse, delta)
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=wide, device=q.device) for tensor in (q, k, v))
 
     def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -110,8 +112,7 @@ def backward(
             found = _add_tiles(attention, step, rows, visitors, (dq, *(homes or (None, None))), k_first=step.recv.start)
             return homes or found[1:]
         guest_q, guest_dout, guest_lse, guest_delta = visitors
-        stand_in = _stand_in(attention.kernel, guest_dout, guest_delta)
-        guests = _Rows(guest_q, guest_dout, guest_lse, guest_delta, stand_in)
+        guests = _without_out(attention.kernel, guest_q, guest_dout, guest_lse, guest_delta)
         found = _add_tiles(attention, step, guests, (k, v), (*(homes or (None,)), dk, dv), q_first=step.recv.start)
         return homes or found[:1]
 
@@ -131,9 +132,12 @@ class _Rows:
     out: torch.Tensor | None
 
 
-def _stand_in(kernel: Kernel, dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor | None:
-    """An `out` with the product `delta`, for a kernel that wants one where the true one is elsewhere."""
-    return project_out(dout, delta) if kernel.card.wants_out else None
+def _without_out(kernel: Kernel, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> _Rows:
+    """Rows whose output is elsewhere, or does not have the product `delta`."""
+    if not kernel.card.wants_out:
+        return _Rows(q, dout, lse, delta, None)
+    dout, out = project_out(dout, delta)
+    return _Rows(q, dout, lse, delta, out)
 
 
 def _add_tiles(

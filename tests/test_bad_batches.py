@@ -1,0 +1,354 @@
+"""Bad input to a patched model: an error on every rank, before any communication of the model, and the pool goes on."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, ParallelismConfig
+from torch import nn
+from torch.utils.data import DataLoader
+
+import hf_burst
+from hf_burst.errors import (
+    BatchError,
+    BurstError,
+    ConfigError,
+    KernelError,
+    RankMismatchError,
+    ShardingError,
+    UnsupportedModelError,
+)
+from tests import models
+from tests.ranks import RankError, RankPool
+from tests.test_training import reset_accelerate
+
+Ranks = Callable[[int], RankPool]
+
+
+def good(rank: int) -> dict[str, torch.Tensor]:
+    return models.make_batch("plain", length=24)
+
+
+def other_length(rank: int) -> dict[str, torch.Tensor]:
+    return models.make_batch("plain", length=24 + 4 * rank)
+
+
+def other_content(rank: int) -> dict[str, torch.Tensor]:
+    return models.make_batch("plain", length=24, seed=rank)
+
+
+def other_documents(rank: int) -> dict[str, torch.Tensor]:
+    cut = 9 + rank
+    return {**good(rank), "position_ids": torch.cat([torch.arange(cut), torch.arange(24 - cut)])[None]}
+
+
+def no_labels_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
+    batch = good(rank)
+    if rank:
+        del batch["labels"]
+    return batch
+
+
+def too_short(rank: int) -> dict[str, torch.Tensor]:
+    return models.make_batch("plain", length=3)
+
+
+def empty(rank: int) -> dict[str, torch.Tensor]:
+    return {key: value[:, :0] for key, value in good(rank).items()}
+
+
+def empty_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
+    return empty(rank) if rank == 0 else good(rank)
+
+
+def all_ignored(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "labels": torch.full_like(good(rank)["labels"], -100)}
+
+
+def only_the_first_label(rank: int) -> dict[str, torch.Tensor]:
+    batch = all_ignored(rank)
+    batch["labels"][:, 0] = 5  # no token predicts it
+    return batch
+
+
+def mask_with_holes(rank: int) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[0, 5] = 0
+    return {**good(rank), "attention_mask": mask}
+
+
+def mask_with_numbers(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "attention_mask": torch.arange(24).expand(2, -1) // 12 + torch.ones(2, 24).long()}
+
+
+def mask_of_four_dimensions(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "attention_mask": torch.zeros(2, 1, 24, 24)}
+
+
+def mask_that_hides_a_row(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "attention_mask": torch.tensor([[1], [0]]).expand(2, 24)}
+
+
+def labels_on_padding(rank: int) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, 20:] = 0
+    return {**good(rank), "attention_mask": mask}
+
+
+def positions_of_another_shape(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "position_ids": torch.arange(20)[None]}
+
+
+def labels_of_another_shape(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "labels": good(rank)["labels"][:, :-1]}
+
+
+def unknown_token_values(rank: int) -> dict[str, torch.Tensor]:
+    return {**good(rank), "token_weights": torch.ones(2, 24)}
+
+
+def packed_lengths_that_do_not_fit(rank: int) -> dict[str, torch.Tensor]:
+    return {key: value[:1] for key, value in good(rank).items()} | {"cu_seq_lens_q": torch.tensor([0, 10, 20])}
+
+
+def weights_of_attention(rank: int) -> dict[str, Any]:
+    return {**good(rank), "output_attentions": True}
+
+
+def sharded_then_moved(rank: int) -> dict[str, Any]:
+    shard = hf_burst.shard_batch(good(rank))
+    return {**shard, "position_ids": shard["position_ids"] + 1}
+
+
+def sharded_then_cut(rank: int) -> dict[str, Any]:
+    return {
+        key: value[:, :-1] if isinstance(value, torch.Tensor) else value
+        for key, value in hf_burst.shard_batch(good(rank)).items()
+    }
+
+
+def sharded_otherwise(rank: int) -> dict[str, Any]:
+    return hf_burst.shard_batch(good(rank), config=hf_burst.BurstConfig(chunking="contiguous"))
+
+
+def sharded_from_different_batches(rank: int) -> dict[str, Any]:
+    return hf_burst.shard_batch(other_content(rank))
+
+
+def sharded_by_hand_contiguously(rank: int) -> dict[str, Any]:
+    batch, rows = good(rank), slice(12 * rank, 12 * rank + 12)
+    return {
+        "input_ids": batch["input_ids"][:, rows],
+        "position_ids": torch.arange(24)[rows].expand(2, -1),
+        "shift_labels": models.shifted(batch["labels"])[:, rows],
+    }
+
+
+def sharded_without_positions(rank: int) -> dict[str, Any]:
+    shard = hf_burst.shard_batch(good(rank))
+    return {key: value for key, value in shard.items() if key != "position_ids"}
+
+
+def sharded_with_a_mask(rank: int) -> dict[str, Any]:
+    return {**hf_burst.shard_batch(good(rank)), "attention_mask": torch.ones(2, 12)}
+
+
+def sharded_twice(rank: int) -> dict[str, Any]:
+    return hf_burst.shard_batch(hf_burst.shard_batch(good(rank)))
+
+
+CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
+    other_length: (RankMismatchError, "rank 0 has 2 x 24 tokens, rank 1 has 2 x 28 tokens"),
+    other_content: (RankMismatchError, r"parallelism_config=hf_burst.BurstParallelismConfig\(burst_size=N\)"),
+    other_documents: (RankMismatchError, "documents"),
+    no_labels_on_one_rank: (RankMismatchError, "labels: rank 0 has True, rank 1 has False"),
+    too_short: (ShardingError, "3 tokens is too short for 2 ranks.*Pad it to 4"),
+    empty: (BatchError, r"input_ids is \(2, 0\)"),
+    empty_on_one_rank: (BurstError, r"input_ids is \(2, 0\)"),
+    all_ignored: (BatchError, "All labels of the batch are -100"),
+    only_the_first_label: (BatchError, "All labels of the batch are -100"),
+    mask_with_holes: (BatchError, "row 0 has holes"),
+    mask_with_numbers: (BatchError, "other values than 0 and 1"),
+    mask_of_four_dimensions: (BatchError, r"\(2, 1, 24, 24\)"),
+    mask_that_hides_a_row: (BatchError, "hides all of row 1"),
+    labels_on_padding: (BatchError, "4 tokens.*have labels|3 tokens.*have labels"),
+    positions_of_another_shape: (BatchError, r"position_ids have shape \(1, 20\)"),
+    labels_of_another_shape: (BatchError, r"labels have shape \(2, 23\)"),
+    unknown_token_values: (BatchError, "token_weights.*looks like one value a token"),
+    packed_lengths_that_do_not_fit: (BatchError, "cu_seq_lens_q ends at 20"),
+    weights_of_attention: (BatchError, "output_attentions"),
+    sharded_then_moved: (BatchError, "position_ids do not match the sharding"),
+    sharded_then_cut: (BatchError, "Do not cut or pad"),
+    sharded_otherwise: (BatchError, "sharded as contiguous"),
+    sharded_from_different_batches: (RankMismatchError, "content"),
+    sharded_by_hand_contiguously: (BatchError, "do not match zigzag sharding"),
+    sharded_without_positions: (BatchError, "position_ids are missing"),
+    sharded_with_a_mask: (BatchError, "attention_mask"),
+    sharded_twice: (BatchError, "Shard it once"),
+}
+
+
+def train_on(rank: int, size: int, make: Callable[[int], dict[str, Any]]) -> float:
+    reset_accelerate()
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    model(**good(rank)).loss.backward()
+    return float(model(**make(rank)).loss.detach())
+
+
+@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+def test_bad_batches_are_refused_on_every_rank(ranks: Ranks, make: Callable[[int], dict[str, Any]]) -> None:
+    kind, message = CASES[make]
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(train_on, make, timeout=60)
+    for error in caught.value.errors:
+        assert isinstance(error, kind), error
+        assert pytest.RaisesExc(kind, match=message).matches(error), error
+    assert len(set(ranks(2).run(train_on, good, timeout=60))) == 1
+
+
+def by_hand(rank: int, size: int) -> None:
+    """Zigzag shards made without hf_burst are recognised by their positions."""
+    batch = good(rank)
+    model = models.make_model("llama", torch.float64).train()
+    expected = models.plain_loss(model, batch).detach()
+    rows = torch.cat([torch.arange(6 * rank, 6 * rank + 6), torch.arange(18 - 6 * rank, 24 - 6 * rank)])
+    hf_burst.patch_model(model)
+    shard = {
+        "input_ids": batch["input_ids"][:, rows],
+        "position_ids": rows.expand(2, -1),
+        "shift_labels": models.shifted(batch["labels"])[:, rows],
+    }
+    torch.testing.assert_close(model(**shard).loss, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_shards_made_by_hand_are_served(ranks: Ranks) -> None:
+    ranks(2).run(by_hand)
+
+
+def plain_data_parallelism(rank: int, size: int) -> None:
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    rows = [{key: value[0] for key, value in models.make_batch("plain", 24, seed).items()} for seed in range(4)]
+    wrapped, loader = accelerator.prepare(model, DataLoader(rows, batch_size=1))
+    for batch in loader:
+        wrapped(**batch)
+
+
+def test_plain_data_parallelism_is_noticed_and_the_line_that_mends_it_is_said(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(plain_data_parallelism)
+    for error in caught.value.errors:
+        assert isinstance(error, RankMismatchError)
+        assert "parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)" in str(error)
+
+
+def other_dtype(rank: int, size: int) -> None:
+    model = models.make_model("llama", torch.float32 if rank else torch.float64)
+    hf_burst.patch_model(model.train())(**good(rank))
+
+
+def dropout(rank: int, size: int) -> None:
+    model = models.make_model("gpt2")
+    model.config.attn_pdrop = 0.1
+    hf_burst.patch_model(model.train())(**good(rank))
+
+
+def missing_kernel(rank: int, size: int) -> None:
+    config = hf_burst.BurstConfig(kernel="torch_flash")
+    hf_burst.patch_model(models.make_model("llama").train(), config)(**good(rank))
+
+
+def large_logits(rank: int, size: int) -> None:
+    config = hf_burst.BurstConfig(logits_limit_gib=1e-9)
+    model = hf_burst.patch_model(models.make_model("llama").eval(), config)
+    assert model(**good(rank)).logits is None, "with labels the loss is all that is asked for"
+    model(good(rank)["input_ids"])
+
+
+def mesh_that_does_not_fit(rank: int, size: int) -> None:
+    reset_accelerate()
+    Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=4))
+
+
+def two_groups(rank: int, size: int) -> None:
+    reset_accelerate()
+    Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=1))
+    model = hf_burst.patch_model(models.make_model("llama").train(), mesh=torch.distributed.group.WORLD)
+    model(**good(rank))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (other_dtype, RankMismatchError, "dtype: rank 0 has torch.float64, rank 1 has torch.float32"),
+        (dropout, UnsupportedModelError, "config.attn_pdrop is 0.1"),
+        (missing_kernel, KernelError, "torch_flash"),
+        (large_logits, BatchError, "logits_to_keep"),
+        (mesh_that_does_not_fit, ConfigError, "burst_size=4.*4 ranks, but 2 were launched"),
+        (two_groups, ConfigError, "Two groups are named"),
+    ],
+)
+def test_bad_settings_are_refused_on_every_rank(
+    ranks: Ranks, function: Callable[[int, int], None], kind: type[BurstError], message: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(function, timeout=60)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(kind, match=message).matches(error), error
+
+
+def not_a_number(rank: int, size: int) -> None:
+    model = models.make_model("llama").train()
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[0, 0] = math.nan
+    hf_burst.patch_model(model)
+    loss = model(**good(rank)).loss
+    loss.backward()
+    assert loss.isnan()
+    assert model.lm_head.weight.grad.isnan().any()
+
+
+def test_nan_passes_through(ranks: Ranks) -> None:
+    ranks(2).run(not_a_number)
+
+
+def test_settings_are_checked_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, message in (
+        ({"chunking": "spiral"}, "'spiral'.*'zigzag', 'contiguous'"),
+        ({"backward": "ring"}, "'auto', 'kv_ring', 'burst'"),
+        ({"kernel": "flash"}, "'cpu_flash'"),
+        ({"logits_limit_gib": 0.0}, "above 0"),
+        ({"content_checks": -1}, "at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            hf_burst.BurstConfig(**arguments)
+    with pytest.raises(ConfigError, match="no setting chunk; it has chunking"):
+        hf_burst.BurstConfig.from_dict({"chunk": "zigzag"})
+    for size in (0, -2, 1.5):
+        with pytest.raises(ConfigError, match="burst_size"):
+            hf_burst.BurstParallelismConfig(burst_size=size)
+    with pytest.raises(ConfigError, match="cp_size=2"):
+        hf_burst.BurstParallelismConfig(burst_size=2, cp_size=2)
+    monkeypatch.setenv("HF_BURST_SIZE", "two")
+    with pytest.raises(ConfigError, match="'two' is not a number"):
+        hf_burst.BurstParallelismConfig.from_env()
+    monkeypatch.setenv("HF_BURST_SIZE", "4")
+    assert hf_burst.BurstParallelismConfig.from_env().burst_size == 4
+
+
+def test_accelerates_own_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState
+
+    config = ParallelismConfig(cp_size=2)
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {"parallelism_config": config})
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    with pytest.raises(ConfigError, match="sharded twice"):
+        model(**good(0))
+
+
+def test_errors_are_value_errors() -> None:
+    assert issubclass(BurstError, ValueError)
+    assert not issubclass(nn.Module, BurstError)
