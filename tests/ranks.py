@@ -26,9 +26,9 @@ class RankError(Exception):
 
 
 class RankPool:
-    """`size` processes joined by gloo on this machine."""
+    """`size` processes of this machine, joined by gloo, or by NCCL with a GPU each."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -38,7 +38,7 @@ class RankPool:
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, there, backend), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
@@ -68,7 +68,7 @@ class RankPool:
             process.join()
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
@@ -76,11 +76,14 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
-        ACCELERATE_USE_CPU="1",
         HF_HUB_OFFLINE="1",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:
+        os.environ["ACCELERATE_USE_CPU"] = "1"
+    dist.init_process_group(backend, rank=rank, world_size=size)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -303,6 +303,12 @@ def test_a_wrong_mask_of_one_rank_raises_on_every_rank(ranks, fault, size):
         assert posted == 0
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_of_unequal_length_are_refused(size):
+    with pytest.raises(BatchError):
+        SequenceLayout.for_batch([(0, 8), (0, 5)], size).masks(causal=True, window=None)
+
+
 def attempt_unchecked(rank: int, size: int) -> bool:
     arguments = good_arguments(rank, size)
     cut(arguments, TOKENS - 1)
@@ -377,7 +383,7 @@ def find_groups(rank: int, size: int) -> list:
     unnamed = init_device_mesh("cpu", (2, 2))
     by_process_group = ContextGroup.from_mesh(dist.group.WORLD)
     single = ContextGroup.from_mesh(init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp")))
-    with pytest.raises(ConfigError, match="2 dimensions.*'cp'"):
+    with pytest.raises(ConfigError, match=r"2 dimensions.*'cp'"):
         ContextGroup.from_mesh(unnamed)
     with pytest.raises(ConfigError, match="DeviceMesh or a ProcessGroup, got str"):
         ContextGroup.from_mesh("cp")

@@ -24,23 +24,6 @@ class Band:
     def __post_init__(self) -> None:
         assert not self.segments or (self.low or 0) <= 0 <= (self.high or 0), f"{self} leaves out the diagonal"
 
-    def crop(self, rows: int, columns: int) -> "tuple[slice, slice, Band]":
-        """The rows of a tile without segments that see something, the columns that are seen, and the band there.
-
-        Both are intervals, empty if nothing is admitted. In the cropped tile every row sees a column, and a flash
-        kernel's window to the left and to the right is never negative.
-        """
-        first = 0 if self.low is None else max(0, self.low)
-        last = rows if self.high is None else min(rows, columns + self.high)
-        left = 0 if self.high is None else max(0, first - self.high)
-        right = columns if self.low is None else min(columns, last - self.low)
-        if first >= last or left >= right:
-            return slice(0, 0), slice(0, 0), self
-        shift = first - left
-        low = None if self.low is None or self.low - shift <= left - right + 1 else self.low - shift
-        high = None if self.high is None or self.high - shift >= last - first - 1 else self.high - shift
-        return slice(first, last), slice(left, right), Band(low, high)
-
 
 @dataclass(frozen=True)
 class Card:

@@ -1,8 +1,11 @@
 """The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package beside torch.
 
-Documents are one call of variable length, bands are the kernel's windows, whose alignment is the bottom right corner.
+Documents are one call of variable length, bands are the kernel's windows. Those are aligned at the bottom right corner,
+and one as long as the keys counts as infinite, which is right only where there are no more rows than columns; taller
+tiles are cut.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 
 from .base import Band, Card
+from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 
 
 class TorchFlashKernel:
@@ -30,19 +34,16 @@ class TorchFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
         if band.segments:
-            call = _varlen_call(band, q, scale)
-            out, lse = _forward(_flat(q), _flat(k), _flat(v), call)
-            return out.view_as(q), lse.transpose(0, 1).unflatten(0, q.shape[:2])
-        rows, columns, cropped = band.crop(q.shape[1], k.shape[1])
-        out = torch.zeros_like(q)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if rows.start < rows.stop:
-            q, k, v = q[:, rows], k[:, columns], v[:, columns]
-            part, part_lse = _forward(q, k, v, _dense_call(cropped, q, k, scale))
-            if part.shape == out.shape:
-                return part, part_lse.transpose(1, 2)
-            out[:, rows], lse[:, rows] = part, part_lse.transpose(1, 2)
-        return out, lse
+            flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
+            out, lse = _forward(*flat, *_varlen_call(band, q), scale)
+            return out.view(q.shape), lse.transpose(0, 1).unflatten(0, q.shape[:2])
+
+        def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = (q[:, piece.rows], k[:, piece.columns], v[:, piece.columns])
+            out, lse = _forward(*inputs, *_dense_call(piece), scale)
+            return out, lse.transpose(1, 2)
+
+        return forward_pieces(q, v, _pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
 
     def backward(
         self,
@@ -59,91 +60,77 @@ class TorchFlashKernel:
         """See [`Kernel.backward`]."""
         assert out is not None, "the card says wants_out"
         if band.segments:
-            call = _varlen_call(band, q, scale)
-            flat_lse = _flat(lse).transpose(0, 1).contiguous()
-            flat = _backward(_flat(dout), _flat(q), _flat(k), _flat(v), _flat(out), flat_lse, call)
-            dq, dk, dv = (part.view(q.shape[0], -1, *part.shape[1:]) for part in flat)
-            return dq, dk, dv
-        rows, columns, cropped = band.crop(q.shape[1], k.shape[1])
-        if rows.start >= rows.stop:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        call = _dense_call(cropped, q[:, rows], k[:, columns], scale)
-        parts = _backward(
-            dout[:, rows],
-            q[:, rows],
-            k[:, columns],
-            v[:, columns],
-            out[:, rows],
-            lse[:, rows].transpose(1, 2).contiguous(),
-            call,
-        )
-        whole = []
-        for part, tensor, kept in zip(parts, (q, k, v), (rows, columns, columns), strict=True):
-            gradient = part
-            if part.shape != tensor.shape:
-                gradient = torch.zeros_like(tensor)
-                gradient[:, kept] = part
-            whole.append(gradient)
-        return whole[0], whole[1], whole[2]
+            flat = (tensor.flatten(0, 1) for tensor in (dout, q, k, v, out))
+            flat_lse = lse.flatten(0, 1).transpose(0, 1)
+            dq, dk, dv = _backward(*flat, flat_lse, *_varlen_call(band, q), scale)
+            return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+        def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            rows, columns = piece.rows, piece.columns
+            inputs = (dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows])
+            return _backward(*inputs, lse[:, rows].transpose(1, 2), *_dense_call(piece), scale)
+
+        return backward_pieces((q, k, v), _pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+# cu_seqlens of q and k, longest of q and k; causal, window to the left, window to the right
+Lengths = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
+Window = tuple[bool, int | None, int | None]
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, window: Window, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    causal, left, right = window
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q.contiguous(), k.contiguous(), v.contiguous()),
-        *(call["cu_q"], call["cu_k"], call["max_q"], call["max_k"], 0.0, call["causal"], False),
-        scale=call["scale"],
-        window_size_left=call["left"],
-        window_size_right=call["right"],
+        *(q.contiguous(), k.contiguous(), v.contiguous(), *lengths, 0.0, causal, False),
+        **{"scale": scale, "window_size_left": left, "window_size_right": right},
     )
     return out, lse
 
 
-def _backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    call: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)
-    gradients: tuple[torch.Tensor, ...] = torch.ops.aten._flash_attention_backward(
-        *(tensor.contiguous() for tensor in (dout, q, k, v, out)),
-        *(lse, call["cu_q"], call["cu_k"], call["max_q"], call["max_k"], 0.0, call["causal"]),
-        *(no_dropout, torch.empty(0, device=q.device)),
-        scale=call["scale"],
-        window_size_left=call["left"],
-        window_size_right=call["right"],
+def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *tensors, lengths, window, scale = arguments
+    causal, left, right = window
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=tensors[0].device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        *(*(tensor.contiguous() for tensor in tensors), *lengths, 0.0, causal),
+        *(no_dropout, torch.empty(0, device=tensors[0].device)),
+        **{"scale": scale, "window_size_left": left, "window_size_right": right},
     )
-    return gradients
+    return dq, dk, dv
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows of the batch one after another: `(B * S, ...)`."""
-    return tensor.flatten(0, 1)
-
-
-def _dense_call(band: Band, q: torch.Tensor, k: torch.Tensor, scale: float) -> dict[str, Any]:
-    """Windows from the bottom right corner: left = high + Sk - Sq and right = Sq - Sk - low, which `crop` keeps >= 0."""
-    ahead = k.shape[1] - q.shape[1]
-    call = {"cu_q": None, "cu_k": None, "max_q": q.shape[1], "max_k": k.shape[1], "scale": scale}
-    if band.high is None and band.low == 0 and ahead == 0:
-        return {**call, "causal": True, "left": None, "right": None}
+def _dense_call(piece: Piece) -> tuple[Lengths, Window]:
+    """From the bottom right corner: left = high + Sk - Sq, right = Sq - Sk - low; a cropped piece keeps both >= 0."""
+    band, ahead = piece.band, piece.width - piece.height
+    lengths = (None, None, piece.height, piece.width)
+    if band == Band(low=0) and ahead == 0:
+        return lengths, (True, None, None)
     left = None if band.high is None else band.high + ahead
-    right = None if band.low is None else -ahead - band.low
-    return {**call, "causal": False, "left": left, "right": right}
+    return lengths, (False, left, None if band.low is None else -ahead - band.low)
 
 
-def _varlen_call(band: Band, q: torch.Tensor, scale: float) -> dict[str, Any]:
+def _varlen_call(band: Band, q: torch.Tensor) -> tuple[Lengths, Window]:
     bounds = _cumulative(band.segments, q.shape[0], q.device)
     longest = max(stop - start for start, stop in pairwise(band.segments))
-    causal = band.low == 0 and band.high is None
-    return {
-        **{"cu_q": bounds, "cu_k": bounds, "max_q": longest, "max_k": longest, "scale": scale, "causal": causal},
-        "left": None if causal or band.high is None else band.high,
-        "right": None if causal or band.low is None else -band.low,
-    }
+    lengths = (bounds, bounds, longest, longest)
+    if band.low == 0 and band.high is None:
+        return lengths, (True, None, None)
+    return lengths, (False, band.high, None if band.low is None else -band.low)
+
+
+def _pieces(band: Band, rows: slice, columns: slice) -> Iterator[Piece]:
+    """A block cut so that no banded piece has more rows than columns."""
+    piece = crop(band, rows, columns)
+    if piece is None:
+        return
+    if piece.band == Band() or piece.height <= piece.width:
+        yield piece
+        return
+    middle = piece.rows.start + piece.width
+    yield from _pieces(piece.band, slice(piece.rows.start, middle), piece.columns)
+    yield from _pieces(shift(piece.band, piece.width), slice(middle, piece.rows.stop), piece.columns)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,124 @@
+"""On GPUs, over NCCL: error at most twice that of plain bf16 attention on one GPU, and models that train as on one."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_burst
+from tests import models
+from tests.ranks import RankPool
+
+GPUS = torch.cuda.device_count()
+Ranks = Callable[[int], RankPool]
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    """`gpus(size)` is the pool of that many processes, each with a GPU."""
+    pools: dict[int, RankPool] = {}
+    yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
+    for pool in pools.values():
+        pool.close()
+
+
+def documents_of(kind: str, length: int) -> tuple[int, ...]:
+    return (0, 1, 98, 99, length // 3, length - 211, length) if kind == "packed" else (0, length)
+
+
+def exact_attention(q, k, v, documents, causal, window):
+    """fp32 softmax with the mask written out."""
+    length, groups = q.shape[1], q.shape[2] // k.shape[2]
+    position = torch.arange(length, device=q.device)
+    bounds = torch.tensor(documents[1:], device=q.device)
+    document = torch.bucketize(position, bounds, right=True)
+    mask = document[:, None] == document[None]
+    distance = position[:, None] - position[None]
+    if causal:
+        mask &= distance >= 0
+    if window is not None:
+        mask &= distance <= window
+        if not causal:
+            mask &= distance >= -window
+    keys, values = (tensor.repeat_interleave(groups, 2) for tensor in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, values)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    length, batch = 1027, 2
+    causal, window = kind != "full", 300 if kind == "window" else None
+    device = torch.device("cuda", rank)
+    generator = torch.Generator(device).manual_seed(7)
+
+    def normal(count: int) -> torch.Tensor:
+        return torch.randn(batch, length, count, head_dim, device=device, generator=generator).to(dtype)
+
+    q, k, v, dout = normal(heads[0]), normal(heads[1]), normal(heads[1]), normal(heads[0])
+    documents = documents_of(kind, length)
+    answers = []
+    for kept in (torch.float32, dtype):
+        leaves = [tensor.to(kept).requires_grad_() for tensor in (q, k, v)]
+        out = exact_attention(*leaves, documents, causal, window)
+        answers.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(kept))])
+    exact, rough = answers
+    group = hf_burst.ContextGroup.from_mesh(None)
+    layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size)
+    for backward in ("kv_ring", "burst"):
+        leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
+        config = hf_burst.BurstConfig(backward=backward)
+        out, _ = hf_burst.burst_attention(*leaves, layout, group, causal=causal, window=window, config=config)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
+        for name, mine, wanted, plain in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
+            assert mine.dtype == dtype
+            shards = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(shards, mine.contiguous())
+            whole = layout.unshard(shards)
+            assert relative(whole, wanted) <= 2 * relative(plain, wanted), (name, backward)
+
+
+@pytest.mark.parametrize("size", [size for size in (1, 2, 4) if size <= GPUS])
+@pytest.mark.parametrize("kind", ["causal", "full", "packed", "window"])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_error_is_at_most_twice_that_of_plain_bf16(gpus: Ranks, size: int, kind: str, heads: tuple[int, int]) -> None:
+    gpus(size).run(attention_case, kind, heads, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
+def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
+    gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
+
+
+def train(rank: int, size: int, name: str, patched: bool) -> list[float]:
+    model = models.make_model(name, torch.bfloat16).to("cuda").train()
+    if patched:
+        hf_burst.patch_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(8):
+        batch = {key: value.to("cuda") for key, value in models.make_batch("packed", 301, seed=step % 2).items()}
+        loss = model(**batch, use_cache=False).loss if patched else models.plain_loss(model, batch)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= size
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+def test_a_patched_model_trains_as_on_one_gpu(gpus: Ranks, name: str) -> None:
+    plain = gpus(1).run(train, name, False)[0]
+    for losses in gpus(min(GPUS, 4)).run(train, name, True):
+        torch.testing.assert_close(losses, plain, rtol=0.02, atol=0.02)
+    assert plain[-1] < plain[0] - 0.05
