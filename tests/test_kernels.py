@@ -314,8 +314,10 @@ def test_scores_far_from_zero_do_not_overflow(kernel):
     tensors.scale = 40.0
     seen = admitted(shape.band, 13, 13)
     exact, got = written_out(tensors.to(torch.float64), seen), by_kernel(kernel, tensors, shape.band)
+    rough = written_out(tensors, seen)
     for name, value in got.items():
-        assert relative_error(value, getattr(exact, name)) < (1e-4 if dtype == torch.float32 else 3e-2), name
+        plain = relative_error(getattr(rough, name), getattr(exact, name))
+        assert relative_error(value, getattr(exact, name)) <= max(1e-4, 2 * plain), name
 
 
 @settings(max_examples=60)

@@ -1,0 +1,43 @@
+"""Lint, format and types, as part of the one test command; and what the README says of set-up."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],
+    ids=["lint", "format", "types"],
+)
+def test_static_checks(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_has_exactly_two_setup_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    setup = readme.split("## Two commands")[1].split("\n## ")[0]
+    commands = re.findall(r"```bash\n(.*?)```", setup, flags=re.DOTALL)
+    assert len(commands) == 2
+    for command in commands:
+        assert len(command.strip().replace("\\\n", " ").splitlines()) == 1, "one command is one line"
+        assert "pip install torch==" in command
+    assert "recipes/finetune_long_document.py" in commands[0]
+    assert commands[1].strip().endswith("pytest")
+    assert "<!-- test command -->" in setup
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in re.findall(r"\((?!http)([\w./-]+)\)", readme):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"(?:recipes|notebooks|tests)/[\w./-]+\.(?:py|yaml|ipynb|png|json)", readme):
+        assert (ROOT / name).exists(), name
