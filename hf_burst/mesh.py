@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .errors import BurstError, ConfigError, RankMismatchError
+from .errors import ConfigError, RankMismatchError
 
 CP_DIM = "cp"
 
@@ -67,7 +67,7 @@ class ContextGroup:
         """The process group; only for `size > 1`."""
         return group_by_name(self.name)
 
-    def agree(self, facts: dict[str, Any], error: BurstError | None, device: torch.device, tally: int = 0) -> int:
+    def agree(self, facts: dict[str, Any], error: Exception | None, device: torch.device, tally: int = 0) -> int:
         """Lets all ranks go on together, or raises the same error on all of them.
 
         Every rank calls it with what it is about to do and with the error that it met on the way, if any. One small
@@ -75,7 +75,7 @@ class ContextGroup:
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
-            error ([`BurstError`], *optional*): What this rank found wrong on its own.
+            error (`Exception`, *optional*): What this rank found wrong on its own.
             device (`torch.device`): Where the backend communicates.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
 
@@ -83,8 +83,8 @@ class ContextGroup:
             `int`: The sum of the tallies.
 
         Raises:
-            BurstError: This rank's own error, or another rank's.
-            RankMismatchError: If the facts differ.
+            Exception: This rank's own error.
+            RankMismatchError: If another rank met an error, or the facts differ.
         """
         if self.size == 1:
             if error is not None:

@@ -51,7 +51,9 @@ class Recipe:
     model_config: str | None = field(
         default=None, metadata={"help": "Instead of model: a config (mapping, or JSON or YAML file) to make one from."}
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."}
+    )
     dtype: str = field(default="auto", metadata={"help": "Dtype to load the weights in: auto, float32, bfloat16."})
     dataset: list[str] = field(
         default_factory=lambda: ["python_topics"],

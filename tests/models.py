@@ -79,7 +79,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def make_batch(kind: str, length: int = 37, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A batch with labels: `"plain"`, `"packed"` (documents of 1, 7, 12 and more tokens), `"right"` or `"left"` padded."""
+    """A batch with labels: `"plain"`, `"packed"` (documents of 1, 7, 12, ... tokens), `"right"` or `"left"` padded."""
     generator = torch.Generator().manual_seed(seed)
     rows = 1 if kind == "packed" else 2
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)

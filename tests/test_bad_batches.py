@@ -159,6 +159,10 @@ def sharded_twice(rank: int) -> dict[str, Any]:
     return hf_burst.shard_batch(hf_burst.shard_batch(good(rank)))
 
 
+def not_a_tensor_on_one_rank(rank: int) -> dict[str, Any]:
+    return {**good(rank), "labels": "none"} if rank == 0 else good(rank)
+
+
 CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     other_length: (RankMismatchError, "rank 0 has 2 x 24 tokens, rank 1 has 2 x 28 tokens"),
     other_content: (RankMismatchError, r"parallelism_config=hf_burst.BurstParallelismConfig\(burst_size=N\)"),
@@ -206,6 +210,15 @@ def test_bad_batches_are_refused_on_every_rank(ranks: Ranks, make: Callable[[int
         assert isinstance(error, kind), error
         assert pytest.RaisesExc(kind, match=message).matches(error), error
     assert len(set(ranks(2).run(train_on, good, timeout=60))) == 1
+
+
+def test_any_exception_of_one_rank_reaches_all(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(train_on, not_a_tensor_on_one_rank, timeout=60)
+    own, other = caught.value.errors
+    assert isinstance(own, AttributeError)
+    assert isinstance(other, RankMismatchError)
+    assert "Rank 0 of the group stopped" in str(other)
 
 
 def by_hand(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Imports point down: a module imports only what stands above it in the list, and only the join imports Transformers."""
+"""Imports point down: a module imports what stands above it in the list, and only the join imports Transformers."""
 
 import ast
 from pathlib import Path

@@ -186,15 +186,27 @@ def test_unpatch_puts_everything_back(broken: bool) -> None:
     assert torch.equal(model(**batch).loss, loss)
 
 
-def test_unpatch_keeps_a_loss_function_of_ones_own() -> None:
+def test_what_would_make_the_loss_wrong_is_refused() -> None:
+    batch = models.make_batch("plain")
+    model = models.make_model("llama").train()
+    model.loss_function = lambda **_: torch.zeros(())
+    with pytest.raises(UnsupportedModelError, match="ForCausalLMLoss"):
+        hf_burst.patch_model(model)
+    for change in (
+        lambda model: model.set_attn_implementation("sdpa"),
+        lambda model: setattr(model, "loss_function", lambda **_: torch.zeros(())),
+    ):
+        model = hf_burst.patch_model(models.make_model("llama").train())
+        change(model)
+        with pytest.raises(ConfigError, match="changed after it was patched"):
+            model(**batch)
+
+
+def test_unpatch_keeps_a_loss_function_that_was_set() -> None:
     model = models.make_model("llama")
-
-    def own(**_: object) -> torch.Tensor:
-        return torch.zeros(())
-
-    model.loss_function = own
+    model.loss_function = model.loss_function
     hf_burst.unpatch_model(hf_burst.patch_model(model))
-    assert model.loss_function is own
+    assert "_loss_function" in vars(model)
 
 
 def test_unpatching_what_was_not_patched_is_refused() -> None:
@@ -236,8 +248,17 @@ def adapted(rank: int, size: int) -> None:
 
 
 def test_models_that_are_not_served_are_refused_with_a_sentence() -> None:
-    from transformers import BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaModel
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaModel,
+    )
 
     sizes = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = {**sizes, "intermediate_size": 16}
@@ -249,7 +270,9 @@ def test_models_that_are_not_served_are_refused_with_a_sentence() -> None:
             LlamaModel(LlamaConfig(**llama)),
         ],
         "longest position": [LlamaForCausalLM(LlamaConfig(**llama, rope_parameters=dynamic))],
-        "cross attention": [GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))],
+        "cross attention": [
+            GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
+        ],
         "takes a Transformers model": [torch.nn.Linear(2, 2)],
         "before it is wrapped": [torch.nn.DataParallel(torch.nn.Linear(2, 2))],
     }

@@ -1,4 +1,4 @@
-"""The pieces into which kernels cut a tile hold every admitted pair once, and only calls that the libraries get right."""
+"""The pieces into which kernels cut a tile hold every admitted pair once, as calls that the libraries get right."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The names a user may rely on, each with a docstring that says what it takes, and nothing imported before it is used."""
+"""The names a user may rely on, each with a docstring that says what it takes; nothing is imported before its use."""
 
 import inspect
 import subprocess

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 ids = torch.arange(3, 203)[None]
-print(json.dumps({"implementation": model.config._attn_implementation, "loss": float(model(ids, labels=ids).loss.detach())}))
+loss = float(model(ids, labels=ids).loss.detach())
+print(json.dumps({"implementation": model.config._attn_implementation, "loss": loss}))
 """
 
 

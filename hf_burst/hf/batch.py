@@ -271,7 +271,7 @@ def layout_of_shard(
 
 def fingerprint(batch: Mapping[str, Any]) -> int:
     """A checksum of the tokens, labels and positions of a batch."""
-    keys = ("input_ids", "labels", "position_ids", "attention_mask")
+    keys = (*_TOKEN_KEYS, "labels", "position_ids", "attention_mask")
     total = 0
     for key in keys:
         value = batch.get(key)
@@ -281,4 +281,4 @@ def fingerprint(batch: Mapping[str, Any]) -> int:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().to("cpu", torch.int64).contiguous().numpy().tobytes())
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..config import BurstConfig
-from ..errors import BatchError, BurstError, ConfigError, UnsupportedModelError
+from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..kernels import select_kernel
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
@@ -77,7 +77,7 @@ def patch_model(
         raise UnsupportedModelError(
             f"{type(base).__name__} keeps its attention {previous!r}: it does not use Transformers' AttentionInterface."
         )
-    patch = _Patch(config or BurstConfig(), mesh, previous, base.__dict__.get("_loss_function"), base.loss_function)
+    patch = _Patch(config or BurstConfig(), mesh, previous, base.loss_function, "_loss_function" in vars(base))
     patch.handles = [
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
@@ -108,10 +108,10 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     for handle in patch.handles:
         handle.remove()
     base.set_attn_implementation(patch.attention)
-    if patch.own_loss is None:
-        del base._loss_function
+    if patch.loss_was_set:
+        base.loss_function = patch.plain_loss
     else:
-        base.loss_function = patch.own_loss
+        del base._loss_function
     delattr(base, _STATE)
     return model
 
@@ -124,8 +124,8 @@ class _Patch:
         config ([`BurstConfig`]): The knobs.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): What the user passed.
         attention (`str`): The attention implementation before.
-        own_loss (`Callable`, *optional*): The loss function that was set on the model before.
-        plain_loss (`Callable`): The loss function that it had.
+        plain_loss (`Callable`): The loss function before.
+        loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         handles (`list`): The hooks.
         group ([`ContextGroup`], *optional*): The ranks, once they are known.
         forwards (`int`): Sharded forward passes so far.
@@ -134,8 +134,8 @@ class _Patch:
     config: BurstConfig
     mesh: DeviceMesh | dist.ProcessGroup | None
     attention: str
-    own_loss: Any
     plain_loss: Any
+    loss_was_set: bool
     handles: list[RemovableHandle] = field(default_factory=list)
     group: ContextGroup | None = None
     forwards: int = 0
@@ -149,13 +149,13 @@ class _Patch:
             return (), batch  # generation: every rank holds the whole prompt, attention is Transformers' own
         if self.group is None:
             self.group = resolve_group(self.mesh)
-        error: BurstError | None = None
+        error: Exception | None = None
         prepared: dict[str, Any] = {}
         call: ForwardCall | None = None
         facts: dict[str, Any] = {}
         try:
             prepared, call, facts = self._prepare(module, batch, self.group)
-        except BurstError as problem:
+        except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         counted = prepared.get("shift_labels")
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
@@ -173,6 +173,11 @@ class _Patch:
         self, module: PreTrainedModel, batch: dict[str, Any], group: ContextGroup
     ) -> tuple[dict[str, Any], ForwardCall, dict[str, Any]]:
         """This rank's inputs, what the pass knows, and the facts that must be equal on all ranks."""
+        if module.config._attn_implementation != NAME or module.loss_function != self.loss:
+            raise ConfigError(
+                "The attention implementation or the loss function of the model was changed after it was patched, so "
+                "its loss would be wrong. Call hf_burst.unpatch_model(model) first, then change it."
+            )
         _check_request(module, batch)
         explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
         compare = group.size > 1 and self.forwards < self.config.content_checks
@@ -188,11 +193,13 @@ class _Patch:
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
         logits = self._logits_fate(module, prepared, layout, kept, group, explicit)
-        device, dtype = next(module.parameters()).device, module.dtype
+        device = next(module.parameters()).device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else module.dtype
         head_dim = getattr(module.config, "head_dim", None) or (
             module.config.hidden_size // module.config.num_attention_heads
         )
-        select_kernel(self.config.kernel, device.type, dtype, head_dim, head_dim)
+        select_kernel(self.config.kernel, device, dtype, head_dim, head_dim)
         facts = {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "dtype": str(dtype),

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import UnsupportedModelError
 
@@ -73,6 +74,12 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError("config.add_cross_attention is set; cross attention is not served.")
+    if model.loss_function is not ForCausalLMLoss:
+        name = getattr(model.loss_function, "__name__", repr(model.loss_function))
+        raise UnsupportedModelError(
+            f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss is exact. Set it "
+            "back, or leave labels out and compute a loss of your own on the gathered logits."
+        )
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
 

@@ -38,7 +38,9 @@ def select_kernel(requested: KernelName, device: str, dtype: torch.dtype, head_d
         refusal = kernel.card.refusal(device, dtype, head_dim, value_dim)
         if refusal is None:
             reason = "asked for" if requested != "auto" else "; ".join(refusals) or "the fastest for this device"
-            logger.info(
+            slow = requested == "auto" and kernel.card.name == "reference"
+            logger.log(
+                logging.WARNING if slow else logging.INFO,
                 "hf_burst computes attention with the kernel %s (%s, %s, head size %d): %s",
                 *(kernel.card.name, device, dtype, head_dim, reason),
             )
