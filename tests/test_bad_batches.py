@@ -362,6 +362,13 @@ def test_accelerates_own_context_parallelism_is_refused(monkeypatch: pytest.Monk
         model(**good(0))
 
 
+def test_data_parallel_in_one_process_is_refused() -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    model._is_replica = True  # as torch.nn.DataParallel marks its copies
+    with pytest.raises(ConfigError, match="accelerate launch --num_processes"):
+        model(**good(0))
+
+
 def test_errors_are_value_errors() -> None:
     assert issubclass(BurstError, ValueError)
     assert not issubclass(nn.Module, BurstError)

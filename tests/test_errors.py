@@ -214,6 +214,21 @@ WRONG_MASK = {
 Fault = Callable[[dict[str, Any], int, int], None]
 
 
+def ready(rank: int, size: int) -> int:
+    return rank
+
+
+@pytest.fixture
+def ask(ranks):
+    """Runs a function on so many ranks, whose start does not count against the patience."""
+
+    def run(size: int, function: Callable, *arguments: Any) -> list:
+        assert ranks(size).run(ready) == list(range(size))
+        return ranks(size).run(function, *arguments, timeout=PATIENCE)
+
+    return run
+
+
 def attempt(rank: int, size: int, fault: Fault, culprit: int | None = None) -> tuple[type | None, str, int]:
     """The error of an attention with a fault on every rank, or on `culprit` alone, and how many messages were posted.
 
@@ -253,8 +268,8 @@ def name_of(fault: Fault) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fault", DIFFERENT, ids=name_of)
-def test_ranks_that_hold_different_inputs_are_told_so(ranks, fault, size):
-    for kind, message, posted in ranks(size).run(attempt, fault, timeout=PATIENCE):
+def test_ranks_that_hold_different_inputs_are_told_so(ask, fault, size):
+    for kind, message, posted in ask(size, attempt, fault):
         assert kind is RankMismatchError
         assert posted == 0
         assert "hold different inputs" in message
@@ -266,9 +281,9 @@ def test_ranks_that_hold_different_inputs_are_told_so(ranks, fault, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("fault", WRONG | WRONG_MASK, ids=name_of)
-def test_wrong_input_raises_on_every_rank(ranks, fault, size):
+def test_wrong_input_raises_on_every_rank(ask, fault, size):
     error, parts = (WRONG | WRONG_MASK)[fault]
-    answers = [attempt(0, 1, fault)] if size == 1 else ranks(size).run(attempt, fault, timeout=PATIENCE)
+    answers = [attempt(0, 1, fault)] if size == 1 else ask(size, attempt, fault)
     for kind, message, posted in answers:
         assert kind is not None
         assert issubclass(kind, error)
@@ -279,9 +294,9 @@ def test_wrong_input_raises_on_every_rank(ranks, fault, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fault", WRONG, ids=name_of)
-def test_wrong_input_of_one_rank_raises_on_every_rank(ranks, fault, size):
+def test_wrong_input_of_one_rank_raises_on_every_rank(ask, fault, size):
     error, parts = WRONG[fault]
-    answers = ranks(size).run(attempt, fault, 1, timeout=PATIENCE)
+    answers = ask(size, attempt, fault, 1)
     for rank, (kind, message, posted) in enumerate(answers):
         assert posted == 0
         if rank == 1:
@@ -296,8 +311,8 @@ def test_wrong_input_of_one_rank_raises_on_every_rank(ranks, fault, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("fault", WRONG_MASK, ids=name_of)
-def test_a_wrong_mask_of_one_rank_raises_on_every_rank(ranks, fault, size):
-    for kind, _, posted in ranks(size).run(attempt, fault, 1, timeout=PATIENCE):
+def test_a_wrong_mask_of_one_rank_raises_on_every_rank(ask, fault, size):
+    for kind, _, posted in ask(size, attempt, fault, 1):
         assert kind is not None
         assert issubclass(kind, BurstError)
         assert posted == 0
@@ -318,8 +333,8 @@ def attempt_unchecked(rank: int, size: int) -> bool:
     return True
 
 
-def test_without_a_check_a_rank_still_validates_its_own_input(ranks):
-    assert ranks(2).run(attempt_unchecked, timeout=PATIENCE) == [True, True]
+def test_without_a_check_a_rank_still_validates_its_own_input(ask):
+    assert ask(2, attempt_unchecked) == [True, True]
 
 
 def agree(rank: int, size: int, facts: list[dict], errors: list[BurstError | None], tallies: list[int]):
@@ -331,10 +346,10 @@ def agree(rank: int, size: int, facts: list[dict], errors: list[BurstError | Non
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_agreeing_sums_the_tallies(ranks, size):
+def test_agreeing_sums_the_tallies(ask, size):
     facts = [{"a": 1, "b": [2, None, "c"]}] * size
     tallies = [7, -3, 10**12][:size]
-    assert ranks(size).run(agree, facts, [None] * size, tallies, timeout=PATIENCE) == [sum(tallies)] * size
+    assert ask(size, agree, facts, [None] * size, tallies) == [sum(tallies)] * size
 
 
 def test_one_process_agrees_with_itself():
@@ -343,36 +358,36 @@ def test_one_process_agrees_with_itself():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_error_of_one_rank_reaches_all_with_its_message(ranks, size):
+def test_the_error_of_one_rank_reaches_all_with_its_message(ask, size):
     for culprit in range(size):
         errors = [BatchError("Row 7 is bad.") if rank == culprit else None for rank in range(size)]
-        answers = ranks(size).run(agree, [{"a": 1}] * size, errors, [0] * size, timeout=PATIENCE)
+        answers = ask(size, agree, [{"a": 1}] * size, errors, [0] * size)
         for rank, (kind, message) in enumerate(answers):
             assert kind is (BatchError if rank == culprit else RankMismatchError)
             assert message.endswith("Row 7 is bad.")
             assert rank == culprit or f"Rank {culprit} of the group" in message
 
 
-def test_ranks_with_errors_of_their_own_raise_those(ranks):
+def test_ranks_with_errors_of_their_own_raise_those(ask):
     errors = [BatchError("first"), None, KernelError("third")]
-    answers = ranks(3).run(agree, [{"a": rank} for rank in range(3)], errors, [0] * 3, timeout=PATIENCE)
+    answers = ask(3, agree, [{"a": rank} for rank in range(3)], errors, [0] * 3)
     assert answers[0] == (BatchError, "first")
     assert answers[2] == (KernelError, "third")
     assert answers[1][0] is RankMismatchError
     assert "first" in answers[1][1]
 
 
-def test_only_the_facts_that_differ_are_named(ranks):
+def test_only_the_facts_that_differ_are_named(ask):
     facts = [{"length": 8, "dtype": "bf16"}, {"length": 9, "dtype": "bf16"}, {"length": 8, "dtype": "bf16"}]
-    for kind, message in ranks(3).run(agree, facts, [None] * 3, [1] * 3, timeout=PATIENCE):
+    for kind, message in ask(3, agree, facts, [None] * 3, [1] * 3):
         assert kind is RankMismatchError
         assert "length: rank 0 has 8, rank 1 has 9, rank 2 has 8" in message
         assert "dtype" not in message
         assert "BurstParallelismConfig" in message
 
 
-def test_a_fact_that_only_one_rank_has_is_named_on_all(ranks):
-    for kind, message in ranks(2).run(agree, [{"a": 1}, {"a": 1, "b": 2}], [None] * 2, [0] * 2, timeout=PATIENCE):
+def test_a_fact_that_only_one_rank_has_is_named_on_all(ask):
+    for kind, message in ask(2, agree, [{"a": 1}, {"a": 1, "b": 2}], [None] * 2, [0] * 2):
         assert kind is RankMismatchError
         assert "b: rank 0 has None, rank 1 has 2" in message
 
@@ -391,8 +406,8 @@ def find_groups(rank: int, size: int) -> list:
     return [world == by_process_group, (world.rank, world.size), (inner.rank, inner.size), single == ContextGroup()]
 
 
-def test_a_group_is_found_in_a_mesh_or_refused(ranks):
-    answers = ranks(4).run(find_groups, timeout=PATIENCE)
+def test_a_group_is_found_in_a_mesh_or_refused(ask):
+    answers = ask(4, find_groups)
     assert answers == [[True, (rank, 4), (rank % 2, 2), True] for rank in range(4)]
 
 

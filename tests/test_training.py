@@ -20,7 +20,7 @@ STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
 
 
 def samples(kind: str) -> list[dict[str, torch.Tensor]]:
-    """Twelve documents of unequal lengths, their first tokens prompts; `"packed"`: rows that hold two documents each."""
+    """Twelve documents of unequal lengths that begin with a prompt; `"packed"`: rows that hold two documents each."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for index in range(12):

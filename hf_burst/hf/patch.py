@@ -142,6 +142,11 @@ class _Patch:
 
     def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pre-hook: checks the batch, agrees with the other ranks, and cuts it."""
+        if getattr(module, "_is_replica", False):
+            raise ConfigError(
+                "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
+                "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
+            )
         batch = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         batch.pop("self")
         batch.update(batch.pop("kwargs", {}))
