@@ -48,6 +48,11 @@ class SequenceLayout:
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
         length = documents[0][-1]
+        if any(row[-1] != length for row in documents):
+            raise BatchError(
+                f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
+                "length. Pad them first."
+            )
         chunks = ranks * chunks_per_rank(chunking) if ranks > 1 else 1
         make_sharding(length, ranks, chunking)  # raises for sequences shorter than the chunks
         padding = -length % chunks

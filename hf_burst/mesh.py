@@ -109,7 +109,7 @@ class ContextGroup:
             raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {message}")
         different = [
             f"{key}: " + ", ".join(f"rank {rank} has {seen['facts'].get(key)}" for rank, seen in enumerate(reports))
-            for key in facts
+            for key in sorted(set().union(*(seen["facts"] for seen in reports)))
             if len({json.dumps(seen["facts"].get(key), default=str) for seen in reports}) > 1
         ]
         raise RankMismatchError(

@@ -7,14 +7,13 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 """
 
 import logging
-import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .config import BurstConfig
-from .errors import BatchError, BurstError, KernelError, ShardingError
+from .errors import BatchError, KernelError, ShardingError
 from .kernels import select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
@@ -61,11 +60,12 @@ def burst_attention(
         BurstError: If inputs are wrong, on every rank (with `check`) and before any of them is sent.
     """
     config = config or BurstConfig()
-    error: BurstError | None = None
+    error: Exception | None = None
     try:
         _validate(q, k, v, layout, group)
+        layout.masks(causal, window)
         select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-    except BurstError as problem:
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     if check:
         facts = {
@@ -129,7 +129,8 @@ def attention_backward(
     """The gradients of [`attention`] with respect to q, k and v."""
     members = _members(group)
     work = _attention(q, v, layout, causal, window, scale, kernel, members.rank)
-    visitor = _visitor(schedule, *q.shape[2:], *v.shape[2:], q.dtype, members.size)
+    wide = work.kernel.card.wide
+    visitor = _visitor(schedule, *q.shape[2:], *v.shape[2:], q.dtype, wide, members.size)
     return backward(work, Exchange(members, q.device), visitor, dout, q, k, v, out, lse, dlse)
 
 
@@ -151,6 +152,10 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     q, k, v, layout, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
+    if dlse is not None and q.dtype == torch.float16:
+        raise KernelError(
+            "A gradient into lse in torch.float16 overflows on its way into flash kernels. Use bfloat16, or detach lse."
+        )
     gradients = torch.ops.hf_burst.attention_backward(dout, dlse, q, k, v, out, lse, layout, *ctx.settings)
     return *gradients, *[None] * (1 + len(ctx.settings))
 
@@ -179,10 +184,18 @@ def _attention(
 
 @lru_cache(maxsize=64)
 def _visitor(
-    schedule: str, q_heads: int, head_dim: int, kv_heads: int, value_dim: int, dtype: torch.dtype, ranks: int
+    schedule: str,
+    q_heads: int,
+    head_dim: int,
+    kv_heads: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    wide: bool,
+    ranks: int,
 ) -> Visitor:
     """What travels in the backward pass."""
-    shapes = Shapes(q_heads, kv_heads, head_dim, value_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    itemsize, accumulator = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    shapes = Shapes(q_heads, kv_heads, head_dim, value_dim, itemsize, accumulator, accumulator if wide else itemsize)
     cheaper, reason = cheaper_visitor(shapes)
     asked: dict[str, Visitor] = {"auto": cheaper, "kv_ring": "kv", "burst": "q"}
     visitor = asked[schedule]
@@ -201,7 +214,12 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Sequenc
     if len({(tensor.dtype, tensor.device) for tensor in (q, k, v)}) > 1:
         kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
         raise BatchError(f"q, k and v need one dtype and one device, got {kinds}.")
-    if math.prod(q.shape) == 0 or q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+    if (
+        0 in (*q.shape, *v.shape)
+        or q.shape[:2] != k.shape[:2]
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[3] != k.shape[3]
+    ):
         raise BatchError(f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.")
     if q.shape[2] % k.shape[2]:
         raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")

@@ -11,14 +11,14 @@ Two runs are trained on the same data from the same initial weights:
 * within the shard: the plain Transformers model, every rank on its own tokens (with their true positions). The rank
   that holds the question never sees a fact, so it must stay at chance.
 
-Two processes on CPU (about a minute), then four GPUs:
+On CPU with two processes (about a minute), and on four GPUs:
 
-    ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1 accelerate launch --multi_gpu --num_processes 2 --num_machines 1 \\
-        --mixed_precision no --dynamo_backend no recipes/recall_across_shards.py
+    ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \\
+        recipes/recall_across_shards.py
     accelerate launch --num_processes 4 recipes/recall_across_shards.py
 
-Writes results.json and recall.png to --output_dir, and fails unless the first run reaches 99 % and the second stays at
-chance. In one process both runs are the same and nothing is claimed.
+Writes results.json and recall.png to --output_dir; exits with 1 unless the first run reaches 99 % and the second stays
+at chance. In one process both runs are the same and nothing is claimed.
 """
 
 import argparse
@@ -34,39 +34,36 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 import hf_burst
 
-FILLERS = 16
-CURVE_SEQUENCES = 256
 GOAL = 0.99
-MODEL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
-ARROW = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.15"}
-RANK_COLORS = ["#4477aa", "#dd7722", "#669933", "#aa3377", "#33aaaa", "#998822", "#555599", "#888888"]
+FILLERS = 16
+CURVE_SEQUENCES = 512
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIG = "--config_file recipes/configs/accelerate_2_processes.yaml"
+Batch = dict[str, torch.Tensor]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
     parser.add_argument("--num_keys", type=int, default=4, help="facts in a sequence, one a key")
     parser.add_argument("--num_values", type=int, default=8, help="values a key can have; chance is 1 / num_values")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--eval_every", type=int, default=20, help="steps between two points of the curves")
     parser.add_argument("--eval_sequences", type=int, default=1024, help="sequences of the final accuracies")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/recall"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.num_values < 2:
+        parser.error("--num_values must be at least 2: with one value there is nothing to recall")
+    return args
 
 
 class Recall:
@@ -74,10 +71,8 @@ class Recall:
 
     def __init__(self, args: argparse.Namespace, ranks: int) -> None:
         self.length, self.keys, self.values, self.ranks = args.length, args.num_keys, args.num_values, ranks
-        self.first_value = FILLERS
-        self.first_question = self.first_value + self.values
+        self.first_question = FILLERS + self.values
         self.first_fact = self.first_question + self.keys
-        self.vocab_size = self.first_fact + self.keys * self.values
         self.question_at = self.length - 2  # its successor is the answer
         self.sharding = hf_burst.SequenceLayout.for_batch([(0, self.length)], ranks).sharding
         self.home = self.sharding.owner(self.question_at)
@@ -86,7 +81,7 @@ class Recall:
             raise SystemExit(f"--length {self.length} leaves no room for {self.keys} facts on other ranks.")
         self.places = torch.tensor(places)
 
-    def batch(self, rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def batch(self, rows: int, generator: torch.Generator) -> Batch:
         """`rows` sequences. The answer stands in the labels only: the last input token is a filler."""
         input_ids = torch.randint(FILLERS, (rows, self.length), generator=generator)
         values = torch.randint(self.values, (rows, self.keys), generator=generator)
@@ -95,15 +90,16 @@ class Recall:
         input_ids.scatter_(1, facts_at, self.first_fact + torch.arange(self.keys) * self.values + values)
         asked = torch.randint(self.keys, (rows, 1), generator=generator)
         input_ids[:, self.question_at] = self.first_question + asked[:, 0]
-        if self.ranks > 1:
-            assert all(self.sharding.owner(token) != self.home for token in facts_at.gather(1, asked)[:, 0].tolist())
+        for token in facts_at.gather(1, asked)[:, 0].tolist():
+            assert self.ranks == 1 or self.sharding.owner(token) != self.home, "the fact is on the rank that is asked"
         labels = torch.full_like(input_ids, -100)
-        labels[:, -1] = self.first_value + values.gather(1, asked)[:, 0]
+        labels[:, -1] = FILLERS + values.gather(1, asked)[:, 0]
         return {"input_ids": input_ids, "labels": labels}
 
     def model(self) -> LlamaForCausalLM:
         """A small Llama, its weights random."""
-        return LlamaForCausalLM(LlamaConfig(vocab_size=self.vocab_size, **MODEL))
+        vocabulary = self.first_fact + self.keys * self.values
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, initializer_range=0.07, **SIZES, **HEADS))
 
 
 class AcrossShards:
@@ -117,10 +113,10 @@ class AcrossShards:
     def model(self) -> LlamaForCausalLM:
         return hf_burst.patch_model(self.task.model())
 
-    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return model(**batch).loss
 
-    def hits(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    def hits(self, model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
         """Right answers, and answers."""
         answers = model(input_ids=batch["input_ids"], logits_to_keep=2).logits[:, 0].argmax(-1)
         return int((answers == batch["labels"][:, -1]).sum()), len(answers)
@@ -137,7 +133,7 @@ class WithinShard:
     def model(self) -> LlamaForCausalLM:
         return self.task.model()
 
-    def shard(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def shard(self, batch: Batch) -> Batch:
         """This rank's part. The mask of ones says that a jump in the position ids begins no new document."""
         part = hf_burst.shard_batch(batch)
         tokens, targets = part["input_ids"], part["shift_labels"]
@@ -146,13 +142,13 @@ class WithinShard:
         mask = torch.ones_like(tokens)
         return {"input_ids": tokens, "position_ids": part["position_ids"], "attention_mask": mask, "labels": targets}
 
-    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """That of the rank that is asked and 0 elsewhere; times the ranks, since DDP averages the gradients."""
         shard = self.shard(batch)
         loss = model(**shard, shift_labels=shard["labels"], num_items_in_batch=len(batch["labels"])).loss
         return loss * self.task.ranks
 
-    def hits(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+    def hits(self, model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
         """Right answers, and answers: none on ranks that are not asked."""
         shard = self.shard(batch)
         targets = shard.pop("labels")
@@ -164,11 +160,11 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
     """One run: the accuracies every `eval_every` steps, the final one on more sequences, and the seconds it took."""
     set_seed(args.seed)
     model = run.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
 
-    def batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    def batch(generator: torch.Generator) -> Batch:
         return {key: value.to(accelerator.device) for key, value in run.task.batch(args.batch_size, generator).items()}
 
     @torch.no_grad()
@@ -194,69 +190,38 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
             curve.append(accuracy(CURVE_SEQUENCES, args.seed + 1_000_000))
     final = accuracy(args.eval_sequences, args.seed + 2_000_000)
     seconds = round(time.perf_counter() - start, 1)
-    accelerator.print(f"{run.label}: accuracy {final:.1%} after {args.steps} steps, {seconds:.0f} s", flush=True)
+    accelerator.print(f"{run.label}: {final:.1%} right after {args.steps} steps, {seconds:.0f} s", flush=True)
     return {"steps": steps, "accuracy": curve, "final_accuracy": final, "seconds": seconds}
 
 
-def verdict(args: argparse.Namespace, ranks: int, across: float, within: float) -> str | None:
-    """What is wrong with the two final accuracies, if anything."""
-    if ranks == 1:
-        return None
-    chance = 1 / args.num_values
-    if across < GOAL:
-        return f"the patched run reached {across:.1%}, the goal is {GOAL:.0%}"
-    noise = 4 * (chance * (1 - chance) / args.eval_sequences) ** 0.5  # 4 standard deviations of guessing
-    if abs(within - chance) > noise:
-        return f"the confined run reached {within:.1%}, chance is {chance:.1%} +- {noise:.1%}"
-    return None
-
-
-def summary(args: argparse.Namespace, task: Recall, processes: int, runs: dict[str, Any]) -> dict[str, Any]:
-    """What results.json holds."""
-    options = {key: value for key, value in vars(args).items() if key != "output_dir"}
-    packages = (torch, transformers, accelerate, hf_burst)
-    return {
-        "runs": runs,
-        "chance": 1 / args.num_values,
-        "ranks": task.ranks,
-        "question": {"token": task.question_at, "rank": task.home},
-        "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
-        "config": options,
-        "model": {"type": "llama", "vocab_size": task.vocab_size, **MODEL},
-        "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
-        "command": " ".join(
-            ["accelerate launch --num_processes", str(processes), "recipes/recall_across_shards.py", *sys.argv[1:]]
-        ),
-    }
-
-
 def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
-    """The learning curves, and below them where the tokens of one sequence stand."""
-    figure, (curves, strip) = plt.subplots(2, 1, figsize=(8, 6.2), height_ratios=(4, 1.3), layout="constrained")
+    """The learning curves, and below them where the facts and the question of one sequence stand."""
+    figure = Figure(figsize=(8, 6.2), layout="constrained")
+    curves, strip = figure.subplots(2, 1, height_ratios=(4, 1.3))
     for run in (AcrossShards, WithinShard):
         curve = results["runs"][run.key]
-        curves.plot(curve["steps"], curve["accuracy"], color=run.color, marker="o", markersize=4, label=run.label)
+        curves.plot(curve["steps"], curve["accuracy"], "o-", color=run.color, markersize=4, label=run.label)
     curves.axhline(results["chance"], color="black", linestyle=":", label=f"chance (1 of {task.values} values)")
     curves.set(xlabel="training step", ylabel="right answers on unseen sequences", ylim=(0, 1.04))
-    where = "no fact stands on the rank that is asked" if task.ranks > 1 else "in one process both runs are the same"
-    curves.set_title(f"Recall over {task.ranks} ranks: {where}")
+    title = f"Recall over {task.ranks} ranks: no fact stands on the rank that is asked"
+    curves.set_title(title if task.ranks > 1 else "Recall in one process: both runs are the same")
     curves.yaxis.set_major_formatter("{x:.0%}")
     curves.grid(alpha=0.3)
     curves.legend(loc="center right")
     for rank in range(task.ranks):
-        for run in task.sharding.runs(rank):
-            color = RANK_COLORS[rank % len(RANK_COLORS)]
-            strip.axvspan(run.start, run.stop, color=color, alpha=0.25, linewidth=0)
-            strip.text((run.start + run.stop) / 2, 0.88, f"rank {rank}", ha="center", va="center", color=color)
-    tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0]
-    asked = int(tokens[task.question_at]) - task.first_question
-    for index, token in enumerate((tokens >= task.first_fact).nonzero()[:, 0].tolist()):
-        key, value = divmod(int(tokens[token]) - task.first_fact, task.values)
-        strip.plot(token, 0.5, "ks")
-        strip.text(token, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
+        for part in task.sharding.runs(rank):
+            strip.axvspan(part.start, part.stop, color=f"C{rank}", alpha=0.25, linewidth=0)
+            strip.text((part.start + part.stop) / 2, 0.88, f"rank {rank}", ha="center", va="center")
+    tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0].tolist()
+    asked = tokens[task.question_at] - task.first_question
+    for index, token in enumerate(t for t in range(task.length) if tokens[t] >= task.first_fact):
+        key, value = divmod(tokens[token] - task.first_fact, task.values)
+        strip.plot(token + 0.5, 0.5, "ks")
+        strip.text(token + 0.5, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
         if key == asked:
-            strip.annotate("", (token, 0.56), (task.question_at, 0.56), arrowprops=ARROW)
-    strip.plot(task.question_at, 0.5, "kD")
+            arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.15"}
+            strip.annotate("", (token + 0.5, 0.56), (task.question_at + 0.5, 0.56), arrowprops=arrow)
+    strip.plot(task.question_at + 0.5, 0.5, "kD")
     strip.text(task.length - 0.5, 0.28, f"k{asked} = ?", ha="right", va="center", fontsize=9)
     strip.set(xlim=(0, task.length), ylim=(0, 1), yticks=[], xlabel="token of the sequence")
     strip.set_title("One sequence: facts (squares), the question (diamond), and the rank that holds them", fontsize=10)
@@ -267,18 +232,36 @@ def main() -> None:
     args = parse_args()
     accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
     task = Recall(args, ranks=accelerator.parallelism_config.burst_size)
-    runs = {run.key: train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task))}
-    problem = verdict(args, task.ranks, *(run["final_accuracy"] for run in runs.values()))
+    across, within = (train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task)))
+    chance = 1 / task.values
+    noise = 4 * (chance * (1 - chance) / args.eval_sequences) ** 0.5  # 4 standard deviations of guessing
+    proven = across["final_accuracy"] >= GOAL and abs(within["final_accuracy"] - chance) <= noise
+    launch = f"accelerate launch {CONFIG} --num_processes {accelerator.num_processes}"
+    if accelerator.device.type == "cpu":
+        launch = f"ACCELERATE_USE_CPU=1 {launch}"
+    packages = (torch, transformers, accelerate, hf_burst)
+    results = {
+        "runs": {AcrossShards.key: across, WithinShard.key: within},
+        "chance": chance,
+        "ranks": task.ranks,
+        "question": {"token": task.question_at, "rank": task.home},
+        "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
+        "config": {key: value for key, value in vars(args).items() if key != "output_dir"},
+        "model": {"type": "llama", **SIZES, **HEADS},
+        "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
+        "device": accelerator.device.type,
+        "command": " ".join([launch, "recipes/recall_across_shards.py", *sys.argv[1:]]),
+    }
     if accelerator.is_main_process:
-        results = summary(args, task, accelerator.num_processes, runs)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, task, args.output_dir / "recall.png")
-        if task.ranks == 1:
-            print("One process: both runs are the same, so nothing is claimed.", flush=True)
-        print(f"FAILED: {problem}" if problem else f"Wrote {args.output_dir}/results.json and recall.png", flush=True)
-    accelerator.wait_for_everyone()
-    sys.exit(1 if problem else 0)
+    claim = f"the first must reach {GOAL:.0%}, the second stay at {chance:.1%} +- {noise:.1%}"
+    if task.ranks == 1:
+        accelerator.print("One process: both runs are the same, so nothing is claimed.")
+    else:
+        accelerator.print(f"{'Proven' if proven else 'FAILED'} over {task.ranks} ranks: {claim}.")
+    sys.exit(0 if proven or task.ranks == 1 else 1)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ class RankPool:
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, there, backend), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, port, there, backend))
             process.start()
+            there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
@@ -52,7 +53,11 @@ class RankPool:
             if not pipe.poll(timeout):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.size} did not answer within {timeout} s: it hangs")
-            answers.append(pipe.recv())
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                self.close()
+                raise RuntimeError(f"rank {rank} of {self.size} died") from None
         errors, traces = [error for _, error, _ in answers], [trace for _, _, trace in answers]
         if any(trace is not None for trace in traces):
             raise RankError(errors, traces)

@@ -198,7 +198,8 @@ def test_a_kernel_computes_a_tile_as_written_out(kernel, dtype, name):
         pytest.skip("long tiles in fp32 and bf16 only")
     tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
     answer = by_kernel(kernel, tensors, shape.band)
-    assert {tensor.dtype for tensor in (answer.out, answer.dq, answer.dk, answer.dv)} == {dtype}
+    allowed = {accumulation_dtype(dtype)} if kernel.card.wide else {dtype, accumulation_dtype(dtype)}
+    assert {tensor.dtype for tensor in (answer.out, answer.dq, answer.dk, answer.dv)} <= allowed
     assert answer.lse.dtype == accumulation_dtype(dtype)
     seen = admitted(shape.band, shape.rows, shape.columns)
     rough = written_out(tensors, seen) if dtype in LOW_PRECISION else None
@@ -356,7 +357,7 @@ def test_project_out_is_zero_where_dout_and_delta_are(dtype):
     assert (projected[:, 0] != 0).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_project_out_gives_a_row_without_dout_a_tiny_one(dtype):
     dout = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     dout[:, 1] = 0
@@ -470,7 +471,7 @@ def test_what_was_asked_for_and_is_impossible_raises(arguments, parts):
 
 
 def test_a_card_refuses_head_sizes_out_of_step():
-    card = Card("some", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True, wants_out=False)
+    card = Card("some", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True, wide=True, wants_out=False)
     assert card.refusal("cpu", torch.float32, 64, 256) is None
     for size in (4, 12, 264):
         for sizes in ((size, 64), (64, size)):

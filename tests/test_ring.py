@@ -15,10 +15,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import hf_burst.op
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst.errors import KernelError
 from hf_burst.kernels import select_kernel
 from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding, rank_traffic
 from hf_burst.ring import Attention, Exchange, accumulation_dtype, backward, forward, merge_
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
+from tests.ranks import RankError
 
 SCHEDULES = ("kv_ring", "burst")
 VISITORS = ("kv", "q")
@@ -219,7 +221,7 @@ def test_a_loss_on_lse_alone_has_gradients(ranks, size, schedule, kernel):
 
 @pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
 @pytest.mark.parametrize("loss", ["lse", "out and lse"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_large_gradient_into_lse_is_accurate(ranks, dtype, loss, kernel):
     """As with loss scaling; a row may have a gradient into lse and next to none into out."""
     one = Case(PACKED, kernel=kernel, dtype=dtype, loss=loss, sizes=(1e-6, 64.0), heads=(4, 4))
@@ -228,6 +230,13 @@ def test_a_large_gradient_into_lse_is_accurate(ranks, dtype, loss, kernel):
         for name, exact in written_out(case).items():
             if exact.any():
                 assert relative_error(found[name], exact) <= 4 * torch.finfo(dtype).eps, (name, case)
+
+
+def test_a_gradient_into_lse_is_refused_in_fp16(ranks):
+    with pytest.raises(RankError) as caught:
+        whole_results(ranks, 2, [Case(PACKED, dtype=torch.float16, loss="lse")])
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(KernelError, match="Use bfloat16, or detach lse").matches(error), error
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -260,15 +269,14 @@ def test_fp32_over_ranks_is_as_accurate_as_fp32_in_one_process(ranks, size):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_error_does_not_grow_from_1_to_8_ranks(ranks, dtype, schedule, kernel):
-    """A part that a kernel rounds to bf16 is rounded once: two ranks may cost that, eight no more than two."""
     for causal in (True, False):
         case = Case(((0, 512),), causal, schedule=schedule, kernel=kernel, dims=(16, 16), dtype=dtype, loss="out")
         exact, plain = written_out(case), written_out(case, dtype)
         found = {size: whole_results(ranks, size, [case])[0] for size in (1, 2, 4, 8)}
         for name in ("out", "dq", "dk", "dv"):
             errors = {size: relative_error(results[name], exact[name]) for size, results in found.items()}
-            assert max(errors.values()) <= 1.75 * errors[1], (name, case, errors)
-            assert errors[8] <= 1.25 * errors[2], (name, case, errors)
+            growth = 1.05 if dtype == torch.bfloat16 else 1.25  # fp32 feels the rounding of every merge and sum
+            assert max(errors.values()) <= growth * errors[1], (name, case, errors)
             if dtype == torch.bfloat16:
                 assert max(errors.values()) <= 2 * relative_error(plain[name], exact[name]), (name, case, errors)
 
@@ -336,7 +344,8 @@ def test_messages_and_bytes_are_those_of_the_plan(ranks, size, visitor, dtype):
     plans, heads = odd_plans(size), (4, 2)
     arguments = (plans, visitor, heads, dtype)
     every = [run_directly(0, 1, *arguments)] if size == 1 else ranks(size).run(run_directly, *arguments)
-    shapes = Shapes(*heads, 5, 5, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    accumulator = accumulation_dtype(dtype).itemsize
+    shapes = Shapes(*heads, 5, 5, dtype.itemsize, accumulator, accumulator)
     for index, plan in enumerate(plans):
         for rank, results in enumerate(every):
             _, _, there, back = results[index]

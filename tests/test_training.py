@@ -173,6 +173,27 @@ def test_trainer_with_lora_and_checkpointing(ranks: Ranks, tmp_path: Path, expli
         compare(run, wanted)
 
 
+def load_with_workers(rank: int, size: int, method: str) -> list[list[int]]:
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig())
+    collator = hf_burst.BurstCollator(collate)
+    options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": collator, "batch_size": 2}
+    loader = accelerator.prepare(DataLoader(samples("packed"), **options))
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    shards = list(loader)
+    assert all(torch.isfinite(model(**shard).loss) for shard in shards)
+    return [shard["position_ids"][0].tolist() for shard in shards]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_collator_works_in_data_loader_workers(ranks: Ranks, method: str) -> None:
+    first, second = ranks(2).run(load_with_workers, method)
+    assert len(first) == 6
+    for one, other, sample in zip(first, second, samples("packed")[::2], strict=True):
+        length = len(sample["position_ids"])
+        assert sorted(one + other) == sorted([*sample["position_ids"].tolist(), *[0] * (-length % 4)])
+
+
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("explicit", [False, True], ids=["full batches", "collator"])
 @pytest.mark.parametrize(("data", "burst", "lora"), [(1, 2, False), (2, 2, False), (1, 2, True)])

@@ -208,7 +208,7 @@ class _Patch:
         facts = {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "dtype": str(dtype),
-            "documents": hash(layout.documents),
+            "documents": f"{sum(map(len, layout.documents)) - layout.batch_size} (checksum {hash(layout.documents):x})",
             "labels": prepared.get("labels") is not None,
             "sharded already": explicit,
             "training": module.training,

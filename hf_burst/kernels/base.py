@@ -36,6 +36,8 @@ class Card:
         head_dims (`tuple[int, int]`): Smallest and largest head size.
         head_multiple (`int`): What head sizes must be a multiple of.
         own_value_dim (`bool`): Whether v may have another head size than q and k.
+        wide (`bool`): Whether what it returns is in fp32 (fp64 for fp64 inputs) and not rounded to the dtype of the
+            inputs: then the error does not depend on how many tiles an attention is cut into.
         wants_out (`bool`): Whether `backward` reads `out`, whose product with `dout` must be `delta`, or `delta`.
     """
 
@@ -45,6 +47,7 @@ class Card:
     head_dims: tuple[int, int]
     head_multiple: int
     own_value_dim: bool
+    wide: bool
     wants_out: bool
 
     def refusal(self, device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
@@ -80,8 +83,9 @@ class Kernel(Protocol):
             scale (`float`): Factor of the scores before the softmax.
 
         Returns:
-            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q, and `lse`, the log-sum-exp of the scaled scores, of
-            shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), -inf for a row that admits nothing, whose `out` is 0.
+            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the scaled
+            scores, of shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs); a row that admits nothing has `out` = 0 and
+            `lse` = -inf.
         """
         ...
 
@@ -111,7 +115,7 @@ class Kernel(Protocol):
             scale (`float`): As in `forward`.
 
         Returns:
-            `dq`, `dk` and `dv` in the shapes and dtypes of q, k and v.
+            `dq`, `dk` and `dv` in the shapes of q, k and v, in their dtypes or wider.
         """
         ...
 
@@ -133,7 +137,7 @@ def project_out(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, 
     wide = dout.to(delta.dtype)
     largest = wide.abs().amax(-1, keepdim=True)
     lost = (largest == 0) & (delta.unsqueeze(-1) != 0)
-    tiny = 2.0**-14 if dout.dtype == torch.float16 else 2.0**-60
+    tiny = 2.0**-60  # fp16 has no such number, and no gradients into lse
     first = torch.arange(dout.shape[-1], device=dout.device) == 0
     wide = torch.where(lost & first, tiny, wide)
     largest = torch.where(lost, tiny, torch.where(largest == 0, 1, largest))

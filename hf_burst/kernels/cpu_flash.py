@@ -1,7 +1,7 @@
-"""torch's CPU flash kernel, the embedded default: no scores in memory, native GQA, fp64 to fp16.
+"""torch's CPU flash kernel, the embedded default: no scores in memory, native GQA.
 
 What it does not know is translated here: documents are one call each, and a band (a sliding window) is cut into blocks
-of rows, each with the columns that it can see and a mask of that block only.
+of rows, each with the columns that it can see and a mask of that block only. bf16 and fp16 are computed in fp32.
 """
 
 from collections.abc import Iterator
@@ -26,6 +26,7 @@ class CpuFlashKernel:
         head_dims=(1, 1 << 16),
         head_multiple=1,
         own_value_dim=False,
+        wide=True,
         wants_out=True,
     )
 
@@ -84,8 +85,9 @@ class CpuFlashKernel:
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """`(B, H, S, D)`, with elements of a head side by side, which the kernel takes for granted."""
-    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
+    """`(B, H, S, D)` in fp32 or fp64, elements of a head side by side, which the kernel takes for granted."""
+    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+    return (wide if wide.stride(-1) == 1 else wide.contiguous()).transpose(1, 2)
 
 
 def _causal_or_mask(piece: Piece, q: torch.Tensor) -> tuple[bool, torch.Tensor | None]:
@@ -94,7 +96,8 @@ def _causal_or_mask(piece: Piece, q: torch.Tensor) -> tuple[bool, torch.Tensor |
         return False, None
     if piece.band == Band(low=0) and piece.height == piece.width:
         return True, None
-    mask = torch.zeros(1, 1, piece.height, piece.width, dtype=q.dtype, device=q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    mask = torch.zeros(1, 1, piece.height, piece.width, dtype=wide, device=q.device)
     return False, mask.masked_fill_(~admitted(piece.band, piece.height, piece.width, q.device), -torch.inf)
 
 

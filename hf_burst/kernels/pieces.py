@@ -74,11 +74,11 @@ def forward_pieces(
         if piece.height == whole:
             return part, part_lse
         if out is None or lse is None:
-            out = q.new_zeros(*q.shape[:3], v.shape[3])
+            out = torch.zeros(*q.shape[:3], v.shape[3], dtype=part.dtype, device=q.device)
             lse = torch.full(q.shape[:3], -torch.inf, dtype=part_lse.dtype, device=q.device)
         out[:, piece.rows], lse[:, piece.rows] = part, part_lse
     if out is None or lse is None:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
     return out, lse
 
@@ -88,10 +88,9 @@ def backward_pieces(
     pieces: Iterable[Piece],
     call: Callable[[Piece], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`dq`, `dk` and `dv` of a tile, as [`Kernel.backward`] returns them; columns of several pieces are summed in
-    fp32 (fp64 for fp64)."""
+    """`dq`, `dk` and `dv` of a tile; those of several pieces are summed in fp32 (fp64 for fp64) and left so."""
     q, k, v = inputs
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     sums = [tensor.new_zeros(0) for tensor in inputs]
     for piece in pieces:
         parts = call(piece)
@@ -103,4 +102,4 @@ def backward_pieces(
             total[:, place] += part
     if not sums[0].numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+    return sums[0], sums[1], sums[2]

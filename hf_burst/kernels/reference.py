@@ -15,6 +15,7 @@ class ReferenceKernel:
         head_dims=(1, 1 << 16),
         head_multiple=1,
         own_value_dim=True,
+        wide=True,
         wants_out=False,
     )
 
@@ -26,7 +27,7 @@ class ReferenceKernel:
         lse = scores.logsumexp(-1)
         weights = _weights(scores, lse)
         out = torch.einsum("bhgqk,bkhd->bqhgd", weights, v.to(weights.dtype)).flatten(2, 3)
-        return out.to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2)
+        return out, lse.permute(0, 3, 1, 2).flatten(2)
 
     def backward(
         self,
@@ -51,7 +52,7 @@ class ReferenceKernel:
         dscores = weights * (dweights - _by_head(delta, heads).to(scores.dtype).unsqueeze(-1)) * scale
         dq = torch.einsum("bhgqk,bkhd->bqhgd", dscores, wide_k).flatten(2, 3)
         dk = torch.einsum("bhgqk,bqhgd->bkhd", dscores, wide_q)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return dq, dk, dv
 
 
 def admitted(band: Band, rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -75,7 +76,7 @@ def _by_head(rows: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 def _scores(q: torch.Tensor, k: torch.Tensor, band: Band, scale: float) -> torch.Tensor:
     """Scaled scores of shape `(B, Hkv, Hq / Hkv, Sq, Sk)`, -inf where not admitted."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(wide)) * scale
     return scores.masked_fill(~admitted(band, q.shape[1], k.shape[1], q.device), -torch.inf)

@@ -26,6 +26,7 @@ class TorchFlashKernel:
         head_dims=(8, 256),
         head_multiple=8,
         own_value_dim=False,
+        wide=False,
         wants_out=True,
     )
 

@@ -11,7 +11,8 @@ _VISITORS: tuple[Visitor, ...] = ("kv", "q")
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the bytes depend on: sizes of the heads, and bytes an element of the inputs and of the accumulators."""
+    """What the bytes depend on: sizes of the heads, and bytes an element of the inputs, of the accumulators, and of
+    the gradients as the kernel returns them (by default as the inputs)."""
 
     q_heads: int
     kv_heads: int
@@ -19,6 +20,7 @@ class Shapes:
     value_dim: int
     itemsize: int
     accumulator_itemsize: int
+    gradient_itemsize: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _sizes(direction: Pass, visitor: Visitor, shapes: Shapes, lone: bool) -> tup
     """Bytes a row: of each tensor that visits, and of each gradient that returns."""
     keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
     queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
-    gradient = shapes.itemsize if lone else shapes.accumulator_itemsize
+    gradient = (shapes.gradient_itemsize or shapes.itemsize) if lone else shapes.accumulator_itemsize
     if visitor == "kv":
         visit = [keys * shapes.itemsize, values * shapes.itemsize]
         return visit, [keys * gradient, values * gradient] if direction == "backward" else []

@@ -71,6 +71,8 @@ def _collect(
     q_rank, k_rank = (rank, guest) if visitor == "kv" else (guest, rank)
     for tile in step.tiles:
         visiting = tile.k if visitor == "kv" else tile.q
+        if tile.q[1] > sharding.tokens(q_rank) or tile.k[1] > sharding.tokens(k_rank):
+            raise PlanError(f"rank {rank}, step {step.distance}: {tile} reaches beyond the shard")
         if step.recv and not (step.recv.start <= visiting[0] and visiting[1] <= step.recv.stop):
             raise PlanError(f"rank {rank}, step {step.distance}: {tile} reads rows outside of {step.recv}")
         if step.recv and step.recv.lone and visiting != (step.recv.start, step.recv.stop):

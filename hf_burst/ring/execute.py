@@ -117,7 +117,8 @@ def backward(
         return homes or found[:1]
 
     payload, home = ((k, v), (dk, dv)) if visitor == "kv" else ((q, dout, lse, delta), (dq,))
-    _circulate(attention.plan.schedule(attention.rank, visitor), exchange, payload, visit, home)
+    lone_dtype = wide if attention.kernel.card.wide else q.dtype
+    _circulate(attention.plan.schedule(attention.rank, visitor), exchange, payload, visit, home, lone_dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -176,9 +177,20 @@ def _circulate(
     payload: Sequence[torch.Tensor],
     visit: Visit,
     home: Sequence[torch.Tensor] = (),
+    lone_dtype: torch.dtype | None = None,
 ) -> None:
     """Runs a schedule: visitors of the next step are under way while this step computes, and so are the gradients of
-    the step before on their way home, where they are added to `home`."""
+    the step before on their way home, where they are added to `home`.
+
+    Args:
+        steps (sequence of [`Step`]): The schedule of this rank.
+        exchange ([`Exchange`]): The messages.
+        payload (sequence of `torch.Tensor`): This rank's tensors that visit others.
+        visit (`Callable`): What a step does with its visitors.
+        home (sequence of `torch.Tensor`): Where gradients are added that come home; none in the forward pass.
+        lone_dtype (`torch.dtype`, *optional*): In which dtype gradients of a single tile travel; others travel in that
+            of `home`.
+    """
     returning: tuple[Transfer | None, Posted] | None = None
     arriving = _post_visitors(exchange, steps[0], payload)
     for index, step in enumerate(steps):
@@ -187,7 +199,7 @@ def _circulate(
             arriving = _post_visitors(exchange, steps[index + 1], payload)
         gradients = visit(step, visitors) if step.tiles else ()
         if home and step.distance:
-            posted = _post_gradients(exchange, step, gradients, payload, home)
+            posted = _post_gradients(exchange, step, gradients, home, lone_dtype)
             _welcome(returning, home)
             returning = (step.send, posted)
     _welcome(returning, home)
@@ -204,16 +216,22 @@ def _post_gradients(
     exchange: Exchange,
     step: Step,
     gradients: Sequence[torch.Tensor],
-    payload: Sequence[torch.Tensor],
     home: Sequence[torch.Tensor],
+    lone_dtype: torch.dtype | None,
 ) -> Posted:
     """Sends the gradients of the visitors home, and expects those of the rows that this rank sent out."""
+
+    def travelling(transfer: Transfer, total: torch.Tensor) -> torch.dtype:
+        return lone_dtype if transfer.lone and lone_dtype else total.dtype
+
     send, recv = step.send, step.recv
-    sends = [(gradient, recv.peer) for gradient in gradients] if recv else []
-    expected = []
+    sends, expected = [], []
+    if recv:
+        sends = [
+            (gradient.to(travelling(recv, total)), recv.peer) for gradient, total in zip(gradients, home, strict=True)
+        ]
     if send:
-        for total, tensor in zip(home, payload, strict=False):
-            expected.append(_expected(total, send, tensor.dtype if send.lone else total.dtype))
+        expected = [_expected(total, send, travelling(send, total)) for total in home]
     return exchange.post(sends, expected, tag=2 * step.distance + 1)
 
 

@@ -5,7 +5,7 @@ import torch
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, fp32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
