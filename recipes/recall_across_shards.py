@@ -13,8 +13,9 @@ Two runs are trained on the same data from the same initial weights:
 
 On CPU with two processes (about a minute), and on four GPUs:
 
-    ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \\
-        recipes/recall_across_shards.py
+    export ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1
+    accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml recipes/recall_across_shards.py
+
     accelerate launch --num_processes 4 recipes/recall_across_shards.py
 
 Writes results.json and recall.png to --output_dir; exits with 1 unless the first run reaches 99 % and the second stays

@@ -275,7 +275,8 @@ def test_the_error_does_not_grow_from_1_to_8_ranks(ranks, dtype, schedule, kerne
         found = {size: whole_results(ranks, size, [case])[0] for size in (1, 2, 4, 8)}
         for name in ("out", "dq", "dk", "dv"):
             errors = {size: relative_error(results[name], exact[name]) for size, results in found.items()}
-            growth = 1.05 if dtype == torch.bfloat16 else 1.25  # fp32 feels the rounding of every merge and sum
+            # fp32 feels the rounding of every sum, and of every merge, which rounds the log-sum-exp as well
+            growth = 1.05 if dtype == torch.bfloat16 else 1.5 if name == "out" else 1.25
             assert max(errors.values()) <= growth * errors[1], (name, case, errors)
             if dtype == torch.bfloat16:
                 assert max(errors.values()) <= 2 * relative_error(plain[name], exact[name]), (name, case, errors)

@@ -79,7 +79,7 @@ def forward_pieces(
         out[:, piece.rows], lse[:, piece.rows] = part, part_lse
     if out is None or lse is None:
         wide = torch.promote_types(q.dtype, torch.float32)
-        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        return q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
     return out, lse
 
 
@@ -91,15 +91,15 @@ def backward_pieces(
     """`dq`, `dk` and `dv` of a tile; those of several pieces are summed in fp32 (fp64 for fp64) and left so."""
     q, k, v = inputs
     wide = torch.promote_types(q.dtype, torch.float32)
-    sums = [tensor.new_zeros(0) for tensor in inputs]
+    sums: list[torch.Tensor] = []
     for piece in pieces:
         parts = call(piece)
         if piece.height == q.shape[1] and piece.width == k.shape[1]:
             return parts
-        if not sums[0].numel():
+        if not sums:
             sums = [torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in inputs]
         for total, part, place in zip(sums, parts, (piece.rows, piece.columns, piece.columns), strict=True):
             total[:, place] += part
-    if not sums[0].numel():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if not sums:
+        sums = [tensor.new_zeros(tensor.shape, dtype=wide) for tensor in inputs]
     return sums[0], sums[1], sums[2]
