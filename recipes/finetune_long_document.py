@@ -15,6 +15,7 @@ Four GPUs, Llama-3.1-8B with LoRA on local text:
 """
 
 import json
+import os
 import pydoc_data.topics
 import resource
 import sys
@@ -24,9 +25,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import datasets
 import matplotlib
 import torch
+import transformers
 import yaml
 from transformers import (
     AutoConfig,
@@ -192,13 +195,21 @@ class LongTrainer(Trainer):
 
 
 def report(trainer: Trainer, recipe: Recipe, processes: int) -> None:
-    """Writes the log and a picture of the loss beside the checkpoint."""
+    """Writes the log, with what it was made by, and a picture of the loss beside the checkpoint."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     folder = Path(trainer.args.output_dir)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    (folder / "training_log.json").write_text(json.dumps(steps, indent=1) + "\n")
+    made_by = {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "processes": trainer.accelerator.num_processes,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "versions": {module.__name__: module.__version__ for module in (torch, transformers, accelerate, hf_burst)},
+    }
+    lines = ",\n  ".join(json.dumps(entry) for entry in steps)  # a line a step
+    log = json.dumps({**made_by, "steps": []}, indent=1).replace('"steps": []', f'"steps": [\n  {lines}\n ]')
+    (folder / "training_log.json").write_text(log + "\n")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], marker=".")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")

@@ -220,7 +220,7 @@ def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
         strip.plot(token + 0.5, 0.5, "ks")
         strip.text(token + 0.5, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
         if key == asked:
-            arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.15"}
+            arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.12"}
             strip.annotate("", (token + 0.5, 0.56), (task.question_at + 0.5, 0.56), arrowprops=arrow)
     strip.plot(task.question_at + 0.5, 0.5, "kD")
     strip.text(task.length - 0.5, 0.28, f"k{asked} = ?", ha="right", va="center", fontsize=9)

@@ -28,7 +28,7 @@ def finetune(folder: Path, *options: str) -> list[dict[str, float]]:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads((folder / "training_log.json").read_text())
+    return json.loads((folder / "training_log.json").read_text())["steps"]
 
 
 def reload(folder: Path) -> dict[str, float | str]:

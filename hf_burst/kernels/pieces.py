@@ -89,7 +89,7 @@ def backward_pieces(
     call: Callable[[Piece], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dq`, `dk` and `dv` of a tile; those of several pieces are summed in fp32 (fp64 for fp64) and left so."""
-    q, k, v = inputs
+    q, k, _ = inputs
     wide = torch.promote_types(q.dtype, torch.float32)
     sums: list[torch.Tensor] = []
     for piece in pieces:

@@ -98,23 +98,26 @@ def backward(
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    rows = _Rows(q, dout, lse, delta, out)
-    if dlse is not None:
-        rows = _without_out(attention.kernel, q, dout, lse, delta)
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=wide, device=q.device) for tensor in (q, k, v))
+    rows, keys = _Rows(q, dout, lse, delta, out, 0, dq), _Keys(k, v, 0, dk, dv)
+    if dlse is not None:
+        rows = _rows_without_out(attention.kernel, (q, dout, lse, delta), 0, dq)
 
     def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if step.recv is None:
-            _add_tiles(attention, step, rows, (k, v), (dq, dk, dv))
+            _add_tiles(attention, step, rows, keys)
             return ()
-        homes = None if step.recv.lone else [_zeros_like(tensor, wide) for tensor in visitors[: len(home)]]
+        first, lone = step.recv.start, step.recv.lone
+        sums = [
+            None if lone else torch.zeros(guest.shape, dtype=wide, device=q.device) for guest in visitors[: len(home)]
+        ]
         if visitor == "kv":
-            found = _add_tiles(attention, step, rows, visitors, (dq, *(homes or (None, None))), k_first=step.recv.start)
-            return homes or found[1:]
-        guest_q, guest_dout, guest_lse, guest_delta = visitors
-        guests = _without_out(attention.kernel, guest_q, guest_dout, guest_lse, guest_delta)
-        found = _add_tiles(attention, step, guests, (k, v), (*(homes or (None,)), dk, dv), q_first=step.recv.start)
-        return homes or found[:1]
+            guest_keys = _Keys(visitors[0], visitors[1], first, sums[0], sums[1])
+            found = _add_tiles(attention, step, rows, guest_keys)[1:]
+        else:
+            guest_rows = _rows_without_out(attention.kernel, visitors, first, sums[0])
+            found = _add_tiles(attention, step, guest_rows, keys)[:1]
+        return [gradient if total is None else total for gradient, total in zip(found, sums, strict=True)]
 
     payload, home = ((k, v), (dk, dv)) if visitor == "kv" else ((q, dout, lse, delta), (dq,))
     lone_dtype = wide if attention.kernel.card.wide else q.dtype
@@ -124,50 +127,61 @@ def backward(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Queries and what belongs to them in the backward pass; `out` as the kernel wants it."""
+    """A block of queries and what belongs to them in the backward pass, of which row 0 is row `first` of its shard.
+
+    `out` is as the kernel wants it; gradients are added to `dq`, or nowhere for `None`.
+    """
 
     q: torch.Tensor
     dout: torch.Tensor
     lse: torch.Tensor
     delta: torch.Tensor
     out: torch.Tensor | None
+    first: int
+    dq: torch.Tensor | None
 
 
-def _without_out(kernel: Kernel, q: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> _Rows:
+@dataclass(frozen=True)
+class _Keys:
+    """A block of keys and values, of which row 0 is row `first` of its shard, and where gradients are added."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    first: int
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+
+
+def _rows_without_out(kernel: Kernel, block: Sequence[torch.Tensor], first: int, dq: torch.Tensor | None) -> _Rows:
     """Rows whose output is elsewhere, or does not have the product `delta`."""
-    if not kernel.card.wants_out:
-        return _Rows(q, dout, lse, delta, None)
-    dout, out = project_out(dout, delta)
-    return _Rows(q, dout, lse, delta, out)
+    q, dout, lse, delta = block
+    out = None
+    if kernel.card.wants_out:
+        dout, out = project_out(dout, delta)
+    return _Rows(q, dout, lse, delta, out, first, dq)
 
 
-def _add_tiles(
-    attention: Attention,
-    step: Step,
-    rows: _Rows,
-    keys: Sequence[torch.Tensor],
-    sums: Sequence[torch.Tensor | None],
-    q_first: int = 0,
-    k_first: int = 0,
-) -> Sequence[torch.Tensor]:
-    """Adds the gradients of a step's tiles to `sums` (of q, k, v; `None` adds nowhere); returns the last tile's."""
+def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys) -> Sequence[torch.Tensor]:
+    """Adds the gradients of a step's tiles to the sums of its blocks; returns those of the last tile."""
     gradients: Sequence[torch.Tensor] = ()
     for tile in step.tiles:
+        q_place, k_place = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
         gradients = attention.kernel.backward(
-            _cut(rows.dout, tile.batch, tile.q, q_first),
-            _cut(rows.q, tile.batch, tile.q, q_first),
-            _cut(keys[0], tile.batch, tile.k, k_first),
-            _cut(keys[1], tile.batch, tile.k, k_first),
-            None if rows.out is None else _cut(rows.out, tile.batch, tile.q, q_first),
-            _cut(rows.lse, tile.batch, tile.q, q_first),
-            _cut(rows.delta, tile.batch, tile.q, q_first),
+            _cut(rows.dout, *q_place),
+            _cut(rows.q, *q_place),
+            _cut(keys.k, *k_place),
+            _cut(keys.v, *k_place),
+            None if rows.out is None else _cut(rows.out, *q_place),
+            _cut(rows.lse, *q_place),
+            _cut(rows.delta, *q_place),
             _band(tile),
             attention.scale,
         )
-        places = ((tile.q, q_first), (tile.k, k_first), (tile.k, k_first))
-        for total, gradient, (place, first) in zip(sums, gradients, places, strict=True):
+        for total, gradient, place in zip(
+            (rows.dq, keys.dk, keys.dv), gradients, (q_place, k_place, k_place), strict=True
+        ):
             if total is not None:
-                _cut(total, tile.batch, place, first).add_(gradient)
+                _cut(total, *place).add_(gradient)
     return gradients
 
 
@@ -248,10 +262,6 @@ def _welcome(returning: tuple[Transfer | None, Posted] | None, home: Sequence[to
     if transfer is not None:
         for total, gradient in zip(home, gradients, strict=True):
             total[:, transfer.start : transfer.stop].add_(gradient)
-
-
-def _zeros_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
 
 
 def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> torch.Tensor:
