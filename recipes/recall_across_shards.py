@@ -24,6 +24,7 @@ at chance. In one process both runs are the same and nothing is claimed.
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -262,7 +263,9 @@ def main() -> None:
         accelerator.print("One process: both runs are the same, so nothing is claimed.")
     else:
         accelerator.print(f"{'Proven' if proven else 'FAILED'} over {task.ranks} ranks: {claim}.")
-    sys.exit(0 if proven or task.ranks == 1 else 1)
+    accelerator.wait_for_everyone()
+    sys.stdout.flush()
+    os._exit(0 if proven or task.ranks == 1 else 1)  # the threads of gloo can abort an interpreter that shuts down
 
 
 if __name__ == "__main__":

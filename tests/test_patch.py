@@ -1,6 +1,8 @@
 """A patched model over 1 to 4 ranks beside the unpatched one in one process: loss, logits and every gradient."""
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +209,17 @@ def test_unpatch_keeps_a_loss_function_that_was_set() -> None:
     model.loss_function = model.loss_function
     hf_burst.unpatch_model(hf_burst.patch_model(model))
     assert "_loss_function" in vars(model)
+
+
+def test_copies_and_saved_models_stay_patched(tmp_path: Path) -> None:
+    model, batch = hf_burst.patch_model(models.make_model("llama").train()), models.make_batch("plain")
+    loss = model(**batch).loss
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other(**batch).loss, loss)
+        hf_burst.unpatch_model(other)
+        assert len(other._forward_pre_hooks) == 0
+        assert torch.equal(model(**batch).loss, loss), "the model itself stays patched"
 
 
 def test_unpatching_what_was_not_patched_is_refused() -> None:

@@ -113,17 +113,16 @@ def _fsdp2() -> bool:
     return plugin is not None and plugin.fsdp_version == 2
 
 
-def resolve_group(mesh: DeviceMesh | dist.ProcessGroup | None) -> ContextGroup:
+def resolve_group(given: ContextGroup | None) -> ContextGroup:
     """The ranks that share a sequence: those of the argument, else of accelerate's state, else all.
 
     Args:
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): What the user passed.
+        given ([`ContextGroup`], *optional*): That of the mesh that the user passed.
 
     Raises:
         ConfigError: If the argument and accelerate's state name different groups, or accelerate itself shards
             sequences.
     """
-    given = ContextGroup.from_mesh(mesh) if mesh is not None else None
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")
     if isinstance(config, BurstParallelismConfig):

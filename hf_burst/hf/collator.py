@@ -39,7 +39,7 @@ def shard_batch(
         BatchError: If the batch is empty, shapes disagree or the mask is not padding.
         ShardingError: If the sequence has fewer tokens than chunks.
     """
-    group = resolve_group(mesh)
+    group = resolve_group(None if mesh is None else ContextGroup.from_mesh(mesh))
     return _shard(batch, config or BurstConfig(), group.rank, group.size)
 
 
@@ -74,13 +74,13 @@ class BurstCollator:
     ) -> None:
         self.base_collator = base_collator
         self.config = config or BurstConfig()
-        self._mesh = mesh
+        self._given = None if mesh is None else ContextGroup.from_mesh(mesh)
         self._place: tuple[int, int] | None = None
 
     def _resolve(self) -> tuple[int, int]:
         """This rank and the size of the group, found at the first use, in the main process."""
         if self._place is None:
-            group: ContextGroup = resolve_group(self._mesh)
+            group = resolve_group(self._given)
             self._place = (group.rank, group.size)
         return self._place
 
@@ -89,6 +89,6 @@ class BurstCollator:
         return _shard(self.base_collator(features), self.config, *self._resolve())
 
     def __getstate__(self) -> dict[str, Any]:
-        """For data loader workers: they know the place, not the group."""
+        """For data loader workers, which know nothing of groups: the place is found before they start."""
         self._resolve()
-        return {**self.__dict__, "_mesh": None}
+        return self.__dict__

@@ -77,7 +77,8 @@ def patch_model(
         raise UnsupportedModelError(
             f"{type(base).__name__} keeps its attention {previous!r}: it does not use Transformers' AttentionInterface."
         )
-    patch = _Patch(config or BurstConfig(), mesh, previous, base.loss_function, "_loss_function" in vars(base))
+    given = None if mesh is None else ContextGroup.from_mesh(mesh)
+    patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, "_loss_function" in vars(base))
     patch.handles = [
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
@@ -122,7 +123,7 @@ class _Patch:
 
     Args:
         config ([`BurstConfig`]): The knobs.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): What the user passed.
+        given ([`ContextGroup`], *optional*): The ranks that the user named.
         attention (`str`): The attention implementation before.
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
@@ -132,7 +133,7 @@ class _Patch:
     """
 
     config: BurstConfig
-    mesh: DeviceMesh | dist.ProcessGroup | None
+    given: ContextGroup | None
     attention: str
     plain_loss: Any
     loss_was_set: bool
@@ -153,7 +154,7 @@ class _Patch:
         if not module.training and (batch.get("past_key_values") is not None or batch.get("use_cache")):
             return (), batch  # generation: every rank holds the whole prompt, attention is Transformers' own
         if self.group is None:
-            self.group = resolve_group(self.mesh)
+            self.group = resolve_group(self.given)
         error: Exception | None = None
         prepared: dict[str, Any] = {}
         call: ForwardCall | None = None
