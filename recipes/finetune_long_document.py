@@ -247,6 +247,9 @@ def main() -> None:
     if trainer.is_world_process_zero():
         report(trainer, recipe, trainer.accelerator.parallelism_config.burst_size)
     trainer.accelerator.wait_for_everyone()
+    if training.use_cpu:  # all is written; gloo's threads now and then abort an interpreter that shuts down
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_the_readme_has_exactly_two_setup_commands() -> None:
 
 def test_files_that_the_readme_names_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    for name in re.findall(r"\((?!http)([\w./-]+)\)", readme):
+    for name in re.findall(r"\]\((?!http)([\w./-]+)\)", readme):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"(?:recipes|notebooks|tests)/[\w./-]+\.(?:py|yaml|ipynb|png|json)", readme):
         assert (ROOT / name).exists(), name
