@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState, GradientState
 
 
 class RankError(Exception):
@@ -73,6 +74,12 @@ class RankPool:
             process.join()
 
 
+def reset_accelerate() -> None:
+    """Forgets accelerate's state, which lives as long as a process and would reach from one test into the next."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -94,6 +101,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> N
             function, arguments = pipe.recv()
         except EOFError:
             os._exit(0)
+        reset_accelerate()
         try:
             pipe.send((function(rank, size, *arguments), None, None))
         except BaseException as error:

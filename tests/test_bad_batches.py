@@ -22,7 +22,6 @@ from hf_burst.errors import (
 )
 from tests import models
 from tests.ranks import RankError, RankPool
-from tests.test_training import reset_accelerate
 
 Ranks = Callable[[int], RankPool]
 
@@ -195,7 +194,6 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
 
 
 def train_on(rank: int, size: int, make: Callable[[int], dict[str, Any]]) -> float:
-    reset_accelerate()
     model = hf_burst.patch_model(models.make_model("llama").train())
     model(**good(rank)).loss.backward()
     return float(model(**make(rank)).loss.detach())
@@ -241,7 +239,6 @@ def test_shards_made_by_hand_are_served(ranks: Ranks) -> None:
 
 
 def plain_data_parallelism(rank: int, size: int) -> None:
-    reset_accelerate()
     accelerator = Accelerator(cpu=True)
     model = hf_burst.patch_model(models.make_model("llama").train())
     rows = [{key: value[0] for key, value in models.make_batch("plain", 24, seed).items()} for seed in range(4)]
@@ -282,12 +279,10 @@ def large_logits(rank: int, size: int) -> None:
 
 
 def mesh_that_does_not_fit(rank: int, size: int) -> None:
-    reset_accelerate()
     Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=4))
 
 
 def two_groups(rank: int, size: int) -> None:
-    reset_accelerate()
     Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=1))
     model = hf_burst.patch_model(models.make_model("llama").train(), mesh=torch.distributed.group.WORLD)
     model(**good(rank))

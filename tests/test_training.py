@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 import hf_burst
 from tests import models
-from tests.ranks import RankPool
+from tests.ranks import RankPool, reset_accelerate
 
 Ranks = Callable[[int], RankPool]
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
@@ -49,12 +48,6 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     if "position_ids" not in rows[0]:
         batch["attention_mask"] = torch.stack([torch.arange(length) < len(row["input_ids"]) for row in rows]).long()
     return batch
-
-
-def reset_accelerate() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    PartialState._reset_state()
 
 
 def plan_of(burst: int, explicit: bool) -> tuple[Any, Callable[..., Any]]:
