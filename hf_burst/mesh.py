@@ -67,6 +67,11 @@ class ContextGroup:
         """The process group; only for `size > 1`."""
         return group_by_name(self.name)
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the group as torch.distributed numbers them."""
+        return dist.get_process_group_ranks(self.process_group) if self.size > 1 else []
+
     def agree(self, facts: dict[str, Any], error: Exception | None, device: torch.device, tally: int = 0) -> int:
         """Lets all ranks go on together, or raises the same error on all of them.
 
@@ -113,8 +118,9 @@ class ContextGroup:
             if len({json.dumps(seen["facts"].get(key), default=str) for seen in reports}) > 1
         ]
         raise RankMismatchError(
-            "The ranks that share a sequence hold different inputs. " + "; ".join(different) + ". Give every rank of a "
-            "group the same batch: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
-            "TrainingArguments(parallelism_config=...), makes the data loader do so; without it plain data parallelism "
-            "hands every rank a batch of its own. For data parallelism alone, do not patch the model."
+            "The ranks that share a sequence are about to compute different things. " + "; ".join(different) + ". If "
+            "their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
+            "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; "
+            "without it plain data parallelism hands every rank a batch of its own. An IterableDataset also needs "
+            "dispatch_batches=False. For data parallelism alone, do not patch the model."
         )

@@ -14,6 +14,7 @@ Four GPUs, Llama-3.1-8B with LoRA on local text:
         --config recipes/configs/llama_8b_lora.yaml --dataset books/*.txt --output_dir outputs/books
 """
 
+import argparse
 import json
 import os
 import pydoc_data.topics
@@ -45,6 +46,8 @@ from transformers import (
 
 import hf_burst
 
+SHORTEST = 256  # tokens that a remainder is padded to: enough chunks for 128 processes
+
 
 @dataclass
 class Recipe:
@@ -60,7 +63,7 @@ class Recipe:
     dtype: str = field(default="auto", metadata={"help": "Dtype to load the weights in: auto, float32, bfloat16."})
     dataset: list[str] = field(
         default_factory=lambda: ["python_topics"],
-        metadata={"help": "Files (.txt, .jsonl, .json, .parquet), a hub name, or 'python_topics'."},
+        metadata={"help": "Files (.txt, .md, .jsonl, .json, .parquet, .csv), a hub name, or 'python_topics'."},
     )
     dataset_split: str = field(default="train", metadata={"help": "Split to train on."})
     text_column: str = field(default="text", metadata={"help": "Column that holds the documents."})
@@ -70,21 +73,24 @@ class Recipe:
     )
     lora_rank: int = field(default=0, metadata={"help": "Rank of LoRA on all linear layers; 0 trains every weight."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of LoRA."})
-    burst_size: int | None = field(default=None, metadata={"help": "Processes that share a sequence; default all."})
+    burst_size: int | None = field(
+        default=None, metadata={"help": "Processes that share a sequence; default HF_BURST_SIZE, else all."}
+    )
     burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {backward: burst}."})
 
 
 def parse(arguments: list[str]) -> tuple[Recipe, TrainingArguments]:
     """The YAML file that `--config` names gives the defaults of the command line."""
     parser = HfArgumentParser((Recipe, TrainingArguments))
-    if "--config" in arguments:
-        place = arguments.index("--config")
-        values = yaml.safe_load(Path(arguments[place + 1]).read_text())
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path, action="append", default=[])
+    files, arguments = first.parse_known_args(arguments)
+    for file in files.config:  # of several files, later ones overrule
+        values = yaml.safe_load(file.read_text()) or {}
         known = {action.dest for action in parser._actions}
         if unknown := sorted(set(values) - known):
-            raise SystemExit(f"{arguments[place + 1]}: no setting is called {', '.join(unknown)}; see --help.")
+            raise SystemExit(f"{file}: no setting is called {', '.join(unknown)}; see --help.")
         parser.set_defaults(**values)
-        arguments = arguments[:place] + arguments[place + 2 :]
     recipe, training = parser.parse_args_into_dataclasses(arguments)
     return recipe, training
 
@@ -101,8 +107,11 @@ def load_documents(recipe: Recipe) -> datasets.Dataset:
     sources = [recipe.dataset] if isinstance(recipe.dataset, str) else recipe.dataset
     if sources == ["python_topics"]:
         return datasets.Dataset.from_dict({recipe.text_column: ["\n\n".join(pydoc_data.topics.topics.values())]})
-    kinds = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    kind = kinds.get(Path(sources[0]).suffix)
+    kinds = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+    found = {kinds.get(Path(source).suffix) for source in sources}
+    if len(found) > 1:
+        raise SystemExit(f"dataset {sources} mixes kinds of files; give files of one kind ({', '.join(kinds)}).")
+    kind = found.pop()
     if kind is None:
         return datasets.load_dataset(*sources, split=recipe.dataset_split)
     options = {"sample_by": "document"} if kind == "text" else {}
@@ -117,8 +126,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def pack(rows: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, column: str, length: int) -> dict[str, Any]:
-    """Cuts the stream of all documents into sequences. Nothing is dropped; a document sees nothing before it starts."""
-    documents = [tokenizer(text)["input_ids"] for text in rows[column]]
+    """Cuts the stream of all documents into sequences; a document sees nothing before it starts. Nothing is dropped
+    but a single last token, which predicts nothing."""
+    documents = [tokenizer(text)["input_ids"] for text in rows[column] if text]
     documents = [document for document in documents if document]
     tokens = list(chain.from_iterable(documents))
     starts = set()
@@ -127,7 +137,7 @@ def pack(rows: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, column:
         starts.add(position)
         position += len(document)
     sequences: dict[str, Any] = {"input_ids": [], "position_ids": [], "labels": []}
-    for first in range(0, len(tokens), length):
+    for first in range(0, len(tokens) - 1, length):
         piece = tokens[first : first + length]
         offset, positions, labels = 0, [], list(piece)
         for index in range(len(piece)):
@@ -142,7 +152,7 @@ def pack(rows: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, column:
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Stacks sequences; shorter ones are padded on the right, the padding being a document of its own."""
-    longest = max(len(row["input_ids"]) for row in rows)
+    longest = max(SHORTEST, *(len(row["input_ids"]) for row in rows))
     batch: dict[str, list[list[int]]] = {"input_ids": [], "position_ids": [], "labels": []}
     for row in rows:
         missing = longest - len(row["input_ids"])
@@ -163,7 +173,7 @@ def load_model(recipe: Recipe, vocabulary: int) -> torch.nn.Module:
     if scaling:
         config.rope_parameters = {**(config.rope_parameters or {}), **scaling}
     if recipe.model is None:
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=None if recipe.dtype == "auto" else recipe.dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=recipe.dtype)
     hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(mapping(recipe.burst)))
@@ -201,6 +211,9 @@ def report(trainer: Trainer, recipe: Recipe, processes: int) -> None:
 
     folder = Path(trainer.args.output_dir)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    if not steps:
+        print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps})")
+        return
     made_by = {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "processes": trainer.accelerator.num_processes,
@@ -221,12 +234,17 @@ def report(trainer: Trainer, recipe: Recipe, processes: int) -> None:
 
 def main() -> None:
     recipe, training = parse(sys.argv[1:])
-    training.parallelism_config = hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size)
+    from_environment = hf_burst.BurstParallelismConfig.from_env()
+    training.parallelism_config = (
+        hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size) if recipe.burst_size else from_environment
+    )
     training.include_num_input_tokens_seen = "all"
     training.remove_unused_columns = False
     set_seed(training.seed)
     tokenizer = load_tokenizer(recipe)
     documents = load_documents(recipe)
+    if recipe.text_column not in documents.column_names:
+        raise SystemExit(f"No column {recipe.text_column!r} in {documents.column_names}: set text_column.")
     with training.main_process_first(desc="tokenising"):
         sequences = documents.map(
             pack,
@@ -235,6 +253,8 @@ def main() -> None:
             remove_columns=documents.column_names,
             fn_kwargs={"tokenizer": tokenizer, "column": recipe.text_column, "length": recipe.sequence_length},
         )
+    if len(sequences) == 0:
+        raise SystemExit(f"dataset {recipe.dataset} holds no text in the column {recipe.text_column!r}.")
     trainer = LongTrainer(
         model=load_model(recipe, len(tokenizer)),
         args=training,

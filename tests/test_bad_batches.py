@@ -158,6 +158,39 @@ def sharded_twice(rank: int) -> dict[str, Any]:
     return hf_burst.shard_batch(hf_burst.shard_batch(good(rank)))
 
 
+def token_beyond_the_vocabulary(rank: int) -> dict[str, torch.Tensor]:
+    batch = good(rank)
+    batch["input_ids"][0, 20] = models.VOCABULARY  # in the shard of rank 0 alone
+    return batch
+
+
+def label_beyond_the_vocabulary(rank: int) -> dict[str, torch.Tensor]:
+    batch = good(rank)
+    batch["labels"][0, 21] = models.VOCABULARY
+    return batch
+
+
+def hidden_states_on_one_rank(rank: int) -> dict[str, Any]:
+    return {**good(rank), "output_hidden_states": rank == 0}
+
+
+def items_on_one_rank(rank: int) -> dict[str, Any]:
+    return {**good(rank), "num_items_in_batch": 7} if rank == 0 else good(rank)
+
+
+def items_counted_by_each_rank(rank: int) -> dict[str, Any]:
+    shard = hf_burst.shard_batch(good(rank))
+    return {**shard, "num_items_in_batch": (shard["shift_labels"] != -100).sum()}
+
+
+def no_items(rank: int) -> dict[str, Any]:
+    return {**all_ignored(rank), "num_items_in_batch": torch.tensor(0)}
+
+
+def sharded_without_its_labels(rank: int) -> dict[str, Any]:
+    return {key: value for key, value in hf_burst.shard_batch(good(rank)).items() if key != "labels"}
+
+
 def not_a_tensor_on_one_rank(rank: int) -> dict[str, Any]:
     return {**good(rank), "labels": "none"} if rank == 0 else good(rank)
 
@@ -190,6 +223,13 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     sharded_without_positions: (BatchError, "position_ids are missing"),
     sharded_with_a_mask: (BatchError, "attention_mask"),
     sharded_twice: (BatchError, "Shard it once"),
+    sharded_without_its_labels: (BatchError, "labels were taken out of a sharded batch"),
+    token_beyond_the_vocabulary: (BurstError, "input_ids holds 61; this model takes 0 to 60"),
+    label_beyond_the_vocabulary: (BurstError, "labels holds 61"),
+    hidden_states_on_one_rank: (RankMismatchError, "hidden states: rank 0 has True"),
+    items_on_one_rank: (RankMismatchError, "num_items_in_batch: rank 0 has 7.0, rank 1 has None"),
+    items_counted_by_each_rank: (RankMismatchError, "num_items_in_batch"),
+    no_items: (BatchError, "All labels of the batch are -100"),
 }
 
 
@@ -278,6 +318,20 @@ def large_logits(rank: int, size: int) -> None:
     model(good(rank)["input_ids"])
 
 
+def learned_positions_run_out(rank: int, size: int) -> None:
+    hf_burst.patch_model(models.make_model("gpt2").train())(**models.make_batch("plain", length=520))
+
+
+def rows_that_do_not_exist(rank: int, size: int) -> None:
+    hf_burst.patch_model(models.make_model("llama").eval())(good(rank)["input_ids"], logits_to_keep=torch.tensor([30]))
+
+
+def batches_drift_apart(rank: int, size: int) -> None:
+    """In collator mode contents are compared always, not in the first passes only."""
+    model = hf_burst.patch_model(models.make_model("llama").train(), hf_burst.BurstConfig(content_checks=0))
+    model(**sharded_from_different_batches(rank))
+
+
 def mesh_that_does_not_fit(rank: int, size: int) -> None:
     Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=4))
 
@@ -295,6 +349,9 @@ def two_groups(rank: int, size: int) -> None:
         (dropout, UnsupportedModelError, "config.attn_pdrop is 0.1"),
         (missing_kernel, KernelError, "torch_flash"),
         (large_logits, BatchError, "logits_to_keep"),
+        (learned_positions_run_out, BurstError, "position_ids holds 512; this model takes 0 to 511"),
+        (rows_that_do_not_exist, BatchError, "logits_to_keep is .*24 tokens"),
+        (batches_drift_apart, RankMismatchError, "content"),
         (mesh_that_does_not_fit, ConfigError, "burst_size=4.*4 ranks, but 2 were launched"),
         (two_groups, ConfigError, "Two groups are named"),
     ],

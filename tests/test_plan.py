@@ -23,6 +23,7 @@ from hf_burst.plan import (
     rank_traffic,
     verify_plan,
 )
+from hf_burst.plan.schedule import goes_ahead
 from hf_burst.plan.traffic import step_traffic
 from tests.oracle import admitted_pairs
 
@@ -405,3 +406,54 @@ def test_a_sequence_of_one_token_a_chunk_is_long_enough():
     for ranks, chunking in ((4, "zigzag"), (8, "contiguous")):
         plan = one_document(8, ranks, chunking)
         assert verify_plan(plan, "kv") == verify_plan(plan, "q") == 36
+
+
+def rounds(plan: Plan, rank: int, visitor: str, returning: bool) -> list[tuple[str, int, set[int]]]:
+    """The rounds of a rank in the order in which the loop posts them, and the peers of each."""
+    found: list[tuple[str, int, set[int]]] = []
+
+    def post(kind: str, step) -> None:
+        peers = {transfer.peer for transfer in (step.send, step.recv) if transfer}
+        if peers:
+            found.append((kind, step.distance, peers))
+
+    steps = plan.schedule(rank, visitor)
+    for index, step in enumerate(steps):
+        following = steps[index + 1] if index + 1 < len(steps) else None
+        ahead = following is not None and goes_ahead(step, following, returning)
+        if ahead:
+            post("visitors", following)
+        if returning and step.distance:
+            post("gradients", step)
+        if following is not None and not ahead:
+            post("visitors", following)
+    return found
+
+
+def waits_for_ever(plan: Plan, visitor: str, returning: bool) -> bool:
+    """Plays the rounds as NCCL carries them out: one after the other, a message passing when both ends are at it."""
+    queues = [rounds(plan, rank, visitor, returning) for rank in range(plan.sharding.ranks)]
+    while any(queues):
+        passed = False
+        for rank, queue in enumerate(queues):
+            for peer in sorted(queue[0][2]) if queue else ():
+                if queues[peer] and queues[peer][0][:2] == queue[0][:2]:
+                    queue[0][2].discard(peer)
+                    queues[peer][0][2].discard(rank)
+                    passed = True
+        for queue in queues:
+            if queue and not queue[0][2]:
+                queue.pop(0)
+        if not passed:
+            return True
+    return False
+
+
+@given(st.integers(2, 8), st.lists(st.integers(1, 127), max_size=6, unique=True), st.sampled_from([None, 3, 20]))
+@settings(max_examples=150)
+@example(4, [24, 80, 96], None)
+def test_no_order_of_rounds_waits_for_ever(ranks, cuts, window):
+    plan = make_plan((Mask(128, True, window, (0, *sorted(cuts), 128)),), make_sharding(128, ranks))
+    for visitor in ("kv", "q"):
+        for returning in (False, True):
+            assert not waits_for_ever(plan, visitor, returning), (visitor, returning)

@@ -128,10 +128,10 @@ def resolve_group(given: ContextGroup | None) -> ContextGroup:
     if isinstance(config, BurstParallelismConfig):
         device_mesh = state.get("device_mesh") or config.device_mesh
         shared = ContextGroup.from_mesh(device_mesh[CP_DIM]) if config.shares_sequences else ContextGroup()
-        if given is not None and (given.size, given.rank) != (shared.size, shared.rank):
+        if given is not None and given.members != shared.members:
             raise ConfigError(
-                f"Two groups are named: the mesh passed to hf_burst has {given.size} ranks, BurstParallelismConfig has "
-                f"burst_size={shared.size}. Pass one of them only."
+                f"Two groups are named: the mesh passed to hf_burst has the ranks {given.members}, "
+                f"BurstParallelismConfig(burst_size={shared.size}) has {shared.members}. Pass one of them only."
             )
         return given or shared
     if config is not None and (config.cp_size > 1 or config.sp_size > 1):

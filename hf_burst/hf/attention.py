@@ -89,9 +89,14 @@ def attention_forward(
     return out, None
 
 
-def attention_mask(**arguments: Any) -> DeferredMask:
-    """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built."""
-    return DeferredMask(arguments)
+def attention_mask(**arguments: Any) -> DeferredMask | torch.Tensor | None:
+    """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built.
+
+    Only generation has padding masks, or keys besides those of its queries; it is given its mask at once.
+    """
+    deferred = DeferredMask(arguments)
+    square = arguments["q_length"] == arguments["kv_length"]
+    return deferred if square and arguments.get("attention_mask") is None else deferred.build()
 
 
 def register() -> None:

@@ -40,12 +40,14 @@ class ShardedBatch:
         rank (`int`): Whose part it is.
         fingerprint (`int`): Checksum of the whole batch.
         positions (`int`): Checksum of the position ids of this part.
+        labelled (`bool`): Whether the batch had labels.
     """
 
     layout: SequenceLayout
     rank: int
     fingerprint: int
     positions: int
+    labelled: bool
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,9 @@ def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None) -> No
     counted = int(((targets != IGNORE_INDEX) & (mask == 0)).sum())
     if counted:
         raise BatchError(
-            f"{counted} tokens that attention_mask hides have labels to predict. Set the labels of padding to "
-            f"{IGNORE_INDEX}, as Transformers' data collators do."
+            f"{counted} tokens that attention_mask hides have labels to predict, which is not defined. Set the labels "
+            f"of padding to {IGNORE_INDEX}, and with padding on the left also that of the first token after it, which "
+            "padding would predict; or pad on the right."
         )
 
 
@@ -206,7 +209,8 @@ def describe_shard(
     shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int
 ) -> ShardedBatch:
     """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
-    return ShardedBatch(layout, rank, fingerprint(full), _checksum(shard["position_ids"]))
+    labelled = shard.get("labels") is not None
+    return ShardedBatch(layout, rank, fingerprint(full), _checksum(shard["position_ids"]), labelled)
 
 
 def layout_of_shard(
@@ -226,6 +230,8 @@ def layout_of_shard(
     rows, own = batch_shape(batch)
     for key in ("position_ids", "shift_labels"):
         value = batch.get(key)
+        if key == "shift_labels" and value is None and batch.get(LAYOUT_KEY) is not None:
+            continue  # a batch that had no labels
         if value is None or tuple(value.shape) != (rows, own):
             shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
             raise BatchError(
@@ -238,6 +244,11 @@ def layout_of_shard(
         )
     about = batch.get(LAYOUT_KEY)
     positions = batch["position_ids"]
+    if about is not None and about.labelled and batch.get("labels") is None:
+        raise BatchError(
+            "The labels were taken out of a sharded batch, as Trainer does for label smoothing and compute_loss_func. "
+            "Give the model full batches instead (no BurstCollator): their logits are gathered."
+        )
     if about is None:
         layout = SequenceLayout.for_batch([(0, own * group.size)] * rows, group.size, config.chunking)
         expected = layout.indices(group.rank).to(positions.device)
@@ -267,6 +278,32 @@ def layout_of_shard(
             "hf_burst.shard_batch made them."
         )
     return layout
+
+
+def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: int | None) -> None:
+    """Raises for token ids, labels and learned positions that the model lacks: an index error of one rank alone would
+    leave the others waiting.
+
+    Args:
+        batch (mapping): The part of this rank.
+        vocabulary (`int`): Rows of the input embedding.
+        positions (`int`, *optional*): Rows of a learned position embedding.
+    """
+    limits = {"input_ids": vocabulary, "token_type_ids": vocabulary, "labels": vocabulary, "shift_labels": vocabulary}
+    if positions is not None:
+        limits["position_ids"] = positions
+    for key, limit in limits.items():
+        value = batch.get(key)
+        if not isinstance(value, torch.Tensor):
+            continue
+        wrong = (value < 0) | (value >= limit)
+        if "labels" in key:
+            wrong &= value != IGNORE_INDEX
+        if wrong.any():
+            raise BatchError(
+                f"{key} holds {value[wrong][0].item()}; this model takes 0 to {limit - 1}. Does the tokenizer belong "
+                "to the model, and is the sequence no longer than its learned positions?"
+            )
 
 
 def fingerprint(batch: Mapping[str, Any]) -> int:

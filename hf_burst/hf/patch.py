@@ -20,14 +20,13 @@ from transformers import PreTrainedModel
 
 from ..config import BurstConfig
 from ..errors import BatchError, ConfigError, UnsupportedModelError
-from ..kernels import select_kernel
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import resolve_group
 from .attention import NAME, register
-from .batch import LAYOUT_KEY, ForwardCall, batch_shape, fingerprint, layout_of_shard, shard_full
-from .support import base_model, check_dropout, check_model
+from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
+from .support import base_model, check_dropout, check_model, learned_positions
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,6 @@ class _Patch:
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         handles (`list`): The hooks.
-        group ([`ContextGroup`], *optional*): The ranks, once they are known.
         forwards (`int`): Sharded forward passes so far.
     """
 
@@ -138,9 +136,14 @@ class _Patch:
     plain_loss: Any
     loss_was_set: bool
     handles: list[RemovableHandle] = field(default_factory=list)
-    group: ContextGroup | None = None
     forwards: int = 0
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A model saved whole brings its patch along, and the attention must be known where it is loaded."""
+        self.__dict__.update(state)
+        register()
+
+    @torch.compiler.disable
     def before(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pre-hook: checks the batch, agrees with the other ranks, and cuts it."""
         if getattr(module, "_is_replica", False):
@@ -148,32 +151,33 @@ class _Patch:
                 "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
                 "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
             )
-        batch = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-        batch.pop("self")
-        batch.update(batch.pop("kwargs", {}))
-        if not module.training and (batch.get("past_key_values") is not None or batch.get("use_cache")):
-            return (), batch  # generation: every rank holds the whole prompt, attention is Transformers' own
-        if self.group is None:
-            self.group = resolve_group(self.given)
+        group = resolve_group(self.given)
         error: Exception | None = None
         prepared: dict[str, Any] = {}
         call: ForwardCall | None = None
         facts: dict[str, Any] = {}
         try:
-            prepared, call, facts = self._prepare(module, batch, self.group)
+            batch = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+            batch.pop("self")
+            batch.update(batch.pop("kwargs", {}))
+            if _is_generation(module, batch):
+                return (), batch
+            prepared, call, facts = self._prepare(module, batch, group)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         counted = prepared.get("shift_labels")
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
-        tokens = self.group.agree(facts, error, next(module.parameters()).device, tally=mine)
+        tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
         self.forwards += 1
-        if counted is not None and tokens == 0 and batch.get("num_items_in_batch") is None:
+        if counted is not None and tokens == 0 and not facts["num_items_in_batch"]:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
                 "learn from. Drop such batches, or check how the labels are masked."
             )
-        return (), {**prepared, "use_cache": False, _CALL: replace(call, tokens=tokens)}
+        if group.size > 1 or module.training:  # one process may go on to generate from the cache
+            prepared["use_cache"] = False
+        return (), {**prepared, _CALL: replace(call, tokens=tokens)}
 
     def _prepare(
         self, module: PreTrainedModel, batch: dict[str, Any], group: ContextGroup
@@ -190,30 +194,27 @@ class _Patch:
         about = batch.pop(LAYOUT_KEY, None)
         if explicit:
             layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
-            prepared = {**batch, "labels": batch["shift_labels"]}
-            content = about.fingerprint if about and compare else None
+            prepared = {**batch, "labels": batch.get("shift_labels")}
+            content = about.fingerprint if about else None
         else:
             prepared, layout = shard_full(batch, self.config, group.rank, group.size)
             content = fingerprint(batch) if compare else None
+        check_ranges(prepared, module.config.vocab_size, learned_positions(module))
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
         logits = self._logits_fate(module, prepared, layout, kept, group, explicit)
-        device = next(module.parameters()).device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else module.dtype
-        head_dim = getattr(module.config, "head_dim", None) or (
-            module.config.hidden_size // module.config.num_attention_heads
-        )
-        select_kernel(self.config.kernel, device, dtype, head_dim, head_dim)
+        items = batch.get("num_items_in_batch")
         facts = {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
-            "dtype": str(dtype),
+            "dtype": str(module.dtype),
             "documents": f"{sum(map(len, layout.documents)) - layout.batch_size} (checksum {hash(layout.documents):x})",
             "labels": prepared.get("labels") is not None,
+            "num_items_in_batch": None if items is None else float(items),
             "sharded already": explicit,
             "training": module.training,
             "logits to keep": kept,
+            "hidden states": bool(batch.get("output_hidden_states")),
             "BurstConfig": str(self.config),
             "content (checksum)": content,
         }
@@ -253,6 +254,7 @@ class _Patch:
         logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
         return "drop"
 
+    @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         call: ForwardCall | None = kwargs.get(_CALL)
@@ -292,16 +294,23 @@ class _Patch:
         return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)
 
 
+def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether this is a step of `generate`: every rank holds the whole prompt, and attention is Transformers' own."""
+    if module.training or any(batch.get(key) is not None for key in ("labels", "shift_labels", LAYOUT_KEY)):
+        return False
+    return batch.get("past_key_values") is not None or bool(batch.get("use_cache"))
+
+
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
     check_dropout(module)
     if batch.get("past_key_values") is not None:
-        raise BatchError("past_key_values in training: a cache cannot be sharded. Leave it out, or call model.eval().")
+        raise BatchError("past_key_values in training or with labels: a cache cannot be sharded. Leave it out.")
     for key in ("output_attentions", "encoder_hidden_states"):
         if batch.get(key) is not None and batch.get(key) is not False:
             raise BatchError(f"{key} is not served by hf_burst: attention weights are never in memory. Leave it out.")
-    if batch.get("return_dict") is False:
-        raise BatchError("return_dict=False is not served by hf_burst. Leave it out and read the outputs by name.")
+    if batch.get("return_dict", module.config.return_dict) is False:
+        raise BatchError("return_dict=False is not served by hf_burst. Set it to True and read the outputs by name.")
     batch_shape(batch)
 
 
@@ -313,6 +322,15 @@ def _asks_to_keep(batch: Mapping[str, Any]) -> bool:
 def _keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
     length = layout.length - layout.padding
+    if isinstance(keep, torch.Tensor):
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or bool(((keep < -length) | (keep >= length)).any())
+    else:
+        bad = keep < 0
+    if bad:
+        raise BatchError(
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of indices of 1 dimension into "
+            f"the {length} tokens of the sequence."
+        )
     wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
     places: list[tuple[int, ...]] = []
     rows: list[int] = []

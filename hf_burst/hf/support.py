@@ -40,9 +40,9 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     if not isinstance(inner, PreTrainedModel):
         hint = ""
         if hasattr(model, "module"):
-            hint = " Patch the model before it is wrapped (before accelerator.prepare or DistributedDataParallel)."
+            hint = " Pass the model inside: patch it before it is wrapped (accelerator.prepare), unpatch model.module."
         raise UnsupportedModelError(
-            f"patch_model takes a Transformers model, or a peft model of one, got {type(model).__name__}.{hint}"
+            f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}.{hint}"
         )
     return inner
 
@@ -82,6 +82,11 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Up to how many positions a model has learned embeddings; `None` for rotary ones, which know no end."""
+    return model.config.n_positions if model.config.model_type == "gpt2" else None
 
 
 def _rope_types(parameters: Any) -> set[str]:

@@ -51,6 +51,21 @@ class Step:
     recv: Transfer | None = None
 
 
+def goes_ahead(step: Step, following: Step, returning: bool) -> bool:
+    """Whether the visitors of the following step are sent before `step` computes, or after its gradients.
+
+    Visitors of distance s + 1 go before the gradients of distance s, and these before the visitors of any larger
+    distance: one order of all rounds, kept by every rank whatever steps it leaves out. Backends that carry out rounds
+    in order (NCCL) would wait for ever if the two ends of a message had it at different places.
+
+    Args:
+        step ([`Step`]): What is computed next.
+        following ([`Step`]): The step after it, not always of the next distance.
+        returning (`bool`): Whether gradients return, as in the backward pass.
+    """
+    return not returning or step.distance == 0 or following.distance == step.distance + 1
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that follows from the masks of a batch and the ownership of its chunks.

@@ -39,8 +39,8 @@ class Posted:
 class Exchange:
     """The messages of one rank in one pass.
 
-    Every rank posts its rounds in the same order (visitors of step s + 1 before the gradients of step s), and a message
-    belongs to the same round at both of its ends, so no rank waits for a round that its peer has not reached.
+    Every rank posts its rounds in the same order ([`goes_ahead`]), and a message belongs to the same round at both of
+    its ends, so no rank waits for a round that its peer has not reached.
     """
 
     group: ContextGroup

@@ -7,7 +7,7 @@ import torch
 
 from ..kernels import Band, Kernel, project_out
 from ..plan import Plan, Step, Tile, Transfer
-from ..plan.schedule import Visitor
+from ..plan.schedule import Visitor, goes_ahead
 from .exchange import Exchange, Expected, Posted
 from .merge import accumulation_dtype, merge_
 
@@ -209,13 +209,17 @@ def _circulate(
     arriving = _post_visitors(exchange, steps[0], payload)
     for index, step in enumerate(steps):
         visitors = arriving.wait() if step.distance else payload
-        if index + 1 < len(steps):
-            arriving = _post_visitors(exchange, steps[index + 1], payload)
+        following = steps[index + 1] if index + 1 < len(steps) else None
+        ahead = following is not None and goes_ahead(step, following, bool(home))
+        if following is not None and ahead:
+            arriving = _post_visitors(exchange, following, payload)
         gradients = visit(step, visitors) if step.tiles else ()
         if home and step.distance:
             posted = _post_gradients(exchange, step, gradients, home, lone_dtype)
             _welcome(returning, home)
             returning = (step.send, posted)
+        if following is not None and not ahead:
+            arriving = _post_visitors(exchange, following, payload)
     _welcome(returning, home)
 
 
