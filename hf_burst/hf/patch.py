@@ -278,8 +278,9 @@ class _Patch:
         """The model's `loss_function`: the cross-entropy of the whole batch, weighted by tokens over all ranks.
 
         With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the
-        group. `num_items_in_batch` is the number of labels over all ranks, so a full batch, which every rank of a group
-        holds, is counted by each of them, and a sharded one once.
+        group. `num_items_in_batch` is the number of labels gathered and summed over all ranks: a full batch, which
+        every rank of a group holds, is counted by each of them, a sharded one once. As in Transformers, the loss is
+        then to be multiplied by the number of processes, whose gradients are averaged.
         """
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:
