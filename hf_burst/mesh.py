@@ -104,7 +104,7 @@ class ContextGroup:
         if not flags.any() and (digests == digest).all():
             return int(tallies.sum())
         reports: list[Any] = [None] * self.size
-        report = {"facts": facts, "error": str(error) if error else None}
+        report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
         dist.all_gather_object(reports, report, group=self.process_group)
         if error is not None:
             raise error

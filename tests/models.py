@@ -27,19 +27,25 @@ _SIZES = {
     "intermediate_size": 48,
     "max_position_embeddings": 512,
 }
+
+
+def llama_with(rope: dict[str, object]) -> LlamaForCausalLM:
+    """A small Llama with as many key as query heads and scaled rotary positions."""
+    return LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4, rope_parameters={"rope_theta": 1e4, **rope}))
+
+
 _MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=2)),
-    "llama_yarn": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            **_SIZES,
-            num_key_value_heads=4,
-            rope_parameters={
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "rope_theta": 1e4,
-                "original_max_position_embeddings": 16,
-            },
-        )
+    "llama_yarn": lambda: llama_with({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    "llama_linear": lambda: llama_with({"rope_type": "linear", "factor": 4.0}),
+    "llama_llama3": lambda: llama_with(
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
     ),
     "qwen2": lambda: Qwen2ForCausalLM(
         Qwen2Config(**_SIZES, num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=1)

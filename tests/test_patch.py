@@ -101,6 +101,19 @@ def test_a_loss_of_ones_own_on_gathered_logits_is_exact(ranks: Ranks) -> None:
     ranks(3).run(differentiate_gathered_logits)
 
 
+def compare_hidden_states(rank: int, size: int) -> None:
+    model = models.make_model("llama", torch.float64).eval()
+    tokens = models.make_batch("plain")["input_ids"]
+    expected = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    found = hf_burst.patch_model(model)(tokens, output_hidden_states=True).hidden_states
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_hidden_states_are_gathered_in_sequence_order(ranks: Ranks) -> None:
+    ranks(3).run(compare_hidden_states)
+
+
 def checkpointed(rank: int, size: int) -> None:
     batch = models.make_batch("packed")
     for name in ("llama", "gpt2"):
