@@ -54,12 +54,6 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: With the setting that is not served.
     """
     config = model.config
-    classes = {(cls.__module__, cls.__name__) for cls in type(model).__mro__}
-    if not any((f"transformers.models.{kind}.modeling_{kind}", name) in classes for kind, name in SERVED.items()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. Served are "
-            f"{', '.join(SERVED.values())}."
-        )
     layer_types = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
     if layer_types:
         raise UnsupportedModelError(
@@ -82,6 +76,17 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
+    check_served(model)
+
+
+def check_served(model: PreTrainedModel) -> None:
+    """Raises unless the class, or one that it is made from, was compared with one process."""
+    classes = {(cls.__module__, cls.__name__) for cls in type(model).__mro__}
+    if not any((f"transformers.models.{kind}.modeling_{kind}", name) in classes for kind, name in SERVED.items()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. Served are "
+            f"{', '.join(SERVED.values())}."
+        )
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
