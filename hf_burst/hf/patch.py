@@ -25,7 +25,17 @@ from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_l
 from ..mesh import ContextGroup
 from .accelerate import resolve_group
 from .attention import NAME, register
-from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
+from .batch import (
+    LAYOUT_KEY,
+    ForwardCall,
+    batch_shape,
+    check_ranges,
+    fingerprint,
+    layout_of_shard,
+    longest_position,
+    shard_full,
+)
+from .rope import LongestPosition
 from .support import base_model, check_dropout, check_model, learned_positions
 
 logger = logging.getLogger(__name__)
@@ -77,8 +87,10 @@ def patch_model(
             f"{type(base).__name__} keeps its attention {previous!r}: it does not use Transformers' AttentionInterface."
         )
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
-    patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, "_loss_function" in vars(base))
+    loss_was_set = "_loss_function" in vars(base)
+    patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, loss_was_set, LongestPosition(base))
     patch.handles = [
+        *patch.longest.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
     ]
@@ -126,6 +138,7 @@ class _Patch:
         attention (`str`): The attention implementation before.
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
+        longest ([`LongestPosition`]): What the rotary modules that need it are told.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
     """
@@ -135,6 +148,7 @@ class _Patch:
     attention: str
     plain_loss: Any
     loss_was_set: bool
+    longest: LongestPosition
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
 
@@ -196,9 +210,11 @@ class _Patch:
             layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
             prepared = {**batch, "labels": batch.get("shift_labels")}
             content = about.fingerprint if about else None
+            longest = about.longest if about else layout.length - 1
         else:
             prepared, layout = shard_full(batch, self.config, group.rank, group.size)
             content = fingerprint(batch) if compare else None
+            longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.vocab_size, learned_positions(module))
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
@@ -217,8 +233,15 @@ class _Patch:
             "hidden states": bool(batch.get("output_hidden_states")),
             "BurstConfig": str(self.config),
             "content (checksum)": content,
+            "longest position": longest,
         }
-        call = ForwardCall(layout, group, self.config, explicit, 0, layout.encode(), logits, kept)
+        self.longest.value = longest if self.longest.handles else None
+        blind = layout.blind_rows(group.rank)
+        if blind is not None:
+            blind = blind.to(prepared["position_ids"].device)
+        call = ForwardCall(
+            *(layout, group, self.config, explicit, 0, layout.encode(), prepared["position_ids"], logits, kept, blind)
+        )
         return prepared, call, facts
 
     def _logits_fate(
