@@ -89,8 +89,10 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8, "num_kv_shared_layers": 2}
 _PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY}
 _SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_MLA = {"num_key_value_heads": 4}
 _BLT = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size_global": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "AXK1ForCausalLM": _MLA,
     "BambaForCausalLM": _MAMBA,
     "BltForCausalLM": {
         "encoder_hash_byte_group_vocab": 50,
@@ -105,9 +107,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "CpmAntForCausalLM": {"dim_head": 8, "dim_ff": 48},
     "DbrxForCausalLM": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "DeepseekV2ForCausalLM": _MLA,
+    "DeepseekV3ForCausalLM": _MLA,
     "DeepseekV4ForCausalLM": {"o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8},
     "Dots3NoteForCausalLM": {
         "num_key_value_heads": 4,
@@ -119,41 +123,45 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_head_dim": 12,
     },
     "FuyuForCausalLM": {"text_config": {"model_type": "persimmon"}},
-    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
     "Gemma3ForCausalLM": _MIXED,
     "Gemma3ForConditionalGeneration": {
         "text_config": _MIXED,
         "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16},
     },
+    "Gemma3nForCausalLM": {**_MIXED, **_PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 8},
     "Gemma4AssistantForCausalLM": {
         "text_config": {"model_type": "gemma4_text", **_SHARED},
         "backbone_hidden_size": 32,
     },
-    "Gemma3nForCausalLM": {**_MIXED, **_PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 8},
     "Gemma4ForCausalLM": {**_GEMMA4_TEXT, **_PER_LAYER, "enable_moe_block": True},
     "Gemma4ForConditionalGeneration": {"text_config": {**_GEMMA4_TEXT, **_PER_LAYER}},
-    "Gemma4UnifiedForCausalLM": _GEMMA4_TEXT,
-    "Gemma4UnifiedForConditionalGeneration": {"text_config": _GEMMA4_TEXT},
     "Gemma4UnifiedAssistantForCausalLM": {
         "text_config": {"model_type": "gemma4_unified_text", "num_kv_shared_layers": LAYERS},
         "backbone_hidden_size": 32,
     },
+    "Gemma4UnifiedForCausalLM": _GEMMA4_TEXT,
+    "Gemma4UnifiedForConditionalGeneration": {"text_config": _GEMMA4_TEXT},
     "GitForCausalLM": {"vision_config": {**_TOWER, "image_size": 32, "patch_size": 16}},
+    "Glm4MoeLiteForCausalLM": _MLA,
     "GotOcr2ForConditionalGeneration": {
         "text_config": {"model_type": "qwen2"},
         "vision_config": {**_TOWER, "image_size": 32, "mlp_dim": 16, "output_channels": 8},
     },
+    "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "GraniteMoeHybridForCausalLM": _MAMBA,
     "Inkling2ForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
     "InklingForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
     "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 2},
     "Kolibri1ForCausalLM": _MIXED,
     "LagunaForCausalLM": _MIXED,
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
-    "LongcatFlashForCausalLM": {"ffn_hidden_size": 48, "zero_expert_num": 2, "expert_ffn_hidden_size": 24},
+    "LongcatFlashForCausalLM": {"ffn_hidden_size": 48, "zero_expert_num": 2, **_MLA, "expert_ffn_hidden_size": 24},
     "Mamba2ForCausalLM": {"num_heads": 8},
     "MellumForCausalLM": _MIXED,
+    "MiniCPM3ForCausalLM": _MLA,
+    "MiniMaxM3VLForCausalLM": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
     "MinistralForCausalLM": _MIXED,
     "MossTranscribeDiarizeForConditionalGeneration": {
         "text_config": {"model_type": "qwen3"},
@@ -164,13 +172,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "image_size": 28, "crop_size": 28},
         "audio_config": {**_TOWER, "num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},
     },
-    "Qwen3NextForCausalLM": _LINEAR,
+    "PhimoeForCausalLM": {"router_jitter_noise": 0.0},
     "Qwen3_5ForCausalLM": _LINEAR,
     "Qwen3_5MoeForCausalLM": _LINEAR,
+    "Qwen3NextForCausalLM": _LINEAR,
     "Qwen4ExpForCausalLM": {**_LINEAR, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
     "ReformerModelWithLMHead": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8},
     "RoCBertForCausalLM": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9, "shape_embed_dim": 8},
     "XLNetLMHeadModel": {"d_inner": 48},
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "YoutuForCausalLM": _MLA,
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
