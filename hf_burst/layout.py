@@ -23,8 +23,8 @@ class SequenceLayout:
         chunking (`str`): `"zigzag"` or `"contiguous"`.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
         padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
-        blind (`tuple[int, ...]`, defaults to none): For each row, how many of its first tokens are padding that sees
-            nothing; they are documents of their own.
+        real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
+            padding. What stands before them is a document of its own and sees nothing.
     """
 
     length: int
@@ -32,7 +32,7 @@ class SequenceLayout:
     chunking: Chunking
     documents: tuple[tuple[int, ...], ...]
     padding: int = 0
-    blind: tuple[int, ...] = ()
+    real: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def for_batch(
@@ -40,7 +40,7 @@ class SequenceLayout:
         documents: Sequence[tuple[int, ...]],
         ranks: int,
         chunking: Chunking = "zigzag",
-        blind: tuple[int, ...] = (),
+        real: tuple[tuple[int, int], ...] = (),
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -48,7 +48,7 @@ class SequenceLayout:
             documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
             ranks (`int`): Ranks of the group.
             chunking (`str`, defaults to `"zigzag"`): Which rank owns which chunk.
-            blind (`tuple[int, ...]`, defaults to none): Padding at the start of each row.
+            real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
 
         Raises:
             BatchError: If the batch is empty.
@@ -66,7 +66,7 @@ class SequenceLayout:
         make_sharding(length, ranks, chunking)  # raises for sequences shorter than the chunks
         padding = -length % chunks
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
-        return cls(length + padding, ranks, chunking, filled, padding, blind)
+        return cls(length + padding, ranks, chunking, filled, padding, real)
 
     @property
     def sharding(self) -> Sharding:
@@ -91,9 +91,17 @@ class SequenceLayout:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
         return torch.cat([torch.arange(run.start, run.stop) for run in self.sharding.runs(rank)])
 
-    def blind_rows(self, rank: int) -> torch.Tensor | None:
+    def blind(self, rank: int) -> torch.Tensor | None:
         """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
-        return self.indices(rank) < torch.tensor(self.blind)[:, None] if any(self.blind) else None
+        starts = [start for start, _ in self.real]
+        return self.indices(rank) < torch.tensor(starts)[:, None] if any(starts) else None
+
+    def counted(self, rank: int) -> torch.Tensor:
+        """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
+        spans = self.real or ((0, self.length - self.padding),) * self.batch_size
+        starts, stops = torch.tensor(spans).T[..., None]
+        tokens = self.indices(rank)
+        return (tokens >= starts) & (tokens < stops)
 
     def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0) -> torch.Tensor:
         """This rank's part of a full tensor.
@@ -143,7 +151,7 @@ def _chunked(documents: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _encode(layout: SequenceLayout) -> torch.Tensor:
     numbers = [layout.length, layout.ranks, int(layout.chunking == "zigzag"), layout.padding, layout.batch_size]
-    numbers += [len(layout.blind), *layout.blind]
+    numbers += [2 * len(layout.real), *(bound for span in layout.real for bound in span)]
     numbers += [len(row) for row in layout.documents]
     for row in layout.documents:
         numbers += row
@@ -152,11 +160,12 @@ def _encode(layout: SequenceLayout) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _decode(encoded: bytes) -> SequenceLayout:
-    length, ranks, zigzag, padding, rows, blind, *rest = memoryview(encoded).cast("q").tolist()
-    sizes, boundaries = rest[blind : blind + rows], rest[blind + rows :]
+    length, ranks, zigzag, padding, rows, bounds, *rest = memoryview(encoded).cast("q").tolist()
+    real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
+    sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
     documents, position = [], 0
     for size in sizes:
         documents.append(tuple(boundaries[position : position + size]))
         position += size
     chunking: Chunking = "zigzag" if zigzag else "contiguous"
-    return SequenceLayout(length, ranks, chunking, tuple(documents), padding, tuple(rest[:blind]))
+    return SequenceLayout(length, ranks, chunking, tuple(documents), padding, real)

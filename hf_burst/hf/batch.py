@@ -100,7 +100,7 @@ def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The document boundaries of each row, read from `cu_seq_lens_q`, `position_ids` and `attention_mask`.
 
     A new document begins where position ids do not go on by one, as Transformers reads them. Padding on the right needs
-    no boundary, since no earlier query sees it; padding on the left (`left_padding`) is a document of its own.
+    no boundary, since no earlier query sees it; padding on the left is a document of its own.
 
     Raises:
         BatchError: For shapes that do not fit the batch, and masks that are not padding.
@@ -125,13 +125,13 @@ def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
         for row, token in resets:
             for target in range(rows) if positions.shape[0] == 1 else (row,):
                 starts[target].add(token + 1)
-    for row, first in enumerate(left_padding(batch)):
+    for row, (first, _) in enumerate(real_tokens(batch)):
         starts[row].add(first)
     return [(0, *sorted(cuts - {0}), length) for cuts in starts]
 
 
-def left_padding(batch: Mapping[str, Any]) -> tuple[int, ...]:
-    """How many tokens of padding stand on the left of each row, by the `attention_mask`; none at all is `()`.
+def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The tokens `[start, stop)` of each row that `attention_mask` does not hide; `()` if it hides none.
 
     Raises:
         BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
@@ -151,7 +151,7 @@ def left_padding(batch: Mapping[str, Any]) -> tuple[int, ...]:
     kept = mask.cpu() != 0
     if not torch.equal(kept.to(mask.dtype), mask.cpu()):
         raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
-    firsts = []
+    spans = []
     for row in range(rows):
         tokens = kept[row].nonzero().flatten()
         if len(tokens) == 0:
@@ -159,8 +159,8 @@ def left_padding(batch: Mapping[str, Any]) -> tuple[int, ...]:
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 != len(tokens):
             raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
-        firsts.append(first)
-    return tuple(firsts) if any(firsts) else ()
+        spans.append((first, last + 1))
+    return tuple(spans)
 
 
 def shard_full(
@@ -179,7 +179,7 @@ def shard_full(
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
     """
     rows, length = batch_shape(batch)
-    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, left_padding(batch))
+    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch))
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
     positions = full.get("position_ids")
@@ -188,7 +188,7 @@ def shard_full(
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
         full["shift_labels"] = shift_labels(full["labels"])
-        _check_padded_labels(full["shift_labels"], batch.get("attention_mask"), layout.blind)
+        _check_padded_labels(full["shift_labels"], batch.get("attention_mask"), layout.real)
     shard = {}
     for key, value in full.items():
         if key in _PAD_VALUES and value is not None:
@@ -203,12 +203,12 @@ def shard_full(
     return shard, layout
 
 
-def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, blind: tuple[int, ...]) -> None:
+def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, real: tuple[tuple[int, int], ...]) -> None:
     """Padding on the right sees other tokens than in Transformers, so what it predicts must not count."""
     if mask is None:
         return
     counted = (targets != IGNORE_INDEX) & (mask == 0)
-    for row, first in enumerate(blind):
+    for row, (first, _) in enumerate(real):
         counted[row, :first] = False
     if counted.any():
         raise BatchError(

@@ -236,7 +236,7 @@ class _Patch:
             "longest position": longest,
         }
         self.longest.value = longest if self.longest.handles else None
-        blind = layout.blind_rows(group.rank)
+        blind = layout.blind(group.rank)
         if blind is not None:
             blind = blind.to(prepared["position_ids"].device)
         call = ForwardCall(
