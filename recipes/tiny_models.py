@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import torch
@@ -89,6 +90,14 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8, "num_kv_shared_layers": 2}
 _PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY}
 _SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+# in effect beyond 20 positions, so for one sequence and not for the packed documents
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 20,
+}
 _MLA = {"num_key_value_heads": 4}
 _BLT = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size_global": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -157,11 +166,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "LagunaForCausalLM": _MIXED,
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Llama4ForCausalLM": {"floor_scale": 8},
     "LongcatFlashForCausalLM": {"ffn_hidden_size": 48, "zero_expert_num": 2, **_MLA, "expert_ffn_hidden_size": 24},
     "Mamba2ForCausalLM": {"num_heads": 8},
     "MellumForCausalLM": _MIXED,
     "MiniCPM3ForCausalLM": _MLA,
     "MiniMaxM3VLForCausalLM": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
+    "Ministral3ForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "MinistralForCausalLM": _MIXED,
     "MossTranscribeDiarizeForConditionalGeneration": {
         "text_config": {"model_type": "qwen3"},
@@ -172,11 +191,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "image_size": 28, "crop_size": 28},
         "audio_config": {**_TOWER, "num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},
     },
-    "PhimoeForCausalLM": {"router_jitter_noise": 0.0},
+    "Phi3ForCausalLM": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 20},
+    "PhimoeForCausalLM": {
+        "router_jitter_noise": 0.0,
+        "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
+    },
     "Qwen3_5ForCausalLM": _LINEAR,
     "Qwen3_5MoeForCausalLM": _LINEAR,
     "Qwen3NextForCausalLM": _LINEAR,
-    "Qwen4ExpForCausalLM": {**_LINEAR, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "Qwen4ExpForCausalLM": {
+        **_LINEAR,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "ReformerModelWithLMHead": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8},
     "RoCBertForCausalLM": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9, "shape_embed_dim": 8},
     "XLNetLMHeadModel": {"d_inner": 48},
@@ -186,6 +216,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
+
+# routers that draw experts at random in training
+RANDOM_IN_TRAINING = {"PhimoeForCausalLM"}
 
 
 def class_names() -> list[str]:
@@ -225,7 +258,24 @@ def tiny_model(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     model = model_class(config).to(torch.float64)
     randomize(model)
-    return model.train()
+    return model.train(name not in RANDOM_IN_TRAINING)
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position of a first token: RoBERTa and its kin count from `padding_idx + 1`."""
+    numbered = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    return model.config.pad_token_id + 1 if numbered else 0
+
+
+def note(name: str, model: PreTrainedModel) -> str:
+    """What a reader of the table should know of a model: its layers, and what is unlike in others."""
+    kinds = Counter(kind.removesuffix("_attention") for kind in getattr(model.config, "layer_types", None) or ())
+    found = [f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if len(kinds) > 1 else []
+    if first_position(model):
+        found.append("positions count from padding_idx + 1")
+    if name in RANDOM_IN_TRAINING:
+        found.append("compared in evaluation mode: in training its router draws experts at random")
+    return "; ".join(found)
 
 
 def randomize(model: PreTrainedModel) -> None:

@@ -164,7 +164,7 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def shard_full(
-    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int
+    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, positions: torch.Tensor | None = None
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
 
@@ -174,6 +174,8 @@ def shard_full(
         config ([`BurstConfig`]): How to cut.
         rank (`int`): Whose part.
         ranks (`int`): Of how many.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): What position ids are if the batch has
+            none; by default they count from 0. They begin no documents.
 
     Returns:
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
@@ -182,8 +184,10 @@ def shard_full(
     layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch))
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
-    positions = full.get("position_ids")
-    full["position_ids"] = (torch.arange(length, device=device) if positions is None else positions).expand(rows, -1)
+    given = full.get("position_ids")
+    if given is None:
+        given = torch.arange(length, device=device) if positions is None else positions
+    full["position_ids"] = given.expand(rows, -1)
     if full.get("labels") is not None:
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
@@ -193,10 +197,11 @@ def shard_full(
     for key, value in full.items():
         if key in _PAD_VALUES and value is not None:
             shard[key] = layout.shard(value, rank, _PAD_VALUES[key])
-        elif isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length:
+        elif isinstance(value, torch.Tensor) and value.ndim >= 2:
             raise BatchError(
-                f"{key} of shape {tuple(value.shape)} looks like one value a token, and hf_burst does not know how to "
-                f"shard it; known are {', '.join(_PAD_VALUES)} and attention_mask. Remove it from the batch."
+                f"{key} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
+                f"not know how to shard it; known are {', '.join(_PAD_VALUES)} and attention_mask. Remove it from the "
+                "batch."
             )
         else:
             shard[key] = value
@@ -299,29 +304,29 @@ def layout_of_shard(
     return layout
 
 
-def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: int | None) -> None:
+def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: range | None) -> None:
     """Raises for token ids, labels and learned positions that the model lacks: an index error of one rank alone would
     leave the others waiting.
 
     Args:
         batch (mapping): The part of this rank.
         vocabulary (`int`): Rows of the input embedding.
-        positions (`int`, *optional*): Rows of a learned position embedding.
+        positions (`range`, *optional*): The positions of which the model has embeddings.
     """
-    limits = {"input_ids": vocabulary, "token_type_ids": vocabulary, "labels": vocabulary, "shift_labels": vocabulary}
+    limits = dict.fromkeys(("input_ids", "token_type_ids", "labels", "shift_labels"), range(vocabulary))
     if positions is not None:
         limits["position_ids"] = positions
     for key, limit in limits.items():
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
             continue
-        wrong = (value < 0) | (value >= limit)
+        wrong = (value < limit.start) | (value >= limit.stop)
         if "labels" in key:
             wrong &= value != IGNORE_INDEX
         if wrong.any():
             raise BatchError(
-                f"{key} holds {value[wrong][0].item()}; this model takes 0 to {limit - 1}. Does the tokenizer belong "
-                "to the model, and is the sequence no longer than its learned positions?"
+                f"{key} holds {value[wrong][0].item()}; this model takes {limit.start} to {limit[-1]}. Does the "
+                "tokenizer belong to the model, and is the sequence no longer than its learned positions?"
             )
 
 

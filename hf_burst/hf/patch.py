@@ -24,7 +24,7 @@ from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import resolve_group
-from .attention import NAME, register
+from .attention import NAME, carry_calls, register
 from .batch import (
     LAYOUT_KEY,
     ForwardCall,
@@ -36,7 +36,15 @@ from .batch import (
     shard_full,
 )
 from .rope import LongestPosition
-from .support import base_model, check_dropout, check_model, learned_positions
+from .support import (
+    base_model,
+    check_counts_from_zero,
+    check_dropout,
+    check_model,
+    check_router_loss,
+    learned_positions,
+    own_positions,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +99,7 @@ def patch_model(
     patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, loss_was_set, LongestPosition(base))
     patch.handles = [
         *patch.longest.handles,
+        *carry_calls(base),
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
     ]
@@ -207,12 +216,14 @@ class _Patch:
         compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
         if explicit:
+            check_counts_from_zero(module)
             layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
             prepared = {**batch, "labels": batch.get("shift_labels")}
             content = about.fingerprint if about else None
             longest = about.longest if about else layout.length - 1
         else:
-            prepared, layout = shard_full(batch, self.config, group.rank, group.size)
+            positions = own_positions(module, batch)
+            prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.vocab_size, learned_positions(module))
@@ -328,6 +339,7 @@ def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
     check_dropout(module)
+    check_router_loss(module, batch.get("output_router_logits"))
     if batch.get("past_key_values") is not None:
         raise BatchError("past_key_values in training or with labels: a cache cannot be sharded. Leave it out.")
     for key in ("output_attentions", "encoder_hidden_states"):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..errors import UnsupportedModelError
+from ..errors import BatchError, UnsupportedModelError
 from .served import SERVED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -95,11 +95,13 @@ def _check_parts(model: PreTrainedModel) -> None:
     crossing = sorted(found for found in classes if "CrossAttention" in found)
     if crossing or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(
-            f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys are "
-            "not those of the sequence; it is not served."
+            f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
+            "are not those of the sequence; it is not served."
         )
     if not any("Attention" in found for found in classes):
-        raise UnsupportedModelError(f"{name} has no attention layers, so there is nothing to compute over several ranks.")
+        raise UnsupportedModelError(
+            f"{name} has no attention layers, so there is nothing to compute over several ranks."
+        )
 
 
 def _uses_loss_function(model_class: type) -> bool:
@@ -151,15 +153,29 @@ def own_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> torch.Ten
         model (`PreTrainedModel`): The model.
         batch (mapping): A full batch.
     """
-    for module in model.modules():
-        if hasattr(module, "create_position_ids_from_input_ids"):  # RoBERTa and its kin
-            if batch.get("input_ids") is not None:
-                return module.create_position_ids_from_input_ids(batch["input_ids"], module.padding_idx)
-            return module.create_position_ids_from_inputs_embeds(batch["inputs_embeds"], module.padding_idx)
+    table = _table_from_ids(model)
+    if table is not None:
+        if batch.get("input_ids") is not None:
+            return table.create_position_ids_from_input_ids(batch["input_ids"], table.padding_idx)
+        return table.create_position_ids_from_inputs_embeds(batch["inputs_embeds"], table.padding_idx)
     mask = batch.get("attention_mask")
     if mask is not None and any(cls.__name__ == _COUNTS_BY_MASK for cls in type(model).__mro__):
         return (mask.cumsum(dim=1) * mask - 1).long()
     return None
+
+
+def check_counts_from_zero(model: PreTrainedModel) -> None:
+    """Raises for models that number tokens by themselves, for a batch that was cut without knowing the model."""
+    if _table_from_ids(model) is not None:
+        raise BatchError(
+            f"{type(model).__name__} numbers tokens from its padding_idx + 1, which shard_batch and BurstCollator do "
+            "not know. Give it full batches."
+        )
+
+
+def _table_from_ids(model: PreTrainedModel) -> Any:
+    """The embeddings of RoBERTa and its kin, which number the tokens that are not padding from `padding_idx + 1`."""
+    return next((module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")), None)
 
 
 def check_dropout(model: PreTrainedModel) -> None:
