@@ -164,7 +164,7 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def shard_full(
-    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int
+    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, positions: torch.Tensor | None = None
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
 
@@ -174,6 +174,8 @@ def shard_full(
         config ([`BurstConfig`]): How to cut.
         rank (`int`): Whose part.
         ranks (`int`): Of how many.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`;
+            by default every row counts from 0, as in Transformers.
 
     Returns:
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
@@ -182,8 +184,11 @@ def shard_full(
     layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch))
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
-    positions = full.get("position_ids")
-    full["position_ids"] = (torch.arange(length, device=device) if positions is None else positions).expand(rows, -1)
+    if full.get("position_ids") is not None:
+        positions = full["position_ids"]
+    elif positions is None:
+        positions = torch.arange(length, device=device)
+    full["position_ids"] = positions.expand(rows, -1)
     if full.get("labels") is not None:
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
@@ -299,29 +304,29 @@ def layout_of_shard(
     return layout
 
 
-def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: int | None) -> None:
+def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: tuple[int, int] | None) -> None:
     """Raises for token ids, labels and learned positions that the model lacks: an index error of one rank alone would
     leave the others waiting.
 
     Args:
         batch (mapping): The part of this rank.
         vocabulary (`int`): Rows of the input embedding.
-        positions (`int`, *optional*): Rows of a learned position embedding.
+        positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
     """
-    limits = {"input_ids": vocabulary, "token_type_ids": vocabulary, "labels": vocabulary, "shift_labels": vocabulary}
+    limits = dict.fromkeys(("input_ids", "token_type_ids", "labels", "shift_labels"), (0, vocabulary))
     if positions is not None:
         limits["position_ids"] = positions
-    for key, limit in limits.items():
+    for key, (first, end) in limits.items():
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
             continue
-        wrong = (value < 0) | (value >= limit)
+        wrong = (value < first) | (value >= end)
         if "labels" in key:
             wrong &= value != IGNORE_INDEX
         if wrong.any():
             raise BatchError(
-                f"{key} holds {value[wrong][0].item()}; this model takes 0 to {limit - 1}. Does the tokenizer belong "
-                "to the model, and is the sequence no longer than its learned positions?"
+                f"{key} holds {value[wrong][0].item()}; this model takes {first} to {end - 1}. Does the tokenizer "
+                "belong to the model, and is the sequence no longer than its learned positions?"
             )
 
 

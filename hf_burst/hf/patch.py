@@ -35,8 +35,9 @@ from .batch import (
     longest_position,
     shard_full,
 )
+from .positions import LearnedPositions
 from .rope import LongestPosition
-from .support import base_model, check_dropout, check_model, learned_positions
+from .support import base_model, check_dropout, check_model
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,15 @@ def patch_model(
         )
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
     loss_was_set = "_loss_function" in vars(base)
-    patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, loss_was_set, LongestPosition(base))
+    patch = _Patch(
+        config or BurstConfig(),
+        given,
+        previous,
+        base.loss_function,
+        loss_was_set,
+        LongestPosition(base),
+        LearnedPositions.of(base),
+    )
     patch.handles = [
         *patch.longest.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
@@ -139,6 +148,7 @@ class _Patch:
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         longest ([`LongestPosition`]): What the rotary modules that need it are told.
+        positions ([`LearnedPositions`]): What learned position embeddings ask.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
     """
@@ -149,6 +159,7 @@ class _Patch:
     plain_loss: Any
     loss_was_set: bool
     longest: LongestPosition
+    positions: LearnedPositions
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
 
@@ -211,11 +222,17 @@ class _Patch:
             prepared = {**batch, "labels": batch.get("shift_labels")}
             content = about.fingerprint if about else None
             longest = about.longest if about else layout.length - 1
+            if self.positions.from_mask and any(start for start, _ in layout.real):
+                raise BatchError(
+                    f"{type(module).__name__} counts positions from the first token after the padding, which was not "
+                    "known when the batch was sharded. Pad on the right, or give full batches (no BurstCollator)."
+                )
         else:
-            prepared, layout = shard_full(batch, self.config, group.rank, group.size)
+            positions = self.positions.make(batch)
+            prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
-        check_ranges(prepared, module.config.vocab_size, learned_positions(module))
+        check_ranges(prepared, module.config.vocab_size, self.positions.limits)
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)

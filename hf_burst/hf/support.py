@@ -77,11 +77,6 @@ def check_model(model: PreTrainedModel) -> None:
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
 
 
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """Up to how many positions a model has learned embeddings; `None` for rotary ones, which know no end."""
-    return model.config.n_positions if model.config.model_type == "gpt2" else None
-
-
 def check_dropout(model: PreTrainedModel) -> None:
     """Raises for attention dropout in training: its mask would differ from that of one process."""
     for key in _DROPOUT_KEYS:
