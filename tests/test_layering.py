@@ -9,7 +9,7 @@ WITHIN = {
     "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
     "kernels": ["base", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
     "ring": ["merge", "exchange", "execute", "__init__"],
-    "hf": ["__init__", "accelerate", "batch", "support", "attention", "collator", "patch"],
+    "hf": ["__init__", "accelerate", "batch", "dropout", "support", "attention", "collator", "patch"],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}
 

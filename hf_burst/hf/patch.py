@@ -26,6 +26,7 @@ from ..mesh import ContextGroup
 from .accelerate import resolve_group
 from .attention import NAME, register
 from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
+from .dropout import check_shared_dropout, own_masks
 from .support import base_model, check_dropout, check_model, learned_positions
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def patch_model(
     patch.handles = [
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
+        *own_masks(base),
     ]
     base.loss_function = patch.loss
     setattr(base, _STATE, patch)
@@ -189,6 +191,8 @@ class _Patch:
                 "its loss would be wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
         _check_request(module, batch)
+        if group.size > 1:
+            check_shared_dropout(module)
         explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
         compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
