@@ -222,7 +222,9 @@ class _Patch:
             "BurstConfig": str(self.config),
             "content (checksum)": content,
         }
-        call = ForwardCall(layout, group, self.config, explicit, 0, layout.encode(), logits, kept)
+        encoded = layout.encode()
+        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
+        call = ForwardCall(layout, group, self.config, explicit, 0, encoded, logits, kept)
         return prepared, call, facts
 
     def _logits_fate(
