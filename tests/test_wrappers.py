@@ -170,3 +170,60 @@ def test_fsdp2_in_bfloat16(ranks: Ranks, data: int, burst: int) -> None:
     for found in ranks(data * burst).run(train, case):
         assert found["losses"] == pytest.approx(exact["losses"], rel=1e-2)
         assert_as_close(*(flat(run["gradients"][0]) for run in (found, rough, exact)))
+
+
+def packed(cuts: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, models.VOCABULARY, (1, sum(cuts)), generator=generator)
+    labels = ids.clone()
+    labels[:, : 3 + seed] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.cat([torch.arange(cut) for cut in cuts])[None]}
+
+
+def compile_model(rank: int, size: int, how: str) -> None:
+    """A compiled model beside an eager one, both patched; another packing compiles no layer anew."""
+    torch._dynamo.reset()
+    graphs: list[bool] = []  # whether a graph holds attention
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(any(str(node.target).startswith("hf_burst.attention") for node in module.graph.nodes))
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    eager = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
+    model = compiled = models.make_model("llama", torch.float64).train()
+    if how in ("patched, then wrapped", "patched, then compiled"):
+        hf_burst.patch_model(model)
+    if how == "patched, then compiled":
+        model.compile(backend=backend)
+    else:
+        compiled = torch.compile(model, backend=backend)
+    if how == "run, then patched":
+        compiled(**packed((40,), 0)).loss.backward()
+        model.zero_grad()
+        assert not any(graphs)
+        graphs.clear()
+        assert hf_burst.patch_model(compiled) is compiled
+    for index, cuts in enumerate([(40,), (7, 33), (1, 9, 30), (5, 5, 20, 10), (20, 20)]):
+        batch = packed(cuts, index)
+        given = hf_burst.shard_batch(batch) if how == "patched, then compiled" else batch
+        wanted, loss = eager(**batch).loss, compiled(**given).loss
+        wanted.backward()
+        loss.backward()
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-12)
+        model.zero_grad()
+        eager.zero_grad()
+        if index == 0:
+            assert graphs == [True, False], f"{graphs}: the layers are one graph, the sum of the loss another"
+    assert graphs[2:] == [False], "another number of labels is a variable of the loss, and no layer was compiled anew"
+    if how == "run, then patched":
+        hf_burst.unpatch_model(compiled)
+        batch = packed((40,), 9)
+        torch.testing.assert_close(compiled(**batch).loss, model(**batch).loss)
+        assert not hasattr(model, "_hf_burst")
+
+
+@pytest.mark.parametrize("how", ["patched, then wrapped", "patched, then compiled", "run, then patched"])
+def test_torch_compile_changes_nothing(ranks: Ranks, how: str) -> None:
+    ranks(2).run(compile_model, how, timeout=400)
