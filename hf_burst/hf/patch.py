@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
-from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
+from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import resolve_group
 from .attention import NAME, register
 from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
+from .outputs import batch_loss, gather_outputs
 from .support import base_model, check_dropout, check_model, learned_positions
 
 logger = logging.getLogger(__name__)
@@ -237,7 +238,7 @@ class _Patch:
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
-        if labels and module.training and group.size > 1:
+        if labels and group.size > 1 and (module.training or prepared.get("fused_lm_head")):
             return "drop"
         if explicit or group.size == 1:
             return "keep"
@@ -258,41 +259,17 @@ class _Patch:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         call: ForwardCall | None = kwargs.get(_CALL)
-        if call is None or call.group.size == 1:
+        if call is None:
             return output
-        fields = dict(output.items())
-        logits = fields.pop("logits")
-        if call.logits == "gather" and call.kept is not None:
-            fields["logits"] = gather_kept(logits, call.kept, call.group)
-        elif call.logits == "gather":
-            fields["logits"] = gather_tokens(logits, call.layout, call.group)
-        elif call.logits == "keep":
-            fields["logits"] = logits
-        if "hidden_states" in fields and not call.explicit:
-            fields["hidden_states"] = tuple(
-                gather_tokens(state, call.layout, call.group) for state in fields["hidden_states"]
-            )
-        return type(output)(**fields)
+        return gather_outputs(output, call, kwargs.get("num_items_in_batch"), module.training)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's `loss_function`: the cross-entropy of the whole batch, weighted by tokens over all ranks.
-
-        With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the
-        group. `num_items_in_batch` is the number of labels gathered and summed over all ranks: a full batch, which
-        every rank of a group holds, is counted by each of them, a sharded one once. As in Transformers, the loss is
-        then to be multiplied by the number of processes, whose gradients are averaged.
-        """
+        """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:
             plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
             return plain
-        local_sum = token_loss_sum(logits, kwargs["shift_labels"])
-        items = kwargs.get("num_items_in_batch")
-        if items is None:
-            return group_loss(local_sum, 1 / call.tokens, call.group)
-        if isinstance(items, torch.Tensor):
-            items = items.to(local_sum.device)
-        return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)
+        return batch_loss(token_loss_sum(logits, kwargs["shift_labels"]), call, kwargs.get("num_items_in_batch"))
 
 
 def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
