@@ -23,7 +23,7 @@ from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
-from .accelerate import resolve_group
+from .accelerate import PATCH, resolve_group
 from .attention import NAME, register
 from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
 from .outputs import batch_loss, gather_outputs
@@ -31,7 +31,6 @@ from .support import base_model, check_dropout, check_model, learned_positions
 
 logger = logging.getLogger(__name__)
 
-_STATE = "_hf_burst"
 _CALL = "burst_call"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 # for each rank, where the rows that it kept stand in the gathered logits
@@ -67,7 +66,7 @@ def patch_model(
     ```
     """
     base = base_model(model)
-    if hasattr(base, _STATE):
+    if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_model(base)
     register()
@@ -84,7 +83,7 @@ def patch_model(
         base.register_forward_hook(patch.after, with_kwargs=True),
     ]
     base.loss_function = patch.loss
-    setattr(base, _STATE, patch)
+    setattr(base, PATCH, patch)
     return model
 
 
@@ -101,7 +100,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         ConfigError: If the model is not patched.
     """
     base = base_model(model)
-    patch: _Patch | None = getattr(base, _STATE, None)
+    patch: _Patch | None = getattr(base, PATCH, None)
     if patch is None:
         raise ConfigError(
             "The model is not patched, so there is nothing to undo. hf_burst.patch_model(model) patches it."
@@ -113,7 +112,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         base.loss_function = patch.plain_loss
     else:
         del base._loss_function
-    delattr(base, _STATE)
+    delattr(base, PATCH)
     return model
 
 
@@ -129,6 +128,7 @@ class _Patch:
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
+        explicit (`bool`): Whether the latest batch arrived sharded.
     """
 
     config: BurstConfig
@@ -138,6 +138,7 @@ class _Patch:
     loss_was_set: bool
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
+    explicit: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its patch along, and the attention must be known where it is loaded."""
@@ -171,6 +172,7 @@ class _Patch:
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
         self.forwards += 1
+        self.explicit = call.explicit
         if counted is not None and tokens == 0 and not facts["num_items_in_batch"]:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
