@@ -157,7 +157,9 @@ def make_trainer(case: Case, folder: str, data: Any = None, **options: Any) -> T
         "gradient_checkpointing": case.checkpointing,
         "parallelism_config": mesh(case),
     }
-    given = {name: options.pop(name) for name in ("eval_dataset", "compute_loss_func", "data_collator") if name in options}
+    given = {
+        name: options.pop(name) for name in ("eval_dataset", "compute_loss_func", "data_collator") if name in options
+    }
     settings |= options
     model = make_model(case)
     if case.trainer == "Trainer":
@@ -178,7 +180,9 @@ def make_trainer(case: Case, folder: str, data: Any = None, **options: Any) -> T
     return trainer
 
 
-def _make_trl(case: Case, model: torch.nn.Module, settings: dict[str, Any], data: Any, given: dict[str, Any]) -> Trainer:
+def _make_trl(
+    case: Case, model: torch.nn.Module, settings: dict[str, Any], data: Any, given: dict[str, Any]
+) -> Trainer:
     import trl
 
     given |= {"processing_class": tokenizer(), "peft_config": lora_config() if case.lora else None}
@@ -188,9 +192,8 @@ def _make_trl(case: Case, model: torch.nn.Module, settings: dict[str, Any], data
             "padding_free": case.kind == "padding_free",
             "max_length": 40 if case.kind == "packed" else None,
         }
-        trainer = trl.SFTTrainer(
-            model, trl.SFTConfig(**settings), train_dataset=table("padded") if data is None else data, **given
-        )
+        data = table("padded", count=24) if data is None else data
+        trainer = trl.SFTTrainer(model, trl.SFTConfig(**settings), train_dataset=data, **given)
         if case.explicit:  # padding-free takes no collator at first
             trainer.data_collator = hf_burst.BurstCollator(trainer.data_collator)
         return trainer
@@ -210,7 +213,7 @@ def _make_trl(case: Case, model: torch.nn.Module, settings: dict[str, Any], data
 
 def train(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
     """Runs a case on this rank."""
-    return _train_raw(case) if case.trainer == "raw" else finish(make_trainer(case, folder))
+    return train_raw(case) if case.trainer == "raw" else finish(make_trainer(case, folder))
 
 
 def finish(trainer: Trainer) -> dict[str, Any]:
@@ -225,7 +228,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _train_raw(case: Case) -> dict[str, Any]:
+def train_raw(case: Case, collator: Callable[..., Any] = collate) -> dict[str, Any]:
     """accelerate's loop for gradient accumulation over unequal batches, as its documentation has it."""
     reset_accelerate()
     model = make_model(case).train()
@@ -237,7 +240,7 @@ def _train_raw(case: Case) -> dict[str, Any]:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
     accelerator = Accelerator(cpu=True, parallelism_config=mesh(case), gradient_accumulation_steps=ACCUMULATION)
-    collator: Callable[..., Any] = hf_burst.BurstCollator(collate) if case.explicit else collate
+    collator = hf_burst.BurstCollator(collator) if case.explicit else collator
     loader = DataLoader(samples(case.kind), batch_size=case.rows, collate_fn=collator)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)

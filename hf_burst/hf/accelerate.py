@@ -9,10 +9,10 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import broadcast_object_list, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -152,16 +152,21 @@ class _Shared:
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """`Accelerator.prepare_data_loader`; every rank of a group reads the same batches."""
         _check_data_loader(data_loader, self.accelerator.dispatch_batches)
-        self.accelerator.dataloader_config.dispatch_batches = False
-        sampler = get_sampler(data_loader)
-        if self.accelerator.num_processes == self.size and isinstance(sampler, RandomSampler):
-            _synchronize(sampler)  # with several groups, accelerate does
+        self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`Accelerator.gather_for_metrics`, in which a group counts once."""
-        check = _check_not_sharded if self._sharded else torch.Tensor.detach
+        """`Accelerator.gather_for_metrics`, in which a group counts once.
+
+        Only single numbers computed on sharded batches are those of one rank (counts of tokens), and all are needed.
+        """
+        sharded = self._sharded
+        if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+            state, every = self.gradient_state, self.accelerator.gather(input_data)
+            uneven = state.end_of_dataloader and state.remainder > 0
+            return every[: state.remainder * self.size] if uneven else every
         try:
+            check = _check_not_sharded if sharded else torch.Tensor.detach
             recursively_apply(check, input_data, error_on_other_type=True)
         except TypeError:  # as accelerate finds out
             use_gather_object = True
@@ -169,19 +174,14 @@ class _Shared:
             input_data = []
         return Accelerator.gather_for_metrics(self, input_data, use_gather_object)
 
-    def gather(self, tensor: Any) -> Any:
-        """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it.
+    def gather(self, tensors: Any) -> Any:
+        """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
 
-        Only numbers computed on sharded batches are those of one rank, and all of them are needed.
-        """
+        def once(given: torch.Tensor) -> torch.Tensor:
+            rows = given.shape[0] if given.ndim else 1
+            return self.accelerator.gather(given).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
 
-        def once(gathered: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-            if given.ndim == 0 and self._sharded:
-                return gathered
-            rows = gathered.unflatten(0, (-1, self.size, given.shape[0] if given.ndim else 1))
-            return rows[:, 0].flatten(0, 1)
-
-        return recursively_apply(lambda given: once(self.accelerator.gather(given), given), tensor)
+        return recursively_apply(once, tensors)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -237,13 +237,6 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
             "a sequence would generate different ones. Served are Trainer, SFTTrainer, DPOTrainer and KTOTrainer; use "
             "this trainer without BurstParallelismConfig and patch_model."
         )
-
-
-def _synchronize(sampler: RandomSampler) -> None:
-    """Lets all ranks shuffle alike: the seed that a sampler draws at each epoch is this process's otherwise."""
-    if sampler.generator is None:
-        seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_())])
-        sampler.generator = torch.Generator().manual_seed(seed[0])
 
 
 def _fsdp2() -> bool:
