@@ -69,7 +69,7 @@ def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGr
     Returns:
         `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
     """
-    return layout.unshard(_AllGather.apply(tensor, group))
+    return layout.unshard(_AllGather.apply(tensor, group) if group.size > 1 else (tensor,))
 
 
 def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> torch.Tensor:

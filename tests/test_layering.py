@@ -11,7 +11,7 @@ WITHIN = {
     "ring": ["merge", "exchange", "execute", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "support", "attention", "collator"),
-        *("experts", "positions", "rope", "patch"),
+        *("experts", "outputs", "positions", "rope", "patch"),
     ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}

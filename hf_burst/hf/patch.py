@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
-from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
+from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
-from .accelerate import resolve_group
+from .accelerate import PATCH, resolve_group
 from .attention import NAME, register
 from .batch import (
     LAYOUT_KEY,
@@ -36,13 +36,14 @@ from .batch import (
     shard_full,
 )
 from .dropout import check_shared_dropout, own_masks
+from .experts import RouterLogits, balance, check_balance
+from .outputs import batch_loss, gather_outputs
 from .positions import LearnedPositions
 from .rope import LongestPosition
 from .support import base_model, check_dropout, check_model
 
 logger = logging.getLogger(__name__)
 
-_STATE = "_hf_burst"
 _CALL = "burst_call"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 # for each rank, where the rows that it kept stand in the gathered logits
@@ -78,9 +79,10 @@ def patch_model(
     ```
     """
     base = base_model(model)
-    if hasattr(base, _STATE):
+    if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_model(base)
+    check_balance(base)
     register()
     previous = base.config._attn_implementation
     base.set_attn_implementation(NAME)
@@ -98,15 +100,17 @@ def patch_model(
         loss_was_set=loss_was_set,
         longest=LongestPosition(base),
         positions=LearnedPositions.of(base),
+        routers=RouterLogits(base),
     )
     patch.handles = [
         *patch.longest.handles,
+        *patch.routers.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
         *own_masks(base),
     ]
     base.loss_function = patch.loss
-    setattr(base, _STATE, patch)
+    setattr(base, PATCH, patch)
     return model
 
 
@@ -123,7 +127,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         ConfigError: If the model is not patched.
     """
     base = base_model(model)
-    patch: _Patch | None = getattr(base, _STATE, None)
+    patch: _Patch | None = getattr(base, PATCH, None)
     if patch is None:
         raise ConfigError(
             "The model is not patched, so there is nothing to undo. hf_burst.patch_model(model) patches it."
@@ -135,7 +139,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         base.loss_function = patch.plain_loss
     else:
         del base._loss_function
-    delattr(base, _STATE)
+    delattr(base, PATCH)
     return model
 
 
@@ -151,8 +155,10 @@ class _Patch:
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         longest ([`LongestPosition`]): What the rotary modules that need it are told.
         positions ([`LearnedPositions`]): What learned position embeddings ask.
+        routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
+        explicit (`bool`): Whether the latest batch arrived sharded.
     """
 
     config: BurstConfig
@@ -162,8 +168,10 @@ class _Patch:
     loss_was_set: bool
     longest: LongestPosition
     positions: LearnedPositions
+    routers: RouterLogits
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
+    explicit: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its patch along, and the attention must be known where it is loaded."""
@@ -197,6 +205,7 @@ class _Patch:
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
         self.forwards += 1
+        self.explicit = call.explicit
         if counted is not None and tokens == 0 and not facts["num_items_in_batch"]:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
@@ -283,7 +292,7 @@ class _Patch:
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
-        if labels and module.training and group.size > 1:
+        if labels and group.size > 1 and (module.training or prepared.get("fused_lm_head")):
             return "drop"
         if explicit or group.size == 1:
             return "keep"
@@ -304,41 +313,20 @@ class _Patch:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         call: ForwardCall | None = kwargs.get(_CALL)
-        if call is None or call.group.size == 1:
+        if call is None:
             return output
-        fields = dict(output.items())
-        logits = fields.pop("logits")
-        if call.logits == "gather" and call.kept is not None:
-            fields["logits"] = gather_kept(logits, call.kept, call.group)
-        elif call.logits == "gather":
-            fields["logits"] = gather_tokens(logits, call.layout, call.group)
-        elif call.logits == "keep":
-            fields["logits"] = logits
-        if "hidden_states" in fields and not call.explicit:
-            fields["hidden_states"] = tuple(
-                gather_tokens(state, call.layout, call.group) for state in fields["hidden_states"]
-            )
-        return type(output)(**fields)
+        items, layers = kwargs.get("num_items_in_batch"), self.routers.take()
+        if layers:
+            output = balance(output, layers, module, call, items)
+        return gather_outputs(output, call, items, module.training)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's `loss_function`: the cross-entropy of the whole batch, weighted by tokens over all ranks.
-
-        With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the
-        group. `num_items_in_batch` is the number of labels gathered and summed over all ranks: a full batch, which
-        every rank of a group holds, is counted by each of them, a sharded one once. As in Transformers, the loss is
-        then to be multiplied by the number of processes, whose gradients are averaged.
-        """
+        """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:
             plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
             return plain
-        local_sum = token_loss_sum(logits, kwargs["shift_labels"])
-        items = kwargs.get("num_items_in_batch")
-        if items is None:
-            return group_loss(local_sum, 1 / call.tokens, call.group)
-        if isinstance(items, torch.Tensor):
-            items = items.to(local_sum)  # 1 over an integer would be fp32
-        return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)
+        return batch_loss(token_loss_sum(logits, kwargs["shift_labels"]), call, kwargs.get("num_items_in_batch"))
 
 
 def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
@@ -351,6 +339,7 @@ def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
     check_dropout(module)
+    check_balance(module, batch.get("output_router_logits"))
     if batch.get("past_key_values") is not None:
         raise BatchError("past_key_values in training or with labels: a cache cannot be sharded. Leave it out.")
     for key in ("output_attentions", "encoder_hidden_states"):
