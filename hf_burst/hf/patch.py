@@ -245,7 +245,7 @@ class _Patch:
             prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
-        check_ranges(prepared, module.config.vocab_size, self.positions.limits)
+        check_ranges(prepared, module.config.get_text_config().vocab_size, self.positions.limits)
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
@@ -297,7 +297,7 @@ class _Patch:
         if explicit or group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if kept is None else sum(map(len, kept))
-        gib = layout.batch_size * rows * module.config.vocab_size * module.dtype.itemsize / 2**30
+        gib = layout.batch_size * rows * module.config.get_text_config().vocab_size * module.dtype.itemsize / 2**30
         if gib <= self.config.logits_limit_gib:
             return "gather"
         sentence = (
