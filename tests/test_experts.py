@@ -78,9 +78,7 @@ def compare(rank: int, size: int, name: str, kind: str, explicit: bool, counted:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["plain", "right", "left"])
 @pytest.mark.parametrize("explicit", [False, True], ids=["full batches", "collator"])
-def test_the_load_balancing_loss_is_that_of_the_whole_batch(
-    ranks: Ranks, name: str, kind: str, explicit: bool
-) -> None:
+def test_the_load_balancing_loss_is_that_of_the_whole_batch(ranks: Ranks, name: str, kind: str, explicit: bool) -> None:
     for counted in (False, True):
         ranks(2).run(compare, name, kind, explicit, counted)
 
