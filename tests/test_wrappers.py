@@ -1,5 +1,6 @@
 """Wrappers around a patched model: FSDP2, mixed precision, torch.compile and peft, beside one unpatched process."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -43,6 +45,10 @@ class Case:
     @property
     def alone(self) -> "Case":
         return replace(self, data=1, burst=0, checkpointing=False, explicit=False)
+
+    @property
+    def full(self) -> "Case":
+        return replace(self.alone, half=False)
 
 
 @cache
@@ -174,6 +180,88 @@ def test_fsdp2_in_bfloat16(ranks: Ranks, data: int, burst: int) -> None:
     for found in ranks(data * burst).run(train, case):
         assert found["losses"] == pytest.approx(exact["losses"], rel=1e-2)
         assert_as_close(*(flat(run["gradients"][0]) for run in (found, rough, exact)))
+
+
+def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: str) -> dict[str, Any]:
+    """Trainer and accelerate's own FSDP2 (`burst = 0`: not patched, and wrapped in bf16 only).
+
+    accelerate ignores FSDP on CPUs, so there it is told that they are GPUs once it knows the device.
+    """
+    reset_accelerate()
+    outer = dict(os.environ)
+    model = make_trainee(case.kind, case.lora)
+    if case.burst:
+        hf_burst.patch_model(model)
+    model.config.use_cache = False
+    wrapped = bool(case.burst or case.half)
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=device == "cpu",
+        max_steps=case.steps,
+        per_device_train_batch_size=2 // case.data,
+        gradient_accumulation_steps=ACCUMULATION,
+        max_grad_norm=CLIP,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+        bf16=case.half,
+        activation_checkpointing=case.checkpointing,
+        fsdp="full_shard" if wrapped else None,
+        fsdp_config={"version": 2, "reshard_after_forward": case.reshard} if wrapped else None,
+        parallelism_config=hf_burst.BurstParallelismConfig(burst_size=case.burst) if case.burst else None,
+    )
+    assert arguments.device.type == device
+    if device == "cpu" and wrapped:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    collator = hf_burst.BurstCollator(collate) if case.explicit else collate
+    try:
+        trainer = Trainer(model=model, args=arguments, train_dataset=samples(case.kind), data_collator=collator)
+        trainer.train()
+    finally:
+        os.environ.clear()
+        os.environ.update(outer)
+    assert isinstance(trainer.model_wrapped, FSDPModule) == wrapped
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "losses": [entry["loss"] for entry in steps],
+        "norms": [entry["grad_norm"] for entry in steps],
+        "weights": {name: whole(value).cpu() for name, value in model.state_dict().items()},
+    }
+
+
+def assert_half_as_close(ranks: Ranks, folder: str, case: Case, device: str) -> None:
+    """What the weights moved in bf16: at most twice as far off as that of one process in bf16."""
+    exact, rough = (ranks(1).run(train_by_accelerate, folder, one, device)[0] for one in (case.full, case.alone))
+    start = flat(list(make_trainee(case.kind, case.lora).state_dict().values()))
+    wanted, plain = (flat(list(run["weights"].values())) - start for run in (exact, rough))
+    for found in ranks(case.data * case.burst).run(train_by_accelerate, folder, case, device):
+        assert found["losses"] == pytest.approx(exact["losses"], rel=1e-2)
+        assert_as_close(flat(list(found["weights"].values())) - start, plain, wanted)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2, "padded"),
+        Case(1, 2, "packed", lora=True, checkpointing=True, explicit=True),
+        Case(2, 2, "packed", reshard=False),
+    ],
+    ids=["1x2", "1x2 lora", "2x2"],
+)
+def test_fsdp2_by_accelerate(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    wanted = train_by_accelerate(0, 1, str(tmp_path), case.alone, "cpu")
+    for found in ranks(case.data * case.burst).run(train_by_accelerate, str(tmp_path), case, "cpu"):
+        compare(found, wanted)
+
+
+def test_fsdp2_by_accelerate_in_bfloat16(ranks: Ranks, tmp_path: Path) -> None:
+    assert_half_as_close(ranks, str(tmp_path), Case(1, 2, "packed", half=True), "cpu")
 
 
 def packed(cuts: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
