@@ -25,9 +25,20 @@ from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
 from .attention import NAME, register
-from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
+from .batch import (
+    LAYOUT_KEY,
+    ForwardCall,
+    batch_shape,
+    check_ranges,
+    fingerprint,
+    layout_of_shard,
+    longest_position,
+    shard_full,
+)
 from .outputs import batch_loss, gather_outputs
-from .support import base_model, check_dropout, check_model, learned_positions
+from .positions import LearnedPositions
+from .rope import LongestPosition
+from .support import base_model, check_dropout, check_model
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +88,18 @@ def patch_model(
             f"{type(base).__name__} keeps its attention {previous!r}: it does not use Transformers' AttentionInterface."
         )
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
-    patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, "_loss_function" in vars(base))
+    loss_was_set = "_loss_function" in vars(base)
+    patch = _Patch(
+        config or BurstConfig(),
+        given,
+        previous,
+        base.loss_function,
+        loss_was_set,
+        LongestPosition(base),
+        LearnedPositions.of(base),
+    )
     patch.handles = [
+        *patch.longest.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
     ]
@@ -126,6 +147,8 @@ class _Patch:
         attention (`str`): The attention implementation before.
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
+        longest ([`LongestPosition`]): What the rotary modules that need it are told.
+        positions ([`LearnedPositions`]): What learned position embeddings ask.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
         explicit (`bool`): Whether the latest batch arrived sharded.
@@ -136,6 +159,8 @@ class _Patch:
     attention: str
     plain_loss: Any
     loss_was_set: bool
+    longest: LongestPosition
+    positions: LearnedPositions
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
     explicit: bool = False
@@ -199,10 +224,18 @@ class _Patch:
             layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
             prepared = {**batch, "labels": batch.get("shift_labels")}
             content = about.fingerprint if about else None
+            longest = about.longest if about else layout.length - 1
+            if self.positions.from_mask and any(start for start, _ in layout.real):
+                raise BatchError(
+                    f"{type(module).__name__} counts positions from the first token after the padding, which was not "
+                    "known when the batch was sharded. Pad on the right, or give full batches (no BurstCollator)."
+                )
         else:
-            prepared, layout = shard_full(batch, self.config, group.rank, group.size)
+            positions = self.positions.make(batch)
+            prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
-        check_ranges(prepared, module.config.vocab_size, learned_positions(module))
+            longest = longest_position(batch) if self.longest.handles else None
+        check_ranges(prepared, module.config.vocab_size, self.positions.limits)
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
@@ -220,8 +253,15 @@ class _Patch:
             "hidden states": bool(batch.get("output_hidden_states")),
             "BurstConfig": str(self.config),
             "content (checksum)": content,
+            "longest position": longest,
         }
-        call = ForwardCall(layout, group, self.config, explicit, 0, layout.encode(), logits, kept)
+        self.longest.value = longest if self.longest.handles else None
+        blind = layout.blind(group.rank)
+        if blind is not None:
+            blind = blind.to(prepared["position_ids"].device)
+        call = ForwardCall(
+            *(layout, group, self.config, explicit, 0, layout.encode(), prepared["position_ids"], logits, kept, blind)
+        )
         return prepared, call, facts
 
     def _logits_fate(
