@@ -33,6 +33,7 @@ def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: in
     )
 
 
+@torch.compiler.disable
 def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: ContextGroup) -> torch.Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
 

@@ -10,16 +10,8 @@ WITHIN = {
     "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
     "ring": ["merge", "exchange", "execute", "__init__"],
     "hf": [
-        "__init__",
-        "accelerate",
-        "batch",
-        "support",
-        "attention",
-        "collator",
-        "experts",
-        "positions",
-        "rope",
-        "patch",
+        *("__init__", "accelerate", "batch", "dropout", "support", "attention", "collator"),
+        *("experts", "outputs", "positions", "rope", "patch"),
     ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}

@@ -75,5 +75,5 @@ def batch_loss(local_sum: torch.Tensor, call: ForwardCall, items: torch.Tensor |
     if items is None:
         return group_loss(local_sum, 1 / call.tokens, call.group)
     if isinstance(items, torch.Tensor):
-        items = items.to(local_sum.device)
+        items = items.to(local_sum)  # 1 over an integer would be fp32
     return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)

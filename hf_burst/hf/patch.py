@@ -35,6 +35,7 @@ from .batch import (
     longest_position,
     shard_full,
 )
+from .dropout import check_shared_dropout, own_masks
 from .outputs import batch_loss, gather_outputs
 from .positions import LearnedPositions
 from .rope import LongestPosition
@@ -90,18 +91,19 @@ def patch_model(
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
     loss_was_set = "_loss_function" in vars(base)
     patch = _Patch(
-        config or BurstConfig(),
-        given,
-        previous,
-        base.loss_function,
-        loss_was_set,
-        LongestPosition(base),
-        LearnedPositions.of(base),
+        config=config or BurstConfig(),
+        given=given,
+        attention=previous,
+        plain_loss=base.loss_function,
+        loss_was_set=loss_was_set,
+        longest=LongestPosition(base),
+        positions=LearnedPositions.of(base),
     )
     patch.handles = [
         *patch.longest.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
+        *own_masks(base),
     ]
     base.loss_function = patch.loss
     setattr(base, PATCH, patch)
@@ -217,6 +219,8 @@ class _Patch:
                 "its loss would be wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
         _check_request(module, batch)
+        if group.size > 1:
+            check_shared_dropout(module)
         explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
         compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
@@ -259,8 +263,10 @@ class _Patch:
         blind = layout.blind(group.rank)
         if blind is not None:
             blind = blind.to(prepared["position_ids"].device)
+        encoded = layout.encode()
+        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
         call = ForwardCall(
-            *(layout, group, self.config, explicit, 0, layout.encode(), prepared["position_ids"], logits, kept, blind)
+            *(layout, group, self.config, explicit, 0, encoded, prepared["position_ids"], logits, kept, blind)
         )
         return prepared, call, facts
 

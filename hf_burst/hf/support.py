@@ -27,7 +27,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: If it is neither, or a wrapper that must be put on after patching.
     """
-    inner: Any = model
+    inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
     if hasattr(inner, "get_base_model"):  # peft
         method = getattr(inner, "active_peft_config", None)
         if method is not None and method.is_prompt_learning:
