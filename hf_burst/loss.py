@@ -33,6 +33,7 @@ def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: in
     )
 
 
+@torch.compiler.disable
 def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: ContextGroup) -> torch.Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
 
@@ -68,7 +69,7 @@ def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGr
     Returns:
         `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
     """
-    return layout.unshard(_AllGather.apply(tensor, group))
+    return layout.unshard(_AllGather.apply(tensor, group) if group.size > 1 else (tensor,))
 
 
 def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> torch.Tensor:

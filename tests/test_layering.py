@@ -9,7 +9,10 @@ WITHIN = {
     "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
     "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
     "ring": ["merge", "exchange", "execute", "__init__"],
-    "hf": ["__init__", "accelerate", "batch", "support", "attention", "collator", "experts", "rope", "patch"],
+    "hf": [
+        *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
+        *("experts", "outputs", "positions", "rope", "patch"),
+    ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}
 

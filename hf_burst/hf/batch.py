@@ -174,8 +174,8 @@ def shard_full(
         config ([`BurstConfig`]): How to cut.
         rank (`int`): Whose part.
         ranks (`int`): Of how many.
-        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): What position ids are if the batch has
-            none; by default they count from 0. They begin no documents.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`,
+            which begin no documents; by default every row counts from 0, as in Transformers.
 
     Returns:
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
@@ -184,10 +184,11 @@ def shard_full(
     layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch))
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
-    given = full.get("position_ids")
-    if given is None:
-        given = torch.arange(length, device=device) if positions is None else positions
-    full["position_ids"] = given.expand(rows, -1)
+    if full.get("position_ids") is not None:
+        positions = full["position_ids"]
+    elif positions is None:
+        positions = torch.arange(length, device=device)
+    full["position_ids"] = positions.expand(rows, -1)
     if full.get("labels") is not None:
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
@@ -304,29 +305,29 @@ def layout_of_shard(
     return layout
 
 
-def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: range | None) -> None:
+def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: tuple[int, int] | None) -> None:
     """Raises for token ids, labels and learned positions that the model lacks: an index error of one rank alone would
     leave the others waiting.
 
     Args:
         batch (mapping): The part of this rank.
         vocabulary (`int`): Rows of the input embedding.
-        positions (`range`, *optional*): The positions of which the model has embeddings.
+        positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
     """
-    limits = dict.fromkeys(("input_ids", "token_type_ids", "labels", "shift_labels"), range(vocabulary))
+    limits = dict.fromkeys(("input_ids", "token_type_ids", "labels", "shift_labels"), (0, vocabulary))
     if positions is not None:
         limits["position_ids"] = positions
-    for key, limit in limits.items():
+    for key, (first, end) in limits.items():
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
             continue
-        wrong = (value < limit.start) | (value >= limit.stop)
+        wrong = (value < first) | (value >= end)
         if "labels" in key:
             wrong &= value != IGNORE_INDEX
         if wrong.any():
             raise BatchError(
-                f"{key} holds {value[wrong][0].item()}; this model takes {limit.start} to {limit[-1]}. Does the "
-                "tokenizer belong to the model, and is the sequence no longer than its learned positions?"
+                f"{key} holds {value[wrong][0].item()}; this model takes {first} to {end - 1}. Does the tokenizer "
+                "belong to the model, and is the sequence no longer than its learned positions?"
             )
 
 
