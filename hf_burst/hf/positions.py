@@ -1,7 +1,7 @@
 """Learned position embeddings: which positions there are, and the position ids that some models make of the mask."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ class LearnedPositions:
         tokens = model.get_input_embeddings()
         limits: list[tuple[int, int]] = []
         from_mask, padding_idx = False, None
-        for owner in model.modules():
+        owners: Iterator[Any] = model.modules()
+        for owner in owners:
             if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
                 limits.append((0, len(owner.pos_encoding)))
             if hasattr(owner, "create_position_ids_from_input_ids"):
