@@ -91,7 +91,7 @@ def run_trainer(
         disable_tqdm=True,
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
-        activation_checkpointing=checkpointing,
+        gradient_checkpointing=checkpointing,
         parallelism_config=mesh,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=samples(kind), data_collator=collator)

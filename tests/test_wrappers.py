@@ -211,7 +211,7 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
         bf16=case.half,
-        activation_checkpointing=case.checkpointing,
+        gradient_checkpointing=case.checkpointing,
         fsdp="full_shard" if wrapped else None,
         fsdp_config={"version": 2, "reshard_after_forward": case.reshard} if wrapped else None,
         parallelism_config=hf_burst.BurstParallelismConfig(burst_size=case.burst) if case.burst else None,
