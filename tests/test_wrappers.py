@@ -272,15 +272,21 @@ def packed(cuts: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": torch.cat([torch.arange(cut) for cut in cuts])[None]}
 
 
-def compile_model(rank: int, size: int, how: str) -> None:
-    """A compiled model beside an eager one, both patched; another packing compiles no layer anew."""
-    torch._dynamo.reset()
-    graphs: list[bool] = []  # whether a graph holds attention
+def recording(graphs: list[bool], name: str) -> Callable[..., Any]:
+    """A backend of torch.compile that notes of each graph whether it holds attention."""
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(any(str(node.target).startswith("hf_burst.attention") for node in module.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+        return torch._dynamo.lookup_backend(name)(module, inputs)
 
+    return backend
+
+
+def compile_model(rank: int, size: int, how: str) -> None:
+    """A compiled model beside an eager one, both patched; another packing compiles no layer anew."""
+    torch._dynamo.reset()
+    graphs: list[bool] = []
+    backend = recording(graphs, "aot_eager")
     eager = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
     model = compiled = models.make_model("llama", torch.float64).train()
     if how in ("patched, then wrapped", "patched, then compiled"):
