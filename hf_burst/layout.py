@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
@@ -22,6 +23,8 @@ class SequenceLayout:
         chunking (`str`): `"zigzag"` or `"contiguous"`.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
         padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
+        real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
+            padding. What stands before them is a document of its own and sees nothing.
     """
 
     length: int
@@ -29,10 +32,15 @@ class SequenceLayout:
     chunking: Chunking
     documents: tuple[tuple[int, ...], ...]
     padding: int = 0
+    real: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def for_batch(
-        cls, documents: Sequence[tuple[int, ...]], ranks: int, chunking: Chunking = "zigzag"
+        cls,
+        documents: Sequence[tuple[int, ...]],
+        ranks: int,
+        chunking: Chunking = "zigzag",
+        real: tuple[tuple[int, int], ...] = (),
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -40,6 +48,7 @@ class SequenceLayout:
             documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
             ranks (`int`): Ranks of the group.
             chunking (`str`, defaults to `"zigzag"`): Which rank owns which chunk.
+            real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
 
         Raises:
             BatchError: If the batch is empty.
@@ -57,7 +66,7 @@ class SequenceLayout:
         make_sharding(length, ranks, chunking)  # raises for sequences shorter than the chunks
         padding = -length % chunks
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
-        return cls(length + padding, ranks, chunking, filled, padding)
+        return cls(length + padding, ranks, chunking, filled, padding, real)
 
     @property
     def sharding(self) -> Sharding:
@@ -67,13 +76,32 @@ class SequenceLayout:
     def batch_size(self) -> int:
         return len(self.documents)
 
-    def masks(self, causal: bool, window: int | None) -> tuple[Mask, ...]:
-        """The mask of every row."""
-        return tuple(Mask(self.length, causal, window, row) for row in self.documents)
+    def masks(self, causal: bool, window: int | None, chunk: int | None = None) -> tuple[Mask, ...]:
+        """The mask of every row.
+
+        Args:
+            causal (`bool`): Whether a query sees no later key.
+            window (`int`, *optional*): Tokens that a query sees backwards beside itself.
+            chunk (`int`, *optional*): Into pieces of how many tokens every document is cut, which do not see each other
+                (the chunked attention of Llama 4).
+        """
+        return tuple(Mask(self.length, causal, window, _chunked(row, chunk)) for row in self.documents)
 
     def indices(self, rank: int) -> torch.Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
         return torch.cat([torch.arange(run.start, run.stop) for run in self.sharding.runs(rank)])
+
+    def blind(self, rank: int) -> torch.Tensor | None:
+        """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
+        starts = [start for start, _ in self.real]
+        return self.indices(rank) < torch.tensor(starts)[:, None] if any(starts) else None
+
+    def counted(self, rank: int) -> torch.Tensor:
+        """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
+        spans = self.real or ((0, self.length - self.padding),) * self.batch_size
+        starts, stops = torch.tensor(spans).T[..., None]
+        tokens = self.indices(rank)
+        return (tokens >= starts) & (tokens < stops)
 
     def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0) -> torch.Tensor:
         """This rank's part of a full tensor.
@@ -112,9 +140,18 @@ class SequenceLayout:
         return _decode(encoded.numpy().tobytes())
 
 
+def _chunked(documents: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
+    """The boundaries, and those of the chunks between them, which every document begins anew."""
+    if chunk is None:
+        return documents
+    starts = [start for first, stop in pairwise(documents) for start in range(first, stop, chunk)]
+    return (*starts, documents[-1])
+
+
 @lru_cache(maxsize=64)
 def _encode(layout: SequenceLayout) -> torch.Tensor:
     numbers = [layout.length, layout.ranks, int(layout.chunking == "zigzag"), layout.padding, layout.batch_size]
+    numbers += [2 * len(layout.real), *(bound for span in layout.real for bound in span)]
     numbers += [len(row) for row in layout.documents]
     for row in layout.documents:
         numbers += row
@@ -123,10 +160,12 @@ def _encode(layout: SequenceLayout) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _decode(encoded: bytes) -> SequenceLayout:
-    length, ranks, zigzag, padding, rows, *rest = memoryview(encoded).cast("q").tolist()
-    sizes, boundaries = rest[:rows], rest[rows:]
+    length, ranks, zigzag, padding, rows, bounds, *rest = memoryview(encoded).cast("q").tolist()
+    real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
+    sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
     documents, position = [], 0
     for size in sizes:
         documents.append(tuple(boundaries[position : position + size]))
         position += size
-    return SequenceLayout(length, ranks, "zigzag" if zigzag else "contiguous", tuple(documents), padding)
+    chunking: Chunking = "zigzag" if zigzag else "contiguous"
+    return SequenceLayout(length, ranks, chunking, tuple(documents), padding, real)

@@ -45,10 +45,17 @@ def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: Con
         weight (`torch.Tensor` or `float`): What a token counts, 1 / tokens.
         group ([`ContextGroup`]): The ranks.
     """
-    weighted: torch.Tensor = local_sum * weight
-    if group.size == 1:
-        return weighted
-    return _GroupSum.apply(weighted, group)
+    return group_sum(local_sum * weight, group)
+
+
+def group_sum(tensor: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """The sum over the ranks, the same on every rank, with a gradient as that of [`group_loss`].
+
+    Args:
+        tensor (`torch.Tensor`): This rank's part, of one shape on all ranks.
+        group ([`ContextGroup`]): The ranks.
+    """
+    return tensor if group.size == 1 else _GroupSum.apply(tensor, group)
 
 
 def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
@@ -62,7 +69,7 @@ def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGr
     Returns:
         `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
     """
-    return layout.unshard(_AllGather.apply(tensor, group))
+    return layout.unshard(_AllGather.apply(tensor, group) if group.size > 1 else (tensor,))
 
 
 def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> torch.Tensor:

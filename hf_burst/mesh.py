@@ -121,6 +121,6 @@ class ContextGroup:
             "The ranks that share a sequence are about to compute different things. " + "; ".join(different) + ". If "
             "their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
             "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; "
-            "without it plain data parallelism hands every rank a batch of its own. An IterableDataset also needs "
-            "dispatch_batches=False. For data parallelism alone, do not patch the model."
+            "without it plain data parallelism hands every rank a batch of its own (for which do not patch the model). "
+            "A loader that shuffles needs the same seed on all ranks: accelerate.utils.set_seed(seed)."
         )

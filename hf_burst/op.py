@@ -7,6 +7,7 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 """
 
 import logging
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from .config import BurstConfig
 from .errors import BatchError, KernelError, ShardingError
-from .kernels import select_kernel
+from .kernels import Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
 from .plan import Shapes, cheaper_visitor, make_plan
@@ -33,7 +34,10 @@ def burst_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    chunk: int | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     config: BurstConfig | None = None,
     check: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,14 +51,17 @@ def burst_attention(
         group ([`ContextGroup`]): The ranks.
         causal (`bool`, defaults to `True`): Whether a query sees no later key.
         window (`int`, *optional*): Tokens that a query sees backwards beside itself (`sliding_window - 1`).
+        chunk (`int`, *optional*): Into pieces of how many tokens every document is cut; a query sees its own only.
         scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
+        softcap (`float`, defaults to 0.0): Where scores saturate, by a hyperbolic tangent; 0 is nowhere.
+        sinks (`torch.Tensor` of shape `(q_heads,)`, *optional*): A further score of every row, whose value is 0.
         config ([`BurstConfig`], *optional*): Kernel and backward schedule.
         check (`bool`, defaults to `True`): Whether the ranks compare what they are about to compute: one small
             all-gather, without which different inputs on the ranks hang the job.
 
     Returns:
         `out` of shape `(batch, n, q_heads, value_dim)` in the dtype of q, and `lse` of shape `(batch, n, q_heads)` in
-        fp32 (fp64 for fp64), the log-sum-exp of the scaled scores of each row.
+        fp32 (fp64 for fp64), the log-sum-exp of the scores of each row, that of its sink included.
 
     Raises:
         BurstError: If inputs are wrong, on every rank (with `check`) and before any of them is sent.
@@ -63,8 +70,9 @@ def burst_attention(
     error: Exception | None = None
     try:
         _validate(q, k, v, layout, group)
-        layout.masks(causal, window)
-        select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+        _validate_scores(q, chunk, softcap, sinks)
+        layout.masks(causal, window, chunk)
+        select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     if check:
@@ -72,15 +80,16 @@ def burst_attention(
             "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
             "dtype": str(q.dtype),
             "layout": str(layout.encode().tolist()),
-            "causal, window, scale": [causal, window, scale],
+            "causal, window, chunk": [causal, window, chunk],
+            "scale, softcap, sinks": [scale, softcap, sinks is not None],
             "config": str(config),
         }
         group.agree(facts, error, q.device)
     elif error is not None:
         raise error
     return torch.ops.hf_burst.attention(
-        *(q, k, v, layout.encode(), causal, -1 if window is None else window),
-        *(q.shape[-1] ** -0.5 if scale is None else scale, config.kernel, config.backward, group.name),
+        *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
+        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.backward, group.name),
     )
 
 
@@ -89,18 +98,21 @@ def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks: torch.Tensor | None,
     layout: torch.Tensor,
     causal: bool,
     window: int,
+    chunk: int,
     scale: float,
+    softcap: float,
     kernel: str,
     schedule: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator; see [`burst_attention`]. `window = -1` is unlimited, `group = ""` is one process."""
+    """The operator; see [`burst_attention`]. No window is -1, no chunk and no softcap 0, one process `group = ""`."""
     members = _members(group)
-    work = _attention(q, v, layout, causal, window, scale, kernel, members.rank)
-    return forward(work, Exchange(members, q.device), q, k, v)
+    work = _attention(q, v, layout, (causal, window, chunk), Scores(scale, softcap), kernel, members.rank)
+    return forward(work, Exchange(members, q.device), q, k, v, sinks)
 
 
 @attention.register_fake
@@ -121,14 +133,16 @@ def attention_backward(
     layout: torch.Tensor,
     causal: bool,
     window: int,
+    chunk: int,
     scale: float,
+    softcap: float,
     kernel: str,
     schedule: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of [`attention`] with respect to q, k and v."""
+    """The gradients of [`attention`] with respect to q, k and v; that of the sinks follows from `lse` alone."""
     members = _members(group)
-    work = _attention(q, v, layout, causal, window, scale, kernel, members.rank)
+    work = _attention(q, v, layout, (causal, window, chunk), Scores(scale, softcap), kernel, members.rank)
     wide = work.kernel.card.wide
     visitor = _visitor(schedule, *q.shape[2:], *v.shape[2:], q.dtype, wide, members.size)
     return backward(work, Exchange(members, q.device), visitor, dout, q, k, v, out, lse, dlse)
@@ -142,14 +156,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, layout, *settings = inputs
+    q, k, v, sinks, layout, *settings = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, layout, *output)
+    ctx.save_for_backward(q, k, v, sinks, layout, *output)
     ctx.settings = settings
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, layout, out, lse = ctx.saved_tensors
+    q, k, v, sinks, layout, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is not None and q.dtype == torch.float16:
@@ -157,7 +171,18 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
             "A gradient into lse in torch.float16 overflows on its way into flash kernels. Use bfloat16, or detach lse."
         )
     gradients = torch.ops.hf_burst.attention_backward(dout, dlse, q, k, v, out, lse, layout, *ctx.settings)
-    return *gradients, *[None] * (1 + len(ctx.settings))
+    dsinks = _sink_gradient(sinks, dout, out, lse, dlse) if ctx.needs_input_grad[3] else None
+    return *gradients, dsinks, *[None] * (1 + len(ctx.settings))
+
+
+def _sink_gradient(
+    sinks: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> torch.Tensor:
+    """A sink's share of a row, times what its score changes: its value is 0, so only `-delta` remains."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
@@ -171,15 +196,16 @@ def _attention(
     q: torch.Tensor,
     v: torch.Tensor,
     encoded: torch.Tensor,
-    causal: bool,
-    window: int,
-    scale: float,
+    mask: tuple[bool, int, int],
+    scores: Scores,
     kernel: str,
     rank: int,
 ) -> Attention:
     layout = SequenceLayout.decode(encoded)
-    plan = make_plan(layout.masks(causal, None if window < 0 else window), layout.sharding)
-    return Attention(plan, rank, select_kernel(kernel, q.device.type, q.dtype, q.shape[3], v.shape[3]), scale)
+    causal, window, chunk = mask
+    plan = make_plan(layout.masks(causal, None if window < 0 else window, chunk or None), layout.sharding)
+    chosen = select_kernel(kernel, q.device.type, q.dtype, q.shape[3], v.shape[3], scores.softcap > 0)
+    return Attention(plan, rank, chosen, scores)
 
 
 @lru_cache(maxsize=64)
@@ -234,4 +260,17 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Sequenc
             f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a batch of "
             f"{layout.batch_size} x {layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with "
             "hf_burst.shard_batch."
+        )
+
+
+def _validate_scores(q: torch.Tensor, chunk: int | None, softcap: float, sinks: torch.Tensor | None) -> None:
+    """Raises for a chunk, a soft-capping or sinks that mean nothing."""
+    if chunk is not None and chunk < 1:
+        raise BatchError(f"chunk is {chunk}; give the tokens of a chunk, at least 1, or None for whole documents.")
+    if not 0 <= softcap < math.inf:
+        raise BatchError(f"softcap is {softcap}; give a positive number, or 0 for none.")
+    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):
+        raise BatchError(
+            f"sinks are of shape {tuple(sinks.shape)} on {sinks.device}; give one score a query head, ({q.shape[2]},), "
+            f"on {q.device}."
         )

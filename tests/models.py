@@ -29,9 +29,10 @@ _SIZES = {
 }
 
 
-def llama_with(rope: dict[str, object]) -> LlamaForCausalLM:
+def llama_with(rope: dict[str, object], **sizes: int) -> LlamaForCausalLM:
     """A small Llama with as many key as query heads and scaled rotary positions."""
-    return LlamaForCausalLM(LlamaConfig(**_SIZES, num_key_value_heads=4, rope_parameters={"rope_theta": 1e4, **rope}))
+    rope = {"rope_theta": 1e4, **rope}
+    return LlamaForCausalLM(LlamaConfig(**{**_SIZES, **sizes}, num_key_value_heads=4, rope_parameters=rope))
 
 
 _MODELS = {
@@ -44,6 +45,15 @@ _MODELS = {
             "factor": 8.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    ),
+    "llama_dynamic": lambda: llama_with({"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=16),
+    "llama_longrope": lambda: llama_with(
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 4.0, 6.0, 8.0],
             "original_max_position_embeddings": 16,
         }
     ),
@@ -99,8 +109,6 @@ def make_batch(kind: str, length: int = 37, seed: int = 0) -> dict[str, torch.Te
         hidden = slice(length - 7, None) if kind == "right" else slice(0, 7)
         mask[1, hidden] = 0
         batch["labels"][mask == 0] = -100
-        if kind == "left":
-            batch["labels"][1, 7] = -100
         batch["attention_mask"] = mask
     return batch
 

@@ -82,6 +82,11 @@ def other_scale(arguments: dict[str, Any], rank: int, size: int) -> None:
     arguments["scale"] = 0.5 + rank
 
 
+def sinks_on_one_rank(arguments: dict[str, Any], rank: int, size: int) -> None:
+    if last(rank, size):
+        arguments["sinks"] = torch.zeros(4)
+
+
 def other_schedule(arguments: dict[str, Any], rank: int, size: int) -> None:
     arguments["config"] = BurstConfig(backward="burst" if last(rank, size) else "kv_ring")
 
@@ -96,9 +101,10 @@ DIFFERENT = {
     other_chunking: ("layout",),
     other_dtype: ("dtype", "torch.float32", "torch.float64"),
     other_head_size: ("shapes of q, k, v",),
-    other_window: ("causal, window, scale", "rank 0 has [True, 0, None]", "rank 1 has [True, 1, None]"),
-    other_causal: ("causal, window, scale",),
-    other_scale: ("causal, window, scale", "0.5", "1.5"),
+    other_window: ("causal, window, chunk", "rank 0 has [True, 0, None]", "rank 1 has [True, 1, None]"),
+    other_causal: ("causal, window, chunk",),
+    other_scale: ("scale, softcap, sinks", "0.5", "1.5"),
+    sinks_on_one_rank: ("scale, softcap, sinks", "False", "True"),
     other_schedule: ("config", "burst", "kv_ring"),
     other_kernel: ("config", "reference", "cpu_flash"),
 }
@@ -160,8 +166,20 @@ def values_of_other_heads(arguments: dict[str, Any], rank: int, size: int) -> No
     arguments["v"] = arguments["v"][:, :, :1]
 
 
-def a_value_dim_that_the_kernel_lacks(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments.update(v=arguments["v"][..., :4], config=BurstConfig(kernel="cpu_flash"))
+def a_soft_cap_that_the_kernel_lacks(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments.update(softcap=2.0, config=BurstConfig(kernel="cpu_flash"))
+
+
+def a_negative_soft_cap(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["softcap"] = -1.0
+
+
+def an_empty_chunk(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["chunk"] = 0
+
+
+def sinks_of_other_heads(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["sinks"] = torch.zeros(3)
 
 
 def a_dtype_that_no_kernel_takes(arguments: dict[str, Any], rank: int, size: int) -> None:
@@ -187,7 +205,10 @@ WRONG = {
     keys_of_another_length: (BatchError, ("k (1, 11, 2, 8)", "must agree")),
     keys_of_another_head_size: (BatchError, ("k (1, 12, 2, 7)",)),
     values_of_other_heads: (BatchError, ("v (1, 12, 1, 8)",)),
-    a_value_dim_that_the_kernel_lacks: (KernelError, ("cpu_flash needs one head size", "8", "4", "BurstConfig(kernel")),
+    a_soft_cap_that_the_kernel_lacks: (KernelError, ("cpu_flash knows no soft-capping", "BurstConfig(kernel")),
+    a_negative_soft_cap: (BatchError, ("softcap is -1.0", "a positive number, or 0")),
+    an_empty_chunk: (BatchError, ("chunk is 0", "at least 1, or None")),
+    sinks_of_other_heads: (BatchError, ("sinks are of shape (3,)", "(4,)")),
     a_dtype_that_no_kernel_takes: (KernelError, ("torch.int32", "cpu_flash takes", "reference takes")),
     a_kernel_for_another_device: (KernelError, ("torch_flash runs on cuda, not on cpu",)),
 }

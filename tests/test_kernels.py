@@ -1,7 +1,7 @@
 """One contract for every kernel: a tile of attention, forward and backward, against attention written out in fp64."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
-from hf_burst.kernels import KERNELS, Band, Card, Kernel, project_out, select_kernel
+from hf_burst.kernels import KERNELS, Band, Card, Kernel, Scores, project_out, reference, select_kernel
 from hf_burst.ring import accumulation_dtype, merge_
 from tests.oracle import relative_error, softmax_attention
 
@@ -107,10 +107,15 @@ class Tensors:
     v: torch.Tensor
     dout: torch.Tensor
     scale: float
+    softcap: float = 0.0
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.scale, self.softcap)
 
     def to(self, dtype: torch.dtype | None = None, device: str | None = None) -> "Tensors":
         moved = (tensor.to(dtype=dtype, device=device) for tensor in (self.q, self.k, self.v, self.dout))
-        return Tensors(*moved, self.scale)
+        return Tensors(*moved, self.scale, self.softcap)
 
 
 def make_tensors(shape: Shape, dtype: torch.dtype, head_dim: int, value_dim: int | None = None) -> Tensors:
@@ -145,7 +150,7 @@ class Answer:
 def written_out(tensors: Tensors, seen: torch.Tensor, dlse: torch.Tensor | None = None) -> Answer:
     """The oracle, in the dtype of the tensors."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
-    out, lse = softmax_attention(*inputs, seen, tensors.scale)
+    out, lse = softmax_attention(*inputs, seen, tensors.scale, tensors.softcap)
     loss = (out * tensors.dout).sum()
     if dlse is not None:
         loss = loss + (lse * dlse).sum()
@@ -161,11 +166,11 @@ def by_kernel(kernel: Kernel, tensors: Tensors, band: Band) -> Answer:
     """A tile that is all of an attention."""
     device = device_of(kernel)
     tensors = tensors.to(device=device)
-    out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scale)
+    out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
     delta = product(tensors.dout, out)
     given_out = out if kernel.card.wants_out else None
     gradients = kernel.backward(
-        tensors.dout, tensors.q, tensors.k, tensors.v, given_out, lse, delta, band, tensors.scale
+        tensors.dout, tensors.q, tensors.k, tensors.v, given_out, lse, delta, band, tensors.scores
     )
     return Answer(*(tensor.cpu() for tensor in (out, lse, *gradients)))
 
@@ -254,12 +259,12 @@ def test_inputs_of_a_kernel_stay_as_they_are(kernel, dtype):
     shape = Shape(13, 13, Band(0, 4))
     device = device_of(kernel)
     tensors = make_tensors(shape, dtype, head_size_of(kernel.card)).to(device=device)
-    out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scale)
+    out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scores)
     delta = product(tensors.dout, out)
     given = [tensors.dout, tensors.q, tensors.k, tensors.v, out, lse, delta]
     before = [tensor.clone() for tensor in given]
-    kernel.backward(*given, shape.band, tensors.scale)
-    kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scale)
+    kernel.backward(*given, shape.band, tensors.scores)
+    kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scores)
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, before, strict=True))
 
 
@@ -282,13 +287,13 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
     out = torch.zeros(t.dout.shape, dtype=wide, device=device)
     lse = torch.full(t.dout.shape[:3], -torch.inf, dtype=wide, device=device)
     for columns, band in halves:
-        merge_(out, lse, *kernel.forward(t.q, t.k[:, columns], t.v[:, columns], band, t.scale))
+        merge_(out, lse, *kernel.forward(t.q, t.k[:, columns], t.v[:, columns], band, t.scores))
     out = out.to(dtype)
     delta = product(t.dout, out)
     dout, given = (t.dout, out) if given_out == "true" else project_out(t.dout, delta)
     given = given if kernel.card.wants_out else None
     parts = [
-        kernel.backward(dout, t.q, t.k[:, columns], t.v[:, columns], given, lse, delta, band, t.scale)
+        kernel.backward(dout, t.q, t.k[:, columns], t.v[:, columns], given, lse, delta, band, t.scores)
         for columns, band in halves
     ]
     dq = parts[0][0].to(wide) + parts[1][0].to(wide)
@@ -299,12 +304,37 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
 
 
 @pytest.mark.parametrize("kernel", kernels([kernel for kernel in KERNELS if kernel.card.own_value_dim]))
-def test_values_of_another_head_size(kernel):
-    shape = Shape(9, 14, Band(-5))
+@pytest.mark.parametrize("sizes", [(6, 10), (24, 16), (5, 5)])
+@pytest.mark.parametrize("band", [Band(-5), Band(0, None, (0, 4, 13))], ids=["band", "documents"])
+def test_values_of_another_head_size(kernel, sizes, band):
+    shape = Shape(13, 13, band)
     dtype = kernel.card.dtypes[0]
-    tensors = make_tensors(shape, dtype, 6, 10)
-    exact = written_out(tensors.to(torch.float64), admitted(shape.band, 9, 14))
-    check(by_kernel(kernel, tensors, shape.band), exact, dtype)
+    tensors = make_tensors(shape, dtype, *sizes)
+    seen = admitted(shape.band, 13, 13)
+    rough = written_out(tensors, seen) if dtype in LOW_PRECISION else None
+    check(by_kernel(kernel, tensors, shape.band), written_out(tensors.to(torch.float64), seen), dtype, rough)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [pair for pair in kernels_and_dtypes() if pair.values[0].card.softcap])
+@pytest.mark.parametrize("name", ["causal 4 to 1", "two-sided window", "the first rows see nothing", "documents"])
+@pytest.mark.parametrize("softcap", [0.3, 5.0])
+def test_scores_are_soft_capped(kernel, dtype, name, softcap):
+    shape = SHAPES[name]
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    tensors.softcap = softcap
+    seen = admitted(shape.band, shape.rows, shape.columns)
+    rough = written_out(tensors, seen) if dtype in LOW_PRECISION else None
+    check(by_kernel(kernel, tensors, shape.band), written_out(tensors.to(torch.float64), seen), dtype, rough)
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.rows < 512])
+@pytest.mark.parametrize("block", [1, 64, 500])
+def test_the_reference_is_the_same_in_blocks(monkeypatch, name, block):
+    shape = SHAPES[name]
+    tensors = make_tensors(shape, torch.float64, 8)
+    monkeypatch.setattr(reference, "_BLOCK_SCORES", block)
+    seen = admitted(shape.band, shape.rows, shape.columns)
+    check(by_kernel(reference.ReferenceKernel(), tensors, shape.band), written_out(tensors, seen), torch.float64)
 
 
 @pytest.mark.parametrize("kernel", kernels())
@@ -430,9 +460,9 @@ def test_auto_takes_the_flash_kernel_on_a_cpu_and_says_why(chosen):
 
 
 def test_auto_says_why_the_faster_kernel_was_not_taken(chosen):
-    kernel, log = chosen("auto", "cpu", torch.float32, 64, 96)
+    kernel, log = chosen("auto", "cpu", torch.float32, 64, 64, True)
     assert kernel.card.name == "reference"
-    assert "cpu_flash needs one head size, got 64 for q and k and 96 for v" in log
+    assert "cpu_flash knows no soft-capping of scores" in log
 
 
 @pytest.mark.parametrize("kernel", kernels(CPU_KERNELS))
@@ -455,7 +485,7 @@ def test_a_choice_is_logged_once(chosen, caplog):
     [
         (("cpu_flash", "cuda", torch.float32, 64, 64), ["cpu_flash", "runs on cpu, not on cuda"]),
         (("cpu_flash", "cpu", torch.int32, 64, 64), ["takes torch.float64", "not torch.int32"]),
-        (("cpu_flash", "cpu", torch.float32, 64, 32), ["needs one head size", "64 for q and k and 32 for v"]),
+        (("cpu_flash", "cpu", torch.float32, 64, 32, True), ["cpu_flash knows no soft-capping", "soft-capped scores"]),
         (("reference", "cpu", torch.float32, 1 << 17, 64), ["head sizes 1 to 65536", "not 131072"]),
         (("reference", "cpu", torch.complex64, 64, 64), ["reference takes", "not torch.complex64"]),
         (("reference", "mps", torch.float32, 64, 64), ["runs on cpu, cuda, not on mps"]),
@@ -473,6 +503,9 @@ def test_what_was_asked_for_and_is_impossible_raises(arguments, parts):
 def test_a_card_refuses_head_sizes_out_of_step():
     card = Card("some", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True, wide=True, wants_out=False)
     assert card.refusal("cpu", torch.float32, 64, 256) is None
+    alike = replace(card, own_value_dim=False)
+    assert alike.refusal("cpu", torch.float32, 64, 256) == "needs one head size, got 64 for q and k and 256 for v"
+    assert card.refusal("cpu", torch.float32, 64, 64, softcap=True) == "knows no soft-capping of scores"
     for size in (4, 12, 264):
         for sizes in ((size, 64), (64, size)):
             refusal = card.refusal("cpu", torch.float32, *sizes)

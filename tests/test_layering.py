@@ -7,9 +7,12 @@ ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = ["errors", "config", "plan", "mesh", "layout", "kernels", "ring", "op", "loss", "hf"]
 WITHIN = {
     "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
-    "kernels": ["base", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
+    "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
     "ring": ["merge", "exchange", "execute", "__init__"],
-    "hf": ["__init__", "accelerate", "batch", "dropout", "support", "attention", "collator", "patch"],
+    "hf": [
+        *("__init__", "accelerate", "batch", "dropout", "support", "attention", "collator"),
+        *("experts", "outputs", "positions", "rope", "patch"),
+    ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}
 

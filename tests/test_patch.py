@@ -13,6 +13,7 @@ from hf_burst.errors import ConfigError, UnsupportedModelError
 from tests import models
 from tests.ranks import RankPool
 
+LONGEST = ("llama_dynamic", "llama_longrope")
 KINDS = ("plain", "packed", "right", "left")
 Ranks = Callable[[int], RankPool]
 
@@ -74,6 +75,8 @@ def check_logits(model, batch: dict[str, torch.Tensor], expected: torch.Tensor, 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_loss_logits_and_gradients_equal_one_process(ranks: Ranks, name: str, size: int) -> None:
     kinds = KINDS if name in ("llama", "mistral") else ("plain", "packed")
+    if name in LONGEST:  # documents one by one are not as long as the batch
+        kinds = ("plain", "left")
     if size == 1:
         compare_with_one_process(0, 1, name, kinds, torch.float64)
     else:
@@ -335,20 +338,17 @@ def test_models_that_are_not_served_are_refused_with_a_sentence() -> None:
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
-        LlamaForCausalLM,
         LlamaModel,
     )
 
     sizes = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = {**sizes, "intermediate_size": 16}
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     cases = {
         "not been checked": [
             BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=2)),
             Gemma2ForCausalLM(Gemma2Config(**llama, head_dim=8, num_key_value_heads=1)),
             LlamaModel(LlamaConfig(**llama)),
         ],
-        "longest position": [LlamaForCausalLM(LlamaConfig(**llama, rope_parameters=dynamic))],
         "cross attention": [
             GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
         ],

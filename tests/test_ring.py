@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import hf_burst.op
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
-from hf_burst.kernels import select_kernel
+from hf_burst.kernels import Scores, select_kernel
 from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding, rank_traffic
 from hf_burst.ring import Attention, Exchange, accumulation_dtype, backward, forward, merge_
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
@@ -44,6 +44,9 @@ class Case:
     dims: tuple[int, int] = (5, 5)
     dtype: torch.dtype = torch.float64
     scale: float | None = None
+    chunk: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
     loss: str = "out and lse"
     sizes: tuple[float, float] = (1.0, 1.0)
     seed: int = 0
@@ -80,7 +83,18 @@ class Case:
         return made
 
     def admitted(self) -> torch.Tensor:
-        return torch.tensor([admitted_pairs(self.length, self.causal, self.window, row) for row in self.documents])
+        masks = [admitted_pairs(self.length, self.causal, self.window, row, self.chunk) for row in self.documents]
+        return torch.tensor(masks)
+
+    def sink_scores(self) -> list[torch.Tensor]:
+        """The sinks, if there are any, of moderate size, one far above and one far below the scores."""
+        values = torch.linspace(-1, 1, self.heads[0], dtype=self.dtype)
+        values[0], values[-1] = -30, 30
+        return [values.requires_grad_()] if self.sinks else []
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return (*RESULTS, "dsinks") if self.sinks else RESULTS
 
 
 def backpropagate(case: Case, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor) -> None:
@@ -94,13 +108,14 @@ def written_out(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, tor
     """The oracle: the whole sequence in one softmax."""
     whole = {name: tensor.to(dtype) for name, tensor in case.tensors().items()}
     inputs = [whole[name].requires_grad_() for name in "qkv"]
+    inputs += [sinks.detach().to(dtype).requires_grad_() for sinks in case.sink_scores()]
     scale = case.dims[0] ** -0.5 if case.scale is None else case.scale
-    out, lse = softmax_attention(*inputs, case.admitted(), scale)
+    out, lse = softmax_attention(*inputs[:3], case.admitted(), scale, case.softcap, *inputs[3:])
     backpropagate(case, out, lse, whole["dout"], whole["dlse"])
     values = [out.detach(), lse.detach(), *(tensor.grad for tensor in inputs)]
     return {
         name: torch.zeros_like(like) if value is None else value
-        for name, value, like in zip(RESULTS, values, (out, lse, *inputs), strict=True)
+        for name, value, like in zip(case.results, values, (out, lse, *inputs), strict=True)
     }
 
 
@@ -125,20 +140,24 @@ def attend(rank: int, size: int, case: Case) -> list:
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     local = {name: layout.shard(tensor, rank) for name, tensor in case.tensors().items()}
     inputs = [local[name].requires_grad_() for name in "qkv"]
+    sinks = case.sink_scores()
     with poisoned_memory():
         out, lse = burst_attention(
             *inputs,
             *(layout, context_group(size)),
             causal=case.causal,
             window=case.window,
+            chunk=case.chunk,
             scale=case.scale,
+            softcap=case.softcap,
+            sinks=sinks[0] if sinks else None,
             config=case.config,
         )
         assert out.dtype == case.dtype
         assert lse.dtype == accumulation_dtype(case.dtype)
         backpropagate(case, out, lse, local["dout"], local["dlse"])
     assert all(tensor.grad.dtype == case.dtype for tensor in inputs)
-    return [tensor.detach().double().numpy() for tensor in (out, lse, *(tensor.grad for tensor in inputs))]
+    return [tensor.detach().double().numpy() for tensor in (out, lse, *(tensor.grad for tensor in inputs + sinks))]
 
 
 def attend_to_all(rank: int, size: int, cases: list[Case]) -> list:
@@ -152,8 +171,12 @@ def whole_results(ranks, size: int, cases: list[Case]) -> list[dict[str, torch.T
     for index, case in enumerate(cases):
         layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
         shards = zip(*(results[index] for results in every), strict=True)
+        tensors = [[torch.from_numpy(shard) for shard in part] for part in shards]
         found.append(
-            {n: layout.unshard([torch.from_numpy(s) for s in part]) for n, part in zip(RESULTS, shards, strict=True)}
+            {
+                name: sum(part) if name == "dsinks" else layout.unshard(part)
+                for name, part in zip(case.results, tensors, strict=True)
+            }
         )
     return found
 
@@ -161,6 +184,7 @@ def whole_results(ranks, size: int, cases: list[Case]) -> list[dict[str, torch.T
 @st.composite
 def cases(draw, ranks: int) -> Case:
     length = draw(st.integers(2 * ranks, 41))
+    kernel = draw(st.sampled_from(["cpu_flash", "reference"]))
     rows = draw(st.lists(st.sets(st.integers(1, length - 1), max_size=7), min_size=1, max_size=3))
     return Case(
         documents=tuple((0, *sorted(cuts), length) for cuts in rows),
@@ -168,10 +192,13 @@ def cases(draw, ranks: int) -> Case:
         window=draw(st.none() | st.integers(0, length)),
         chunking=draw(st.sampled_from(["zigzag", "contiguous"])),
         schedule=draw(st.sampled_from(SCHEDULES)),
-        kernel=draw(st.sampled_from(["cpu_flash", "reference"])),
+        kernel=kernel,
+        softcap=draw(st.sampled_from([0.0, 0.7])) if kernel == "reference" else 0.0,
         heads=draw(st.sampled_from([(2, 2), (4, 1), (8, 1), (4, 2)])),
         loss=draw(st.sampled_from(["out", "out and lse"])),
         scale=draw(st.sampled_from([None, 0.3])),
+        chunk=draw(st.none() | st.integers(1, length)),
+        sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -239,11 +266,39 @@ def test_a_gradient_into_lse_is_refused_in_fp16(ranks):
         assert pytest.RaisesExc(KernelError, match="Use bfloat16, or detach lse").matches(error), error
 
 
+DIMS = ((6, 3), (3, 6))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_of_another_head_size_are_exact(ranks, size):
-    many = [Case(PACKED, schedule=schedule, kernel="reference", dims=(6, 3)) for schedule in SCHEDULES]
+    kernels = ("reference", "cpu_flash")
+    many = [Case(PACKED, schedule=s, kernel=k, dims=dims) for s in SCHEDULES for k in kernels for dims in DIMS]
     for case, found in zip(many, whole_results(ranks, size, many), strict=True):
         assert_exact(case, found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_sinks_soft_caps_and_chunks_are_exact(ranks, size, dtype):
+    one = Case(PACKED, kernel="reference", dtype=dtype)
+    kinds = [
+        replace(one, sinks=True, kernel="cpu_flash"),
+        replace(one, sinks=True, window=4, loss="out"),
+        replace(one, softcap=0.5),
+        replace(one, softcap=2.0, sinks=True, chunk=7),
+        replace(one, chunk=5, kernel="cpu_flash"),
+        replace(one, chunk=1),
+        replace(one, chunk=41, causal=False),
+    ]
+    many = [replace(case, schedule=schedule) for case in kinds for schedule in SCHEDULES]
+    for case, found in zip(many, whole_results(ranks, size, many), strict=True):
+        if dtype == torch.float64:
+            assert_exact(case, found)
+            continue
+        plain = written_out(case, dtype)
+        for name, exact in written_out(case).items():
+            allowed = max(2 * relative_error(plain[name], exact), torch.finfo(dtype).eps)
+            assert relative_error(found[name], exact) <= allowed, (name, case)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -289,7 +344,7 @@ def direct(plan: Plan, rank: int, size: int, visitor: str, heads: tuple[int, int
     rows = torch.cat([torch.arange(run.start, run.stop) for run in sharding.runs(rank)])
     q, k, v, dout, dlse = (tensor[:, rows] for tensor in case.tensors().values())
     kernel = select_kernel("cpu_flash", "cpu", dtype, *dims)
-    attention = Attention(plan, rank, kernel, dims[0] ** -0.5)
+    attention = Attention(plan, rank, kernel, Scores(dims[0] ** -0.5))
     group = context_group(size)
     there, back = Exchange(group, q.device), Exchange(group, q.device)
     with poisoned_memory():
@@ -498,7 +553,8 @@ def operator_arguments(grad: bool, schedule: str = "burst") -> tuple:
     whole = case.tensors()
     layout = SequenceLayout.for_batch(case.documents, 1)
     inputs = [whole[name].requires_grad_(grad) for name in "qkv"]
-    return (*inputs, layout.encode(), True, 4, 0.5, "auto", schedule, "")
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0][: inputs[0].shape[2]], dtype=inputs[0].dtype).requires_grad_(grad)
+    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, "auto", schedule, "")
 
 
 OPCHECKS = (
@@ -519,8 +575,8 @@ def test_opcheck_of_the_forward_operator(check, grad):
 @pytest.mark.parametrize("check", OPCHECKS)
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_opcheck_of_the_backward_operator(check, with_dlse):
-    q, k, v, *settings_ = operator_arguments(grad=False)
-    out, lse = torch.ops.hf_burst.attention(q, k, v, *settings_)
+    q, k, v, sinks, *settings_ = operator_arguments(grad=False)
+    out, lse = torch.ops.hf_burst.attention(q, k, v, sinks, *settings_)
     dlse = torch.ones_like(lse) if with_dlse else None
     arguments = (torch.ones_like(out), dlse, q, k, v, out, lse, *settings_)
     torch.library.opcheck(torch.ops.hf_burst.attention_backward.default, arguments, test_utils=check)
@@ -546,7 +602,7 @@ def test_compiled_without_a_break_it_gives_the_same(schedule):
         q, k, v, *settings_ = operator_arguments(grad=True, schedule=schedule)
         loss = function(q, k, v, *settings_)
         loss.backward()
-        results.append([loss.detach(), q.grad, k.grad, v.grad])
+        results.append([loss.detach(), q.grad, k.grad, v.grad, settings_[0].grad])
     for plain, compiled in zip(*results, strict=True):
         assert torch.allclose(plain, compiled, rtol=1e-12, atol=1e-12)
 
@@ -561,11 +617,11 @@ def test_a_new_packing_compiles_nothing_new():
     attend_once = torch.compile(
         lambda *arguments: torch.ops.hf_burst.attention(*arguments)[0], fullgraph=True, backend=backend
     )
-    q, k, v, _, *settings_ = operator_arguments(grad=False)
+    q, k, v, sinks, _, *settings_ = operator_arguments(grad=False)
     for documents in ([(0, 3, 9), (0, 9)], [(0, 4, 9), (0, 9)], [(0, 9), (0, 5, 9)]):
         layout = SequenceLayout.for_batch(documents, 1).encode()
-        got = attend_once(q, k, v, layout, *settings_)
-        assert torch.equal(got, torch.ops.hf_burst.attention(q, k, v, layout, *settings_)[0])
+        got = attend_once(q, k, v, sinks, layout, *settings_)
+        assert torch.equal(got, torch.ops.hf_burst.attention(q, k, v, sinks, layout, *settings_)[0])
     assert len(compiled) == 1
 
 

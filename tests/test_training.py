@@ -1,177 +1,354 @@
-"""Three optimizer steps of the stock Trainer and of a raw accelerate loop beside those of one process."""
+"""Training and evaluation by every trainer beside one process, and what no trainer can be given."""
 
+import itertools
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainerCallback
 
 import hf_burst
-from tests import models
-from tests.ranks import RankPool, reset_accelerate
+from hf_burst.errors import BatchError, ConfigError, RankMismatchError
+from tests import models, trainers
+from tests.ranks import RankError, RankPool, reset_accelerate
+from tests.trainers import Case, make_trainer
 
 Ranks = Callable[[int], RankPool]
-STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
+TRAINERS = ("raw", "Trainer", "SFTTrainer", "DPOTrainer")
+KINDS = {"raw": ("padded", "packed"), "SFTTrainer": ("padded", "packed", "padding_free"), "DPOTrainer": ("padded",)}
+SWITCH = (False, True)
 
 
-def samples(kind: str) -> list[dict[str, torch.Tensor]]:
-    """Twelve documents of unequal lengths that begin with a prompt; `"packed"`: rows that hold two documents each."""
-    generator = torch.Generator().manual_seed(1)
+def product(trainer: str) -> list[Case]:
+    """All cases of a trainer. DPO pads its pairs, and makes batches that only a model can shard."""
+    explicit = (False,) if trainer == "DPOTrainer" else SWITCH
+    axes = (KINDS.get(trainer, KINDS["raw"]), SWITCH, SWITCH, explicit, (1, 2))
+    return [Case(trainer, *values) for values in itertools.product(*axes)]
+
+
+def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
+    """The values of every two axes of a case."""
+    values = sorted(
+        {
+            "kind": case.kind,
+            "lora": case.lora,
+            "checkpointing": case.checkpointing,
+            "explicit": case.explicit,
+            "data": case.data,
+        }.items()
+    )
+    return {(*one, *other) for one, other in itertools.combinations(values, 2)}
+
+
+def covering(trainer: str) -> list[Case]:
+    """A few cases in which any two values of two axes meet: greedily those that bring most pairs."""
+    left, chosen = product(trainer), []
+    missing = set().union(*map(pairs, left))
+    while missing:
+        chosen.append(max(left, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+SUBSET = [case for trainer in TRAINERS for case in covering(trainer)] + [Case("Trainer", burst=3)]
+ALL = [case for trainer in TRAINERS for case in product(trainer)]
+
+
+@cache
+def alone(case: Case) -> dict[str, Any]:
+    """One process. Not patched, without checkpointing."""
+    return trainers.train(0, 1, tempfile.gettempdir(), case)
+
+
+@pytest.mark.parametrize(
+    "case", [*SUBSET, *(pytest.param(case, marks=pytest.mark.full) for case in ALL if case not in SUBSET)], ids=str
+)
+def test_three_steps_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    wanted = alone(case.alone)
+    for found in ranks(case.ranks).run(trainers.train, str(tmp_path), case):
+        trainers.compare(found, wanted)
+    assert len(set(wanted["losses"])) == trainers.STEPS
+    assert case.lora or min(wanted["norms"]) > trainers.CLIP, "the clipping must be felt"
+
+
+def evaluate(rank: int, size: int, folder: str, case: Case, count: int) -> dict[str, Any]:
+    """`evaluate` before and after `predict`, of an untrained model."""
+    make = trainers.table if case.trainer == "SFTTrainer" else trainers.samples
+    trainer = make_trainer(case, folder, eval_dataset=make("padded", count))
+    metrics = [trainer.evaluate()]
+    if not case.explicit:
+        predictions = trainer.predict(trainer.eval_dataset)
+        metrics += [{"eval_loss": predictions.metrics["test_loss"]}, trainer.evaluate()]
+        return {"metrics": metrics, "logits": predictions.predictions, "labels": predictions.label_ids}
+    with pytest.raises(BatchError, match="full batches"):
+        trainer.predict(trainer.eval_dataset)
+    return {"metrics": metrics}
+
+
+EVALUATED = {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"}
+
+
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("explicit", SWITCH, ids=["full batches", "collator"])
+@pytest.mark.parametrize(("data", "count"), [(1, 5), (2, 8), (2, 7)])
+def test_evaluation_and_prediction(
+    ranks: Ranks, tmp_path: Path, trainer: str, explicit: bool, data: int, count: int
+) -> None:
+    """The last batch is smaller than the others, or filled up, as plain data parallelism does too."""
+    case = Case(trainer, explicit=explicit, data=data)
+    plain = replace(case, explicit=False, burst=0)
+    alone = evaluate(0, 1, str(tmp_path), replace(plain, data=1), count)
+    parallel = ranks(data).run(evaluate, str(tmp_path), plain, count)[0] if data > 1 else alone
+    for found in ranks(case.ranks).run(evaluate, str(tmp_path), case, count):
+        for mine, wanted in zip(found["metrics"], parallel["metrics"], strict=False):
+            for name in EVALUATED & wanted.keys():
+                assert mine[name] == pytest.approx(wanted[name], rel=1e-6), name
+        if not explicit:
+            assert len(found["logits"]) == count, "each row once"
+            real = alone["labels"] != -100
+            assert np.array_equal(found["labels"], alone["labels"])
+            np.testing.assert_allclose(found["logits"][real], alone["logits"][real], rtol=0, atol=1e-6)
+
+
+def gather_objects(rank: int, size: int) -> list[Any]:
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
+    loader = accelerator.prepare(DataLoader([{"value": value} for value in range(7)], batch_size=2))
+    found: dict[str, list[Any]] = {"tensors": [], "scalars": [], "objects": [], "asked": []}
+    for batch in loader:
+        values = batch["value"]
+        found["tensors"] += accelerator.gather_for_metrics({"nested": (values,)})["nested"][0].tolist()
+        found["scalars"] += accelerator.gather_for_metrics(values.sum()).tolist()
+        found["objects"] += accelerator.gather_for_metrics([f"value {value}" for value in values.tolist()])
+        found["asked"] += accelerator.gather_for_metrics(values, use_gather_object=True)
+    return [found["tensors"], found["scalars"], found["objects"], [int(value) for value in found["asked"]]]
+
+
+def test_a_group_counts_once_in_metrics(ranks: Ranks) -> None:
+    values = list(range(7))
+    for found in ranks(4).run(gather_objects):
+        assert found == [values, [1, 5, 9, 6], [f"value {value}" for value in values], values]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """The documents, without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(trainers.samples("padded"))
+
+
+def stream(kind: str) -> Any:
+    return Stream() if kind == "torch" else trainers.table("padded").to_iterable_dataset().with_format("torch")
+
+
+def train_on_stream(rank: int, size: int, folder: str, case: Case, kind: str) -> dict[str, Any]:
+    return trainers.finish(make_trainer(case, folder, stream(kind)))
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(
+    ("trainer", "kind"), [("Trainer", "torch"), ("Trainer", "datasets"), ("SFTTrainer", "datasets")]
+)
+def test_iterable_datasets(ranks: Ranks, tmp_path: Path, trainer: str, kind: str, data: int) -> None:
+    case = Case(trainer, data=data)
+    wanted = train_on_stream(0, 1, str(tmp_path), case.alone, kind)
+    for found in ranks(case.ranks).run(train_on_stream, str(tmp_path), case, kind):
+        trainers.compare(found, wanted)
+
+
+def read_stream(rank: int, size: int, kind: str, dispatch: bool | None) -> list[list[int]]:
+    """The tokens that a raw loop reads."""
+    accelerator = Accelerator(
+        cpu=True,
+        parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2),
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
+    )
+    loader = accelerator.prepare(DataLoader(stream(kind), batch_size=1, collate_fn=trainers.collate))
+    model = accelerator.prepare(hf_burst.patch_model(models.make_model("llama").train()))
     found = []
-    for index in range(12):
-        length = 29 if kind == "packed" else 17 + (index * 5) % 13
-        ids = torch.randint(1, models.VOCABULARY, (length,), generator=generator)
-        labels = ids.clone()
-        labels[: 2 + index % 5] = -100
-        sample = {"input_ids": ids, "labels": labels}
-        if kind == "packed":
-            cut = 5 + index
-            sample["position_ids"] = torch.cat([torch.arange(cut), torch.arange(length - cut)])
-        found.append(sample)
+    for batch in loader:
+        assert torch.isfinite(model(**batch).loss)
+        found.append(batch["input_ids"][0].tolist())
     return found
 
 
-def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Right-padded batches with a mask; packed rows are of one length and need none."""
-    length = max(len(row["input_ids"]) for row in rows)
-    fill = {"input_ids": 0, "labels": -100, "position_ids": 0}
-    batch = {
-        key: torch.stack(
-            [torch.nn.functional.pad(row[key], (0, length - len(row[key])), value=fill[key]) for row in rows]
-        )
-        for key in rows[0]
-    }
-    if "position_ids" not in rows[0]:
-        batch["attention_mask"] = torch.stack([torch.arange(length) < len(row["input_ids"]) for row in rows]).long()
-    return batch
+@pytest.mark.parametrize("kind", ["torch", "datasets"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_raw_loop_over_an_iterable_dataset(ranks: Ranks, kind: str, data: int) -> None:
+    rows = [row["input_ids"].tolist() for row in trainers.samples("padded")]
+    for rank, found in enumerate(ranks(2 * data).run(read_stream, kind, None)):
+        assert found == rows[rank // 2 :: data]
 
 
-def plan_of(burst: int, explicit: bool) -> tuple[Any, Callable[..., Any]]:
-    """The mesh, and the collator of a mode."""
-    return hf_burst.BurstParallelismConfig(burst_size=burst), hf_burst.BurstCollator(collate) if explicit else collate
+def test_dispatched_batches_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(read_stream, "torch", True)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(ConfigError, match="dispatch_batches=True hands every rank").matches(error)
 
 
-def make_trainee(kind: str, lora: bool) -> torch.nn.Module:
-    model = models.make_model("llama")
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(5)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    return model
-
-
-def run_trainer(
-    rank: int, size: int, folder: str, kind: str, burst: int, explicit: bool, rows: int, lora: bool, checkpointing: bool
-) -> dict[str, Any]:
-    """The stock Trainer; `burst = 0` is one process, not patched."""
+def shuffle(rank: int, size: int, same: bool) -> list[int]:
     reset_accelerate()
-    model = make_trainee(kind, lora)
-    mesh, collator = plan_of(burst, explicit) if burst else (None, collate)
-    if burst:
-        hf_burst.patch_model(model)
-    model.config.use_cache = False  # with a cache, plain attention ignores where packed documents begin
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=ACCUMULATION,
-        max_grad_norm=CLIP,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
-        gradient_checkpointing=checkpointing,
-        parallelism_config=mesh,
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=samples(kind), data_collator=collator)
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {
-        "losses": [entry["loss"] for entry in steps],
-        "norms": [entry["grad_norm"] for entry in steps],
-        "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
-    }
+    torch.manual_seed(7 if same else rank)
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig())
+    model = accelerator.prepare(hf_burst.patch_model(models.make_model("llama", seed=7 if same else rank).train()))
+    loader = DataLoader(trainers.samples("padded"), batch_size=1, collate_fn=trainers.collate, shuffle=True)
+    return [float(model(**batch).loss.detach()) for batch in accelerator.prepare(loader)]
 
 
-def run_raw(rank: int, size: int, kind: str, burst: int, explicit: bool, rows: int, lora: bool) -> dict[str, Any]:
-    """accelerate's loop for gradient accumulation over unequal batches, as its documentation has it."""
-    reset_accelerate()
-    model = make_trainee(kind, lora).train()
-    mesh, collator = plan_of(burst, explicit) if burst else (None, collate)
-    if burst:
-        hf_burst.patch_model(model)
-    model.config.use_cache = False
-    accelerator = Accelerator(cpu=True, parallelism_config=mesh, gradient_accumulation_steps=ACCUMULATION)
-    loader = DataLoader(samples(kind), batch_size=rows, collate_fn=collator)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    log: dict[str, Any] = {"losses": [], "norms": []}
-    batches: Iterator[dict[str, torch.Tensor]] = iter(loader)
-    for _ in range(STEPS):
-        group = [next(batches) for _ in range(ACCUMULATION)]
-        targets = [batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:] for batch in group]
-        counted = sum((target != -100).sum() for target in targets)
-        items = accelerator.gather(counted).sum()
-        total = 0.0
-        for index, batch in enumerate(group):
-            accelerator.sync_gradients = index == ACCUMULATION - 1
-            with accelerator.no_sync(wrapped) if index < ACCUMULATION - 1 else torch.enable_grad():
-                loss = wrapped(**batch, num_items_in_batch=items).loss
-                accelerator.backward(loss * accelerator.num_processes * ACCUMULATION)
-                total += accelerator.gather(loss.detach()).sum().item()
-        log["losses"].append(total)
-        log["norms"].append(float(accelerator.clip_grad_norm_(wrapped.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    log["weights"] = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return log
+def test_shuffling_needs_one_seed(ranks: Ranks) -> None:
+    first, second = ranks(2).run(shuffle, True)
+    assert first == second
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(shuffle, False)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(RankMismatchError, match=r"accelerate.utils.set_seed\(seed\)").matches(error)
 
 
-def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    torch.testing.assert_close(found["losses"], wanted["losses"], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found["norms"], wanted["norms"], rtol=1e-5, atol=1e-6)
-    for name, value in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-6)
+def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    """A loss of one's own: the squared distance of each label's probability from 1."""
+    targets = models.shifted(labels)
+    probabilities = outputs["logits"].softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    total = ((1 - probabilities) ** 2)[targets != -100].sum()
+    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("explicit", [False, True], ids=["full batches", "collator"])
-@pytest.mark.parametrize(("data", "burst"), [(1, 2), (2, 2), (1, 3)])
-def test_trainer_equals_one_process(
-    ranks: Ranks, tmp_path: Path, kind: str, explicit: bool, data: int, burst: int
-) -> None:
-    wanted = run_trainer(0, 1, str(tmp_path), kind, 0, False, 2, False, False)
-    found = ranks(data * burst).run(run_trainer, str(tmp_path), kind, burst, explicit, 2 // data, False, False)
-    for run in found:
-        compare(run, wanted)
-    assert len(set(wanted["losses"])) == STEPS
-    assert min(wanted["norms"]) > CLIP, "the clipping must be felt"
+LOSSES: dict[str, dict[str, Any]] = {
+    "smoothing": {"label_smoothing_factor": 0.2},
+    "function": {"compute_loss_func": squared},
+}
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["full batches", "collator"])
-def test_trainer_with_lora_and_checkpointing(ranks: Ranks, tmp_path: Path, explicit: bool) -> None:
-    wanted = run_trainer(0, 1, str(tmp_path), "packed", 0, False, 2, True, False)
-    for run in ranks(2).run(run_trainer, str(tmp_path), "packed", 2, explicit, 2, True, True):
-        compare(run, wanted)
+def train_otherwise(rank: int, size: int, folder: str, case: Case, loss: str) -> dict[str, Any]:
+    return trainers.finish(make_trainer(case, folder, **LOSSES[loss]))
+
+
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: str) -> None:
+    case = Case(trainer, data=2)
+    wanted = train_otherwise(0, 1, str(tmp_path), case.alone, loss)
+    assert wanted["losses"] != pytest.approx(alone(case.alone)["losses"], rel=1e-5)
+    for found in ranks(4).run(train_otherwise, str(tmp_path), case, loss):
+        trainers.compare(found, wanted)
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(train_otherwise, str(tmp_path), Case(trainer, explicit=True), loss)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(BatchError, match="labels were taken out of a sharded batch").matches(error)
+
+
+class Speaker(TrainerCallback):
+    """Generates after every step, as a callback that logs samples does."""
+
+    def __init__(self) -> None:
+        self.said: list[list[int]] = []
+
+    def on_step_end(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+        prompt = trainers.samples("padded")[0]["input_ids"][None]
+        model.eval()
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "do_sample": False}
+        self.said.append(model.generate(prompt, **options, pad_token_id=0)[0].tolist())
+        model.train()
+
+
+def train_and_generate(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    trainer, speaker = make_trainer(case, folder, learning_rate=1.0), Speaker()
+    trainer.add_callback(speaker)
+    return {**trainers.finish(trainer), "said": speaker.said}
+
+
+def test_generation_between_steps(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = train_and_generate(0, 1, str(tmp_path), Case().alone)
+    assert len({tuple(said) for said in wanted["said"]}) > 1, "the steps must be heard"
+    for found in ranks(2).run(train_and_generate, str(tmp_path), Case()):
+        trainers.compare(found, wanted)
+        assert found["said"] == wanted["said"]
+
+
+class Faulty:
+    """A data collator that spoils the batches of another one."""
+
+    def __init__(self, collator: Callable[..., Any], fault: str, rank: int) -> None:
+        self.collator, self.fault, self.rank = collator, fault, rank
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        batch = dict(self.collator(rows))
+        if self.fault == "content":
+            batch["input_ids"][0, 0] += self.rank
+        elif self.fault == "labels":
+            for key in {"labels", "completion_mask"} & set(batch):
+                batch[key] = torch.full_like(batch[key], -100 if key == "labels" else 0)
+        elif self.fault == "token":
+            batch["input_ids"][0, 1] = models.VOCABULARY  # in the shard of one rank
+        elif self.fault == "mask":
+            batch["attention_mask"][0, 2] = 0
+        return batch
+
+
+FAULTS = {
+    "content": (RankMismatchError, "content (checksum): rank 0 has"),
+    "labels": (BatchError, "All labels of the batch are -100"),
+    "token": ((BatchError, RankMismatchError), f"input_ids holds {models.VOCABULARY}; this model takes 0 to"),
+    "mask": (BatchError, "attention_mask of row 0 has holes"),
+}
+
+
+def train_on_faults(rank: int, size: int, folder: str, trainer: str) -> dict[str, Exception | None]:
+    """What is raised for each fault."""
+    found: dict[str, Exception | None] = {}
+    for fault in FAULTS:
+        try:
+            if trainer == "raw":
+                trainers.train_raw(Case("raw"), Faulty(trainers.collate, fault, rank))
+            else:
+                made = make_trainer(Case(trainer), folder)
+                made.data_collator = Faulty(made.data_collator, fault, rank)
+                made.train()
+        except Exception as error:
+            found[fault] = error
+    return found
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_bad_batches_are_refused_on_every_rank(ranks: Ranks, tmp_path: Path, trainer: str) -> None:
+    for found in ranks(2).run(train_on_faults, str(tmp_path), trainer):
+        for fault, (kind, message) in FAULTS.items():
+            assert isinstance(found.get(fault), kind), (fault, found.get(fault))
+            assert message in str(found[fault])
+
+
+def prepare_unpatched(rank: int, size: int, evaluation: bool) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig())
+    model = models.make_model("gpt2")
+    if evaluation:
+        accelerator.prepare_model(model, evaluation_mode=True)
+    else:
+        from peft import get_peft_model
+
+        accelerator.prepare(get_peft_model(models.make_model("llama"), trainers.lora_config()))
+
+
+@pytest.mark.parametrize("evaluation", SWITCH)
+def test_models_that_were_not_patched_are_refused(ranks: Ranks, evaluation: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(prepare_unpatched, evaluation)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(ConfigError, match="is not patched, so each of the 2 ranks").matches(error)
 
 
 def load_with_workers(rank: int, size: int, method: str) -> list[list[int]]:
     reset_accelerate()
     accelerator = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig())
-    collator = hf_burst.BurstCollator(collate)
+    collator = hf_burst.BurstCollator(trainers.collate)
     options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": collator, "batch_size": 2}
-    loader = accelerator.prepare(DataLoader(samples("packed"), **options))
+    loader = accelerator.prepare(DataLoader(trainers.samples("packed"), **options))
     model = hf_burst.patch_model(models.make_model("llama").train())
     shards = list(loader)
     assert all(torch.isfinite(model(**shard).loss) for shard in shards)
@@ -182,17 +359,6 @@ def load_with_workers(rank: int, size: int, method: str) -> list[list[int]]:
 def test_the_collator_works_in_data_loader_workers(ranks: Ranks, method: str) -> None:
     first, second = ranks(2).run(load_with_workers, method)
     assert len(first) == 6
-    for one, other, sample in zip(first, second, samples("packed")[::2], strict=True):
+    for one, other, sample in zip(first, second, trainers.samples("packed")[::2], strict=True):
         length = len(sample["position_ids"])
         assert sorted(one + other) == sorted([*sample["position_ids"].tolist(), *[0] * (-length % 4)])
-
-
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("explicit", [False, True], ids=["full batches", "collator"])
-@pytest.mark.parametrize(("data", "burst", "lora"), [(1, 2, False), (2, 2, False), (1, 2, True)])
-def test_raw_loop_equals_one_process(
-    ranks: Ranks, kind: str, explicit: bool, data: int, burst: int, lora: bool
-) -> None:
-    wanted = run_raw(0, 1, kind, 0, False, 2, lora)
-    for run in ranks(data * burst).run(run_raw, kind, burst, explicit, 2 // data, lora):
-        compare(run, wanted)

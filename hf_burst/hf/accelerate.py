@@ -2,16 +2,25 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.state import AcceleratorState
+from accelerate.data_loader import get_sampler
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import recursively_apply
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..errors import ConfigError
+from ..errors import BatchError, ConfigError
 from ..mesh import CP_DIM, ContextGroup
 
 SIZE_VARIABLE = "HF_BURST_SIZE"
+PATCH = "_hf_burst"  # the attribute by which a patched model is known
 
 
 @dataclass(repr=False)
@@ -105,7 +114,129 @@ class BurstParallelismConfig(ParallelismConfig):
         return super().build_device_mesh(device_type)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """The sizes were checked with the mesh; accelerate's own check refuses CPU processes, which are served here."""
+        """Called by each new accelerator, which learns of the groups.
+
+        The sizes were checked with the mesh; accelerate's own check refuses CPU processes, which are served here.
+        """
+        if self.shares_sequences:
+            _Shared(accelerator, self.burst_size or 1)
+
+
+class _Shared:
+    """The methods of one accelerator that must know that the ranks of a group hold the same batch.
+
+    Args:
+        accelerator (`Accelerator`): Its methods of these names are replaced.
+        size (`int`): Ranks of a group.
+    """
+
+    _METHODS = ("prepare", "prepare_model", "prepare_data_loader", "gather_for_metrics")
+
+    def __init__(self, accelerator: Accelerator, size: int) -> None:
+        self.accelerator = accelerator
+        self.size = size
+        for name in self._METHODS:
+            setattr(accelerator, name, getattr(self, name))
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare`, for patched models only."""
+        for item in args:
+            _check_patched(item, self.size)
+        return Accelerator.prepare(self.accelerator, *args, **kwargs)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_model`, for patched models only."""
+        _check_patched(model, self.size)
+        return Accelerator.prepare_model(self.accelerator, model, *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        """`Accelerator.prepare_data_loader`; every rank of a group reads the same batches."""
+        _check_data_loader(data_loader, self.accelerator.dispatch_batches)
+        self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
+        return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`Accelerator.gather_for_metrics`, in which a group counts once.
+
+        Only single numbers computed on sharded batches are those of one rank (counts of tokens), and all are needed.
+        """
+        sharded = self._sharded
+        if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+            state, every = self.gradient_state, self.accelerator.gather(input_data)
+            uneven = state.end_of_dataloader and state.remainder > 0
+            return every[: state.remainder * self.size] if uneven else every
+        try:
+            check = _check_not_sharded if sharded else torch.Tensor.detach
+            recursively_apply(check, input_data, error_on_other_type=True)
+        except TypeError:  # as accelerate finds out
+            use_gather_object = True
+        if use_gather_object and self.accelerator.process_index % self.size:
+            input_data = []
+        return Accelerator.gather_for_metrics(self, input_data, use_gather_object)
+
+    def gather(self, tensors: Any) -> Any:
+        """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
+
+        def once(given: torch.Tensor) -> torch.Tensor:
+            rows = given.shape[0] if given.ndim else 1
+            return self.accelerator.gather(given).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
+
+        return recursively_apply(once, tensors)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """What `Accelerator.gather_for_metrics` asks for the end of the data."""
+        return self.accelerator.gradient_state
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether the latest batch arrived sharded."""
+        modules = (module for model in self.accelerator._models for module in model.modules())
+        return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+
+
+def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim > 1:
+        raise BatchError(
+            f"gather_for_metrics was given a tensor of shape {tuple(tensor.shape)} after a batch that arrived sharded: "
+            "it holds this rank's tokens only. For predict() and compute_metrics give the model full batches (no "
+            "BurstCollator): their outputs are put together."
+        )
+    return tensor
+
+
+def _check_patched(item: Any, size: int) -> None:
+    """Raises for a causal language model of Transformers that [`patch_model`] has not seen."""
+    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)}
+    for module in item.modules() if isinstance(item, nn.Module) else ():
+        causal = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
+        if causal and not hasattr(module, PATCH):
+            raise ConfigError(
+                f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
+                "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
+                "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model."
+            )
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
+    """Raises for loaders whose batches cannot be the same on all ranks of a group."""
+    if dispatch:
+        raise ConfigError(
+            "dispatch_batches=True hands every rank a part of each batch, and the ranks that share a sequence need the "
+            "same one. Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False."
+        )
+    collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
+    online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
+    if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
+        raise ConfigError(
+            "The trainer generates what it learns from (GRPO, RLOO, on-policy distillation), and the ranks that share "
+            "a sequence would generate different ones. Served are Trainer, SFTTrainer, DPOTrainer and KTOTrainer; use "
+            "this trainer without BurstParallelismConfig and patch_model."
+        )
 
 
 def _fsdp2() -> bool:

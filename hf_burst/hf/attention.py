@@ -1,6 +1,10 @@
 """Attention and mask as Transformers knows them: two functions registered under the name `"hf_burst"`."""
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,19 +19,54 @@ from .batch import ForwardCall
 
 NAME = "hf_burst"
 # arguments that change the result and are not served
-_REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "indices")
+_REFUSED = ("sinks", "position_bias", "indices")
+# the functions of transformers.masking_utils that a mask may be made of
+_SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
+_DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
+_KNOWN = {_SLIDING, _CHUNKED, _CAUSAL, "and_masks", *_DOCUMENTS}
 
 
 @dataclass
 class DeferredMask:
-    """The arguments of a mask that sharded attention never needs, built only if plain attention asks for it."""
+    """What Transformers would make a mask of. Sharded attention reads from it how far a query sees, and only plain
+    attention has it built.
+
+    Args:
+        arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
+    """
 
     arguments: dict[str, Any]
 
-    def build(self) -> torch.Tensor | None:
+    @cached_property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Tokens that a query sees, itself included, and tokens of a chunk; `None` where there is no limit.
+
+        Documents are left out: those of a shard are not those of the sequence, and the layout knows them.
+
+        Raises:
+            UnsupportedModelError: If it is anything but a causal mask, with a sliding window or in chunks.
+        """
+        parts = set(_parts(self.arguments["mask_function"]))
+        if not parts <= _KNOWN or _CAUSAL not in parts:
+            raise UnsupportedModelError(
+                f"The model has a mask of {', '.join(sorted(parts))}. Only causal masks are exact over ranks, "
+                "those with sliding windows, chunks or packed documents among them."
+            )
+        size: int | None = self.arguments.get("local_size")
+        return (size if _SLIDING in parts else None), (size if _CHUNKED in parts else None)
+
+    @cached_property
+    def built(self) -> torch.Tensor | None:
         """The boolean mask of shape `(batch, 1, q_length, kv_length)`, `None` for plain causal attention."""
         mask: torch.Tensor | None = sdpa_mask(**self.arguments)
         return mask
+
+    @cached_property
+    def added(self) -> torch.Tensor:
+        """The mask as eager attention adds it to the scores."""
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        assert mask is not None, "skipping is not allowed"
+        return _additive(mask, self.arguments["dtype"])
 
 
 def attention_forward(
@@ -35,30 +74,35 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: "DeferredMask | torch.Tensor | None",
+    attention_mask: DeferredMask | torch.Tensor | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     burst_call: ForwardCall | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention in the form of Transformers' `AttentionInterface`.
 
     Without `burst_call` (a cached generation step, a submodule called directly) every rank holds the whole sequence,
-    and this is Transformers' own sdpa attention.
+    and this is Transformers' own sdpa attention, or its eager one where sdpa lacks what the model needs.
 
     Args:
         module (`nn.Module`): The attention layer.
         query (`torch.Tensor` of shape `(batch, q_heads, n, head_dim)`): Queries of this rank.
-        key, value (`torch.Tensor` of shape `(batch, kv_heads, n, head_dim)`): Keys and values of this rank.
-        attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): Used without `burst_call` only.
+        key (`torch.Tensor` of shape `(batch, kv_heads, n, head_dim)`): Keys of this rank.
+        value (`torch.Tensor` of shape `(batch, kv_heads, n, value_dim)`): Values of this rank.
+        attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): The mask that the model gives this layer.
         scaling (`float`, *optional*): Factor of the scores.
-        is_causal (`bool`, *optional*): Overrules the layer's own attribute.
-        sliding_window (`int`, *optional*): Tokens that a query sees, itself included.
+        is_causal (`bool`, *optional*): Overrules the layer's own attribute, where there is no mask.
+        sliding_window (`int`, *optional*): Tokens that a query sees, itself included, where there is no mask.
+        softcap (`float`, *optional*): Where the scores saturate.
+        s_aux (`torch.Tensor` of shape `(q_heads,)`, *optional*): Attention sinks.
         burst_call ([`ForwardCall`], *optional*): How the batch is sharded.
 
     Returns:
-        `torch.Tensor` of shape `(batch, n, q_heads, head_dim)`, and `None` for the weights.
+        `torch.Tensor` of shape `(batch, n, q_heads, value_dim)`, and `None` for the weights.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:
@@ -67,39 +111,105 @@ def attention_forward(
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
     if burst_call is None:
-        mask = attention_mask.build() if isinstance(attention_mask, DeferredMask) else attention_mask
-        out: torch.Tensor = sdpa_attention_forward(
-            module, query, key, value, mask, scaling=scaling, is_causal=is_causal, **kwargs
-        )[0]
-        return out, None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        options = {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
+        if softcap is None and s_aux is None:
+            mask = attention_mask.built if isinstance(attention_mask, DeferredMask) else attention_mask
+            result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+            return result
+        return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
+    causal, window, chunk = _reach(module, attention_mask, is_causal, sliding_window)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = _at_temperature(module, query, burst_call.positions)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     out, _ = torch.ops.hf_burst.attention(
         query.to(dtype).transpose(1, 2),
         key.to(dtype).transpose(1, 2),
         value.transpose(1, 2),
+        s_aux,
         burst_call.encoded,
         causal,
-        -1 if sliding_window is None else sliding_window - 1,
+        -1 if window is None else window - 1,
+        chunk or 0,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap or 0.0,
         burst_call.config.kernel,
         burst_call.config.backward,
         burst_call.group.name,
     )
+    if burst_call.blind is not None:
+        out = out.masked_fill(burst_call.blind[..., None, None], 0)
     return out, None
 
 
 def attention_mask(**arguments: Any) -> DeferredMask | torch.Tensor | None:
-    """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built.
+    """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
 
-    Only generation has padding masks, or keys besides those of its queries; it is given its mask at once.
+    Only generation has padding, or keys besides those of its queries; it is given its mask at once.
     """
-    deferred = DeferredMask(arguments)
+    deferred, padding = DeferredMask(arguments), arguments.get("attention_mask")
     square = arguments["q_length"] == arguments["kv_length"]
-    return deferred if square and arguments.get("attention_mask") is None else deferred.build()
+    return deferred if square and (padding is None or bool(padding.all())) else deferred.built
 
 
 def register() -> None:
     """Makes the name known to Transformers; doing so again changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def _reach(
+    module: nn.Module, mask: DeferredMask | torch.Tensor | None, is_causal: bool | None, sliding_window: int | None
+) -> tuple[bool, int | None, int | None]:
+    """Whether a layer is causal, how far a query sees and in which chunks. As in eager attention the mask decides."""
+    if isinstance(mask, DeferredMask):
+        return True, *mask.reach
+    if mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is given a mask tensor of shape {tuple(mask.shape)}, made from the tokens of one "
+            "shard. Over several ranks masks must come from Transformers' masking_utils."
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return causal, sliding_window, None
+
+
+def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Llama 4's queries, which its attention has scaled as if the tokens of the shard were the first of the sequence
+    (arXiv 2501.19399 in `Llama4TextAttention`), scaled by their true positions."""
+
+    def temperature(position: torch.Tensor) -> torch.Tensor:
+        return torch.log1p(torch.floor((position.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+
+    local = torch.arange(query.shape[2], device=query.device)
+    ratio = (temperature(positions) / temperature(local))[:, None, :, None]
+    return (query * ratio).to(query.dtype)
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[str]:
+    """The functions of `transformers.masking_utils` that a mask function was put together from."""
+    yield function.__qualname__.partition(".")[0]
+    for cell in getattr(function, "__closure__", None) or ():
+        held = cell.cell_contents
+        for inner in held if isinstance(held, tuple) else (held,):
+            if isinstance(inner, FunctionType):
+                yield from _parts(inner)
+
+
+def _eager(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: DeferredMask | torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The eager attention of the model's own file, which knows its soft-capping and its sinks."""
+    added = mask.added if isinstance(mask, DeferredMask) else None if mask is None else _additive(mask, query.dtype)
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    out, weights = attend(module, query, key, value, added, **options)
+    return out, weights
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)

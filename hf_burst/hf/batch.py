@@ -40,6 +40,7 @@ class ShardedBatch:
         rank (`int`): Whose part it is.
         fingerprint (`int`): Checksum of the whole batch.
         positions (`int`): Checksum of the position ids of this part.
+        longest (`int`): The longest position of the whole batch.
         labelled (`bool`): Whether the batch had labels.
     """
 
@@ -47,6 +48,7 @@ class ShardedBatch:
     rank: int
     fingerprint: int
     positions: int
+    longest: int
     labelled: bool
 
 
@@ -61,8 +63,10 @@ class ForwardCall:
         explicit (`bool`): Whether the batch arrived sharded.
         tokens (`int`): Labels that count, over all ranks of the group.
         encoded (`torch.Tensor`): The layout as the operator takes it.
+        positions (`torch.LongTensor` of shape `(batch, n)`): The position ids of this rank's tokens.
         logits (`str`): What becomes of the logits: `"drop"`, `"gather"` or `"keep"`.
         kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
+        blind (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
     """
 
     layout: SequenceLayout
@@ -71,8 +75,10 @@ class ForwardCall:
     explicit: bool
     tokens: int
     encoded: torch.Tensor
+    positions: torch.Tensor
     logits: str = "gather"
     kept: tuple[tuple[int, ...], ...] | None = None
+    blind: torch.Tensor | None = None
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -97,11 +103,11 @@ def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
     no boundary, since no earlier query sees it; padding on the left is a document of its own.
 
     Raises:
-        BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
+        BatchError: For shapes that do not fit the batch, and masks that are not padding.
     """
     rows, length = batch_shape(batch)
     starts: list[set[int]] = [set() for _ in range(rows)]
-    lengths, positions, mask = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "attention_mask"))
+    lengths, positions = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids"))
     if lengths is not None:
         bounds = torch.as_tensor(lengths).flatten().tolist()
         if rows != 1 or bounds[0] != 0 or bounds[-1] != length:
@@ -119,15 +125,21 @@ def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
         for row, token in resets:
             for target in range(rows) if positions.shape[0] == 1 else (row,):
                 starts[target].add(token + 1)
-    for row, first in _left_padding(mask, rows, length):
+    for row, (first, _) in enumerate(real_tokens(batch)):
         starts[row].add(first)
-    return [(0, *sorted(cuts), length) for cuts in starts]
+    return [(0, *sorted(cuts - {0}), length) for cuts in starts]
 
 
-def _left_padding(mask: Any, rows: int, length: int) -> list[tuple[int, int]]:
-    """Rows whose padding stands on the left, and their first token; raises for masks that are not padding."""
+def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The tokens `[start, stop)` of each row that `attention_mask` does not hide; `()` if it hides none.
+
+    Raises:
+        BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
+    """
+    rows, length = batch_shape(batch)
+    mask = batch.get("attention_mask")
     if mask is None:
-        return []
+        return ()
     if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, length):
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise BatchError(
@@ -135,11 +147,11 @@ def _left_padding(mask: Any, rows: int, length: int) -> list[tuple[int, int]]:
             "documents by position_ids that start anew at 0."
         )
     if bool((mask == 1).all()):
-        return []
+        return ()
     kept = mask.cpu() != 0
     if not torch.equal(kept.to(mask.dtype), mask.cpu()):
         raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
-    found = []
+    spans = []
     for row in range(rows):
         tokens = kept[row].nonzero().flatten()
         if len(tokens) == 0:
@@ -147,13 +159,12 @@ def _left_padding(mask: Any, rows: int, length: int) -> list[tuple[int, int]]:
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 != len(tokens):
             raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
-        if first:
-            found.append((row, first))
-    return found
+        spans.append((first, last + 1))
+    return tuple(spans)
 
 
 def shard_full(
-    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int
+    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, positions: torch.Tensor | None = None
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
 
@@ -163,21 +174,26 @@ def shard_full(
         config ([`BurstConfig`]): How to cut.
         rank (`int`): Whose part.
         ranks (`int`): Of how many.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`;
+            by default every row counts from 0, as in Transformers.
 
     Returns:
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
     """
     rows, length = batch_shape(batch)
-    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking)
+    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch))
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
-    positions = full.get("position_ids")
-    full["position_ids"] = (torch.arange(length, device=device) if positions is None else positions).expand(rows, -1)
+    if full.get("position_ids") is not None:
+        positions = full["position_ids"]
+    elif positions is None:
+        positions = torch.arange(length, device=device)
+    full["position_ids"] = positions.expand(rows, -1)
     if full.get("labels") is not None:
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
         full["shift_labels"] = shift_labels(full["labels"])
-        _check_padded_labels(full["shift_labels"], batch.get("attention_mask"))
+        _check_padded_labels(full["shift_labels"], batch.get("attention_mask"), layout.real)
     shard = {}
     for key, value in full.items():
         if key in _PAD_VALUES and value is not None:
@@ -192,16 +208,17 @@ def shard_full(
     return shard, layout
 
 
-def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """What padding predicts is not defined, so it must not count."""
+def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, real: tuple[tuple[int, int], ...]) -> None:
+    """Padding on the right sees other tokens than in Transformers, so what it predicts must not count."""
     if mask is None:
         return
-    counted = int(((targets != IGNORE_INDEX) & (mask == 0)).sum())
-    if counted:
+    counted = (targets != IGNORE_INDEX) & (mask == 0)
+    for row, (first, _) in enumerate(real):
+        counted[row, :first] = False
+    if counted.any():
         raise BatchError(
-            f"{counted} tokens that attention_mask hides have labels to predict, which is not defined. Set the labels "
-            f"of padding to {IGNORE_INDEX}, and with padding on the left also that of the first token after it, which "
-            "padding would predict; or pad on the right."
+            f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the labels "
+            f"of padding to {IGNORE_INDEX}."
         )
 
 
@@ -210,7 +227,14 @@ def describe_shard(
 ) -> ShardedBatch:
     """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
     labelled = shard.get("labels") is not None
-    return ShardedBatch(layout, rank, fingerprint(full), _checksum(shard["position_ids"]), labelled)
+    positions = _checksum(shard["position_ids"])
+    return ShardedBatch(layout, rank, fingerprint(full), positions, longest_position(full), labelled)
+
+
+def longest_position(full: Mapping[str, Any]) -> int:
+    """The longest position of a full batch."""
+    positions = full.get("position_ids")
+    return batch_shape(full)[1] - 1 if positions is None else int(positions.max())
 
 
 def layout_of_shard(
@@ -280,29 +304,29 @@ def layout_of_shard(
     return layout
 
 
-def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: int | None) -> None:
+def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: tuple[int, int] | None) -> None:
     """Raises for token ids, labels and learned positions that the model lacks: an index error of one rank alone would
     leave the others waiting.
 
     Args:
         batch (mapping): The part of this rank.
         vocabulary (`int`): Rows of the input embedding.
-        positions (`int`, *optional*): Rows of a learned position embedding.
+        positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
     """
-    limits = {"input_ids": vocabulary, "token_type_ids": vocabulary, "labels": vocabulary, "shift_labels": vocabulary}
+    limits = dict.fromkeys(("input_ids", "token_type_ids", "labels", "shift_labels"), (0, vocabulary))
     if positions is not None:
         limits["position_ids"] = positions
-    for key, limit in limits.items():
+    for key, (first, end) in limits.items():
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
             continue
-        wrong = (value < 0) | (value >= limit)
+        wrong = (value < first) | (value >= end)
         if "labels" in key:
             wrong &= value != IGNORE_INDEX
         if wrong.any():
             raise BatchError(
-                f"{key} holds {value[wrong][0].item()}; this model takes 0 to {limit - 1}. Does the tokenizer belong "
-                "to the model, and is the sequence no longer than its learned positions?"
+                f"{key} holds {value[wrong][0].item()}; this model takes {first} to {end - 1}. Does the tokenizer "
+                "belong to the model, and is the sequence no longer than its learned positions?"
             )
 
 

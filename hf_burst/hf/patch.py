@@ -21,17 +21,29 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
-from ..loss import IGNORE_INDEX, gather_kept, gather_tokens, group_loss, token_loss_sum
+from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
-from .accelerate import resolve_group
+from .accelerate import PATCH, resolve_group
 from .attention import NAME, register
-from .batch import LAYOUT_KEY, ForwardCall, batch_shape, check_ranges, fingerprint, layout_of_shard, shard_full
+from .batch import (
+    LAYOUT_KEY,
+    ForwardCall,
+    batch_shape,
+    check_ranges,
+    fingerprint,
+    layout_of_shard,
+    longest_position,
+    shard_full,
+)
 from .dropout import check_shared_dropout, own_masks
-from .support import base_model, check_dropout, check_model, learned_positions
+from .experts import RouterLogits, balance, check_balance
+from .outputs import batch_loss, gather_outputs
+from .positions import LearnedPositions
+from .rope import LongestPosition
+from .support import base_model, check_dropout, check_model
 
 logger = logging.getLogger(__name__)
 
-_STATE = "_hf_burst"
 _CALL = "burst_call"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 # for each rank, where the rows that it kept stand in the gathered logits
@@ -67,9 +79,10 @@ def patch_model(
     ```
     """
     base = base_model(model)
-    if hasattr(base, _STATE):
+    if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_model(base)
+    check_balance(base)
     register()
     previous = base.config._attn_implementation
     base.set_attn_implementation(NAME)
@@ -78,14 +91,26 @@ def patch_model(
             f"{type(base).__name__} keeps its attention {previous!r}: it does not use Transformers' AttentionInterface."
         )
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
-    patch = _Patch(config or BurstConfig(), given, previous, base.loss_function, "_loss_function" in vars(base))
+    loss_was_set = "_loss_function" in vars(base)
+    patch = _Patch(
+        config=config or BurstConfig(),
+        given=given,
+        attention=previous,
+        plain_loss=base.loss_function,
+        loss_was_set=loss_was_set,
+        longest=LongestPosition(base),
+        positions=LearnedPositions.of(base),
+        routers=RouterLogits(base),
+    )
     patch.handles = [
+        *patch.longest.handles,
+        *patch.routers.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
         *own_masks(base),
     ]
     base.loss_function = patch.loss
-    setattr(base, _STATE, patch)
+    setattr(base, PATCH, patch)
     return model
 
 
@@ -102,7 +127,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         ConfigError: If the model is not patched.
     """
     base = base_model(model)
-    patch: _Patch | None = getattr(base, _STATE, None)
+    patch: _Patch | None = getattr(base, PATCH, None)
     if patch is None:
         raise ConfigError(
             "The model is not patched, so there is nothing to undo. hf_burst.patch_model(model) patches it."
@@ -114,7 +139,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         base.loss_function = patch.plain_loss
     else:
         del base._loss_function
-    delattr(base, _STATE)
+    delattr(base, PATCH)
     return model
 
 
@@ -128,8 +153,12 @@ class _Patch:
         attention (`str`): The attention implementation before.
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
+        longest ([`LongestPosition`]): What the rotary modules that need it are told.
+        positions ([`LearnedPositions`]): What learned position embeddings ask.
+        routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
+        explicit (`bool`): Whether the latest batch arrived sharded.
     """
 
     config: BurstConfig
@@ -137,8 +166,12 @@ class _Patch:
     attention: str
     plain_loss: Any
     loss_was_set: bool
+    longest: LongestPosition
+    positions: LearnedPositions
+    routers: RouterLogits
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
+    explicit: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its patch along, and the attention must be known where it is loaded."""
@@ -172,6 +205,7 @@ class _Patch:
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
         self.forwards += 1
+        self.explicit = call.explicit
         if counted is not None and tokens == 0 and not facts["num_items_in_batch"]:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
@@ -200,10 +234,18 @@ class _Patch:
             layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
             prepared = {**batch, "labels": batch.get("shift_labels")}
             content = about.fingerprint if about else None
+            longest = about.longest if about else layout.length - 1
+            if self.positions.from_mask and any(start for start, _ in layout.real):
+                raise BatchError(
+                    f"{type(module).__name__} counts positions from the first token after the padding, which was not "
+                    "known when the batch was sharded. Pad on the right, or give full batches (no BurstCollator)."
+                )
         else:
-            prepared, layout = shard_full(batch, self.config, group.rank, group.size)
+            positions = self.positions.make(batch)
+            prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
-        check_ranges(prepared, module.config.vocab_size, learned_positions(module))
+            longest = longest_position(batch) if self.longest.handles else None
+        check_ranges(prepared, module.config.get_text_config().vocab_size, self.positions.limits)
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
@@ -221,10 +263,17 @@ class _Patch:
             "hidden states": bool(batch.get("output_hidden_states")),
             "BurstConfig": str(self.config),
             "content (checksum)": content,
+            "longest position": longest,
         }
+        self.longest.value = longest if self.longest.handles else None
+        blind = layout.blind(group.rank)
+        if blind is not None:
+            blind = blind.to(prepared["position_ids"].device)
         encoded = layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
-        call = ForwardCall(layout, group, self.config, explicit, 0, encoded, logits, kept)
+        call = ForwardCall(
+            *(layout, group, self.config, explicit, 0, encoded, prepared["position_ids"], logits, kept, blind)
+        )
         return prepared, call, facts
 
     def _logits_fate(
@@ -243,12 +292,12 @@ class _Patch:
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
-        if labels and module.training and group.size > 1:
+        if labels and group.size > 1 and (module.training or prepared.get("fused_lm_head")):
             return "drop"
         if explicit or group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if kept is None else sum(map(len, kept))
-        gib = layout.batch_size * rows * module.config.vocab_size * module.dtype.itemsize / 2**30
+        gib = layout.batch_size * rows * module.config.get_text_config().vocab_size * module.dtype.itemsize / 2**30
         if gib <= self.config.logits_limit_gib:
             return "gather"
         sentence = (
@@ -264,41 +313,20 @@ class _Patch:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         call: ForwardCall | None = kwargs.get(_CALL)
-        if call is None or call.group.size == 1:
+        if call is None:
             return output
-        fields = dict(output.items())
-        logits = fields.pop("logits")
-        if call.logits == "gather" and call.kept is not None:
-            fields["logits"] = gather_kept(logits, call.kept, call.group)
-        elif call.logits == "gather":
-            fields["logits"] = gather_tokens(logits, call.layout, call.group)
-        elif call.logits == "keep":
-            fields["logits"] = logits
-        if "hidden_states" in fields and not call.explicit:
-            fields["hidden_states"] = tuple(
-                gather_tokens(state, call.layout, call.group) for state in fields["hidden_states"]
-            )
-        return type(output)(**fields)
+        items, layers = kwargs.get("num_items_in_batch"), self.routers.take()
+        if layers:
+            output = balance(output, layers, module, call, items)
+        return gather_outputs(output, call, items, module.training)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The model's `loss_function`: the cross-entropy of the whole batch, weighted by tokens over all ranks.
-
-        With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the
-        group. `num_items_in_batch` is the number of labels gathered and summed over all ranks: a full batch, which
-        every rank of a group holds, is counted by each of them, a sharded one once. As in Transformers, the loss is
-        then to be multiplied by the number of processes, whose gradients are averaged.
-        """
+        """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:
             plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
             return plain
-        local_sum = token_loss_sum(logits, kwargs["shift_labels"])
-        items = kwargs.get("num_items_in_batch")
-        if items is None:
-            return group_loss(local_sum, 1 / call.tokens, call.group)
-        if isinstance(items, torch.Tensor):
-            items = items.to(local_sum)  # 1 over an integer would be fp32
-        return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)
+        return batch_loss(token_loss_sum(logits, kwargs["shift_labels"]), call, kwargs.get("num_items_in_batch"))
 
 
 def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
@@ -311,6 +339,7 @@ def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
     check_dropout(module)
+    check_balance(module, batch.get("output_router_logits"))
     if batch.get("past_key_values") is not None:
         raise BatchError("past_key_values in training or with labels: a cache cannot be sharded. Leave it out.")
     for key in ("output_attentions", "encoder_hidden_states"):

@@ -17,8 +17,7 @@ SERVED = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
 
 
@@ -66,12 +65,6 @@ def check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has layers of type {', '.join(sorted(layer_types))}; served are "
             f"{', '.join(_LAYER_TYPES)}."
         )
-    rope_types = _rope_types(getattr(config, "rope_parameters", None)) - set(_ROPE_TYPES)
-    if rope_types:
-        raise UnsupportedModelError(
-            f"rope_type {', '.join(sorted(rope_types))} depends on the longest position of a forward pass, which "
-            f"differs between ranks. Served are {', '.join(_ROPE_TYPES)}: set config.rope_parameters['rope_type']."
-        )
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError("config.add_cross_attention is set; cross attention is not served.")
     if model.loss_function is not ForCausalLMLoss:
@@ -82,20 +75,6 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
-
-
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """Up to how many positions a model has learned embeddings; `None` for rotary ones, which know no end."""
-    return model.config.n_positions if model.config.model_type == "gpt2" else None
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    """The rope types of a config: one, or one for each type of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    if "rope_type" in parameters:
-        return {parameters["rope_type"]}
-    return set().union(*(_rope_types(value) for value in parameters.values())) if parameters else set()
 
 
 def check_dropout(model: PreTrainedModel) -> None:

@@ -1,6 +1,6 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import Band, Card, Kernel, project_out
+from .base import Band, Card, Kernel, Scores, project_out
 from .select import KERNELS, select_kernel
 
-__all__ = ["KERNELS", "Band", "Card", "Kernel", "project_out", "select_kernel"]
+__all__ = ["KERNELS", "Band", "Card", "Kernel", "Scores", "project_out", "select_kernel"]

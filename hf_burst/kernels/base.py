@@ -26,6 +26,20 @@ class Band:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """How the score of a query and a key follows from their product.
+
+    Args:
+        scale (`float`): Its factor.
+        softcap (`float`, defaults to 0.0): Where it saturates: `softcap * tanh(scale * product / softcap)` (Gemma 2,
+            arXiv 2408.00118, section 2); 0 is nowhere.
+    """
+
+    scale: float
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
 class Card:
     """What a kernel can do.
 
@@ -39,6 +53,7 @@ class Card:
         wide (`bool`): Whether what it returns is in fp32 (fp64 for fp64 inputs) and not rounded to the dtype of the
             inputs: then the error does not depend on how many tiles an attention is cut into.
         wants_out (`bool`): Whether `backward` reads `out`, whose product with `dout` must be `delta`, or `delta`.
+        softcap (`bool`, defaults to `False`): Whether scores may be capped.
     """
 
     name: str
@@ -49,14 +64,19 @@ class Card:
     own_value_dim: bool
     wide: bool
     wants_out: bool
+    softcap: bool = False
 
-    def refusal(self, device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
+    def refusal(
+        self, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: bool = False
+    ) -> str | None:
         """Why the kernel cannot compute such an attention; `None` if it can."""
         smallest, largest = self.head_dims
         if device not in self.devices:
             return f"runs on {', '.join(self.devices)}, not on {device}"
         if dtype not in self.dtypes:
             return f"takes {', '.join(map(str, self.dtypes))}, not {dtype}"
+        if softcap and not self.softcap:
+            return "knows no soft-capping of scores"
         if not self.own_value_dim and value_dim != head_dim:
             return f"needs one head size, got {head_dim} for q and k and {value_dim} for v"
         for size in (head_dim, value_dim):
@@ -71,7 +91,7 @@ class Kernel(Protocol):
     card: Card
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the rows of a tile over its columns.
 
@@ -80,10 +100,10 @@ class Kernel(Protocol):
             k (`torch.Tensor` of shape `(B, Sk, Hkv, D)`): Keys.
             v (`torch.Tensor` of shape `(B, Sk, Hkv, Dv)`): Values.
             band ([`Band`]): What is admitted.
-            scale (`float`): Factor of the scores before the softmax.
+            scores ([`Scores`]): Scale and soft-capping.
 
         Returns:
-            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the scaled
+            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the
             scores, of shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs); a row that admits nothing has `out` = 0 and
             `lse` = -inf.
         """
@@ -99,7 +119,7 @@ class Kernel(Protocol):
         lse: torch.Tensor,
         delta: torch.Tensor,
         band: Band,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the tile, given the log-sum-exp of each row over all tiles.
 
@@ -112,7 +132,7 @@ class Kernel(Protocol):
             delta (`torch.Tensor` of shape `(B, Sq, Hq)`): `rowsum(dout * out)` of the merged output, in the dtype of
                 lse.
             band ([`Band`]): What is admitted.
-            scale (`float`): As in `forward`.
+            scores ([`Scores`]): As in `forward`.
 
         Returns:
             `dq`, `dk` and `dv` in the shapes of q, k and v, in their dtypes or wider.

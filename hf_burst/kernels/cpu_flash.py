@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from .base import Band, Card
+from .base import Band, Card, Scores
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 from .reference import admitted
 
@@ -31,7 +31,7 @@ class CpuFlashKernel:
     )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
 
@@ -44,7 +44,7 @@ class CpuFlashKernel:
                 0.0,
                 causal,
                 attn_mask=mask,
-                scale=scale,
+                scale=scores.scale,
             )
             return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -60,7 +60,7 @@ class CpuFlashKernel:
         lse: torch.Tensor,
         delta: torch.Tensor,
         band: Band,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
         assert out is not None, "the card says wants_out"
@@ -77,7 +77,7 @@ class CpuFlashKernel:
                 0.0,
                 causal,
                 attn_mask=mask,
-                scale=scale,
+                scale=scores.scale,
             )
             return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

@@ -9,17 +9,20 @@ from ..config import KernelName
 from ..errors import KernelError
 from .base import Kernel
 from .cpu_flash import CpuFlashKernel
+from .head_size import PaddedHeads
 from .reference import ReferenceKernel
 from .torch_flash import TorchFlashKernel
 
 logger = logging.getLogger(__name__)
 
 # the fastest first
-KERNELS: tuple[Kernel, ...] = (TorchFlashKernel(), CpuFlashKernel(), ReferenceKernel())
+KERNELS: tuple[Kernel, ...] = (PaddedHeads(TorchFlashKernel()), PaddedHeads(CpuFlashKernel()), ReferenceKernel())
 
 
 @lru_cache(maxsize=256)
-def select_kernel(requested: KernelName, device: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Kernel:
+def select_kernel(
+    requested: KernelName, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: bool = False
+) -> Kernel:
     """The kernel that computes such an attention.
 
     Args:
@@ -28,6 +31,7 @@ def select_kernel(requested: KernelName, device: str, dtype: torch.dtype, head_d
         dtype (`torch.dtype`): Dtype of q, k and v.
         head_dim (`int`): Head size of q and k.
         value_dim (`int`): Head size of v.
+        softcap (`bool`, defaults to `False`): Whether scores are soft-capped.
 
     Raises:
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
@@ -35,7 +39,7 @@ def select_kernel(requested: KernelName, device: str, dtype: torch.dtype, head_d
     wanted = [kernel for kernel in KERNELS if requested in ("auto", kernel.card.name)]
     refusals: list[str] = []
     for kernel in wanted:
-        refusal = kernel.card.refusal(device, dtype, head_dim, value_dim)
+        refusal = kernel.card.refusal(device, dtype, head_dim, value_dim, softcap)
         if refusal is None:
             reason = "asked for" if requested != "auto" else "; ".join(refusals) or "the fastest for this device"
             slow = requested == "auto" and kernel.card.name == "reference"
@@ -47,6 +51,7 @@ def select_kernel(requested: KernelName, device: str, dtype: torch.dtype, head_d
             return kernel
         refusals.append(f"{kernel.card.name} {refusal}")
     raise KernelError(
-        f"No kernel for {dtype} on {device} with head sizes {head_dim} (q, k) and {value_dim} (v): "
+        f"No kernel for {dtype} on {device} with head sizes {head_dim} (q, k) and {value_dim} (v)"
+        f"{' and soft-capped scores' if softcap else ''}: "
         f"{'; '.join(refusals)}. Set BurstConfig(kernel=...) to one that can, or convert the model."
     )

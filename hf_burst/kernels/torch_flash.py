@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .base import Band, Card
+from .base import Band, Card, Scores
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 
 
@@ -31,17 +31,17 @@ class TorchFlashKernel:
     )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
         if band.segments:
             flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-            out, lse = _forward(*flat, *_varlen_call(band, q), scale)
+            out, lse = _forward(*flat, *_varlen_call(band, q), scores.scale)
             return out.view(q.shape), lse.transpose(0, 1).unflatten(0, q.shape[:2])
 
         def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
             inputs = (q[:, piece.rows], k[:, piece.columns], v[:, piece.columns])
-            out, lse = _forward(*inputs, *_dense_call(piece), scale)
+            out, lse = _forward(*inputs, *_dense_call(piece), scores.scale)
             return out, lse.transpose(1, 2)
 
         return forward_pieces(q, v, _pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
@@ -56,20 +56,20 @@ class TorchFlashKernel:
         lse: torch.Tensor,
         delta: torch.Tensor,
         band: Band,
-        scale: float,
+        scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
         assert out is not None, "the card says wants_out"
         if band.segments:
             flat = (tensor.flatten(0, 1) for tensor in (dout, q, k, v, out))
             flat_lse = lse.flatten(0, 1).transpose(0, 1)
-            dq, dk, dv = _backward(*flat, flat_lse, *_varlen_call(band, q), scale)
+            dq, dk, dv = _backward(*flat, flat_lse, *_varlen_call(band, q), scores.scale)
             return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
         def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             rows, columns = piece.rows, piece.columns
             inputs = (dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows])
-            return _backward(*inputs, lse[:, rows].transpose(1, 2), *_dense_call(piece), scale)
+            return _backward(*inputs, lse[:, rows].transpose(1, 2), *_dense_call(piece), scores.scale)
 
         return backward_pieces((q, k, v), _pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import Band, Kernel, project_out
+from ..kernels import Band, Kernel, Scores, project_out
 from ..plan import Plan, Step, Tile, Transfer
 from ..plan.schedule import Visitor, goes_ahead
 from .exchange import Exchange, Expected, Posted
@@ -23,17 +23,22 @@ class Attention:
         plan ([`Plan`]): What is computed, by whom.
         rank (`int`): This rank of the group.
         kernel ([`Kernel`]): What computes a tile.
-        scale (`float`): Factor of the scores.
+        scores ([`Scores`]): Scale and soft-capping.
     """
 
     plan: Plan
     rank: int
     kernel: Kernel
-    scale: float
+    scores: Scores
 
 
 def forward(
-    attention: Attention, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    attention: Attention,
+    exchange: Exchange,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries over the keys of all ranks. K and V visit.
 
@@ -43,13 +48,17 @@ def forward(
         q (`torch.Tensor` of shape `(B, n, Hq, D)`): This rank's queries.
         k (`torch.Tensor` of shape `(B, n, Hkv, D)`): This rank's keys.
         v (`torch.Tensor` of shape `(B, n, Hkv, Dv)`): This rank's values.
+        sinks (`torch.Tensor` of shape `(Hq,)`, *optional*): A further score of every row, whose value is 0.
 
     Returns:
         `out` of shape `(B, n, Hq, Dv)` in the dtype of q, and `lse` of shape `(B, n, Hq)` in fp32 (fp64 for fp64).
     """
     wide = accumulation_dtype(q.dtype)
     out = torch.zeros(*q.shape[:3], v.shape[3], dtype=wide, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    if sinks is None:
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    else:  # what is merged first
+        lse = sinks.to(wide).expand(q.shape[:3]).clone()
 
     def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         keys, values = visitors
@@ -60,7 +69,7 @@ def forward(
                 _cut(keys, tile.batch, tile.k, first),
                 _cut(values, tile.batch, tile.k, first),
                 _band(tile),
-                attention.scale,
+                attention.scores,
             )
             merge_(_cut(out, tile.batch, tile.q), _cut(lse, tile.batch, tile.q), part, part_lse)
         return ()
@@ -175,7 +184,7 @@ def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys) -> Se
             _cut(rows.lse, *q_place),
             _cut(rows.delta, *q_place),
             _band(tile),
-            attention.scale,
+            attention.scores,
         )
         for total, gradient, place in zip(
             (rows.dq, keys.dk, keys.dv), gradients, (q_place, k_place, k_place), strict=True
