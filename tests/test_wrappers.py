@@ -83,10 +83,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(rank: int, size: int, case: Case) -> dict[str, Any]:
     """SGD with gradient accumulation over unequal batches, and clipping."""
-    if case.dtype == torch.float64:
-        model = models.make_model("llama", torch.float64)
-    else:
-        model = make_trainee(case.lora)
+    model = models.make_model("llama", torch.float64) if case.dtype == torch.float64 else make_trainee(case.lora)
     model.train()
     model.config.use_cache = False  # with a cache, plain attention ignores where packed documents begin
     row, rows = 0, 2
