@@ -21,6 +21,7 @@ from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import Case, make_trainer
 
+pytest.importorskip("trl")
 Ranks = Callable[[int], RankPool]
 TRAINERS = ("raw", "Trainer", "SFTTrainer", "DPOTrainer")
 KINDS = {"raw": ("padded", "packed"), "SFTTrainer": ("padded", "packed", "padding_free"), "DPOTrainer": ("padded",)}

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -74,8 +73,10 @@ def samples(kind: str, count: int = 12) -> list[Row]:
     return found
 
 
-def table(kind: str, count: int = 12) -> Dataset:
+def table(kind: str, count: int = 12) -> Any:
     """The documents as a table of lists, as TRL prepares and packs them."""
+    from datasets import Dataset
+
     return Dataset.from_list([{key: value.tolist() for key, value in row.items()} for row in samples(kind, count)])
 
 
@@ -184,6 +185,7 @@ def _make_trl(
     case: Case, model: torch.nn.Module, settings: dict[str, Any], data: Any, given: dict[str, Any]
 ) -> Trainer:
     import trl
+    from datasets import Dataset
 
     given |= {"processing_class": tokenizer(), "peft_config": lora_config() if case.lora else None}
     if case.trainer == "SFTTrainer":
