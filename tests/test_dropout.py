@@ -15,7 +15,7 @@ from hf_burst.errors import RankMismatchError, UnsupportedModelError
 from hf_burst.hf.dropout import check_shared_dropout, own_masks
 from tests import models
 from tests.ranks import RankPool, reset_accelerate
-from tests.test_training import collate, samples
+from tests.trainers import collate, samples
 
 Ranks = Callable[[int], RankPool]
 RATE = 0.3

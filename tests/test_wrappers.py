@@ -1,20 +1,26 @@
 """Wrappers around a patched model: FSDP2, mixed precision, torch.compile and peft, beside one unpatched process."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import Trainer, TrainingArguments
 
 import hf_burst
+from hf_burst.errors import BatchError
 from tests import models
-from tests.ranks import RankPool
+from tests.ranks import RankPool, reset_accelerate
 from tests.test_training import collate, make_trainee, samples
 
 Ranks = Callable[[int], RankPool]
@@ -39,6 +45,10 @@ class Case:
     @property
     def alone(self) -> "Case":
         return replace(self, data=1, burst=0, checkpointing=False, explicit=False)
+
+    @property
+    def full(self) -> "Case":
+        return replace(self.alone, half=False)
 
 
 @cache
@@ -172,6 +182,88 @@ def test_fsdp2_in_bfloat16(ranks: Ranks, data: int, burst: int) -> None:
         assert_as_close(*(flat(run["gradients"][0]) for run in (found, rough, exact)))
 
 
+def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: str) -> dict[str, Any]:
+    """Trainer and accelerate's own FSDP2 (`burst = 0`: not patched, and wrapped in bf16 only).
+
+    accelerate ignores FSDP on CPUs, so there it is told that they are GPUs once it knows the device.
+    """
+    reset_accelerate()
+    outer = dict(os.environ)
+    model = make_trainee(case.kind, case.lora)
+    if case.burst:
+        hf_burst.patch_model(model)
+    model.config.use_cache = False
+    wrapped = bool(case.burst or case.half)
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=device == "cpu",
+        max_steps=case.steps,
+        per_device_train_batch_size=2 // case.data,
+        gradient_accumulation_steps=ACCUMULATION,
+        max_grad_norm=CLIP,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+        bf16=case.half,
+        activation_checkpointing=case.checkpointing,
+        fsdp="full_shard" if wrapped else None,
+        fsdp_config={"version": 2, "reshard_after_forward": case.reshard} if wrapped else None,
+        parallelism_config=hf_burst.BurstParallelismConfig(burst_size=case.burst) if case.burst else None,
+    )
+    assert arguments.device.type == device
+    if device == "cpu" and wrapped:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    collator = hf_burst.BurstCollator(collate) if case.explicit else collate
+    try:
+        trainer = Trainer(model=model, args=arguments, train_dataset=samples(case.kind), data_collator=collator)
+        trainer.train()
+    finally:
+        os.environ.clear()
+        os.environ.update(outer)
+    assert isinstance(trainer.model_wrapped, FSDPModule) == wrapped
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "losses": [entry["loss"] for entry in steps],
+        "norms": [entry["grad_norm"] for entry in steps],
+        "weights": {name: whole(value).cpu() for name, value in model.state_dict().items()},
+    }
+
+
+def assert_half_as_close(ranks: Ranks, folder: str, case: Case, device: str) -> None:
+    """What the weights moved in bf16: at most twice as far off as that of one process in bf16."""
+    exact, rough = (ranks(1).run(train_by_accelerate, folder, one, device)[0] for one in (case.full, case.alone))
+    start = flat(list(make_trainee(case.kind, case.lora).state_dict().values()))
+    wanted, plain = (flat(list(run["weights"].values())) - start for run in (exact, rough))
+    for found in ranks(case.data * case.burst).run(train_by_accelerate, folder, case, device):
+        assert found["losses"] == pytest.approx(exact["losses"], rel=1e-2)
+        assert_as_close(flat(list(found["weights"].values())) - start, plain, wanted)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2, "padded"),
+        Case(1, 2, "packed", lora=True, checkpointing=True, explicit=True),
+        Case(2, 2, "packed", reshard=False),
+    ],
+    ids=["1x2", "1x2 lora", "2x2"],
+)
+def test_fsdp2_by_accelerate(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    wanted = train_by_accelerate(0, 1, str(tmp_path), case.alone, "cpu")
+    for found in ranks(case.data * case.burst).run(train_by_accelerate, str(tmp_path), case, "cpu"):
+        compare(found, wanted)
+
+
+def test_fsdp2_by_accelerate_in_bfloat16(ranks: Ranks, tmp_path: Path) -> None:
+    assert_half_as_close(ranks, str(tmp_path), Case(1, 2, "packed", half=True), "cpu")
+
+
 def packed(cuts: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, models.VOCABULARY, (1, sum(cuts)), generator=generator)
@@ -227,3 +319,183 @@ def compile_model(rank: int, size: int, how: str) -> None:
 @pytest.mark.parametrize("how", ["patched, then wrapped", "patched, then compiled", "run, then patched"])
 def test_torch_compile_changes_nothing(ranks: Ranks, how: str) -> None:
     ranks(2).run(compile_model, how, timeout=400)
+
+
+def train_compiled(rank: int, size: int, folder: str, compiled: bool) -> dict[str, Any]:
+    """The stock Trainer with `torch_compile=True`; one process is neither patched nor compiled."""
+    torch._dynamo.reset()
+    reset_accelerate()
+    model = make_trainee("packed", False)
+    if size > 1:
+        hf_burst.patch_model(model)
+    model.config.use_cache = False
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+        torch_compile=compiled,
+        torch_compile_backend="aot_eager" if compiled else None,
+        parallelism_config=hf_burst.BurstParallelismConfig() if size > 1 else None,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=samples("packed"), data_collator=collate)
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "losses": [entry["loss"] for entry in steps],
+        "norms": [entry["grad_norm"] for entry in steps],
+        "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+
+
+def test_trainer_compiles_a_patched_model(ranks: Ranks, tmp_path: Path) -> None:
+    wanted = train_compiled(0, 1, str(tmp_path), False)
+    for found in ranks(2).run(train_compiled, str(tmp_path), True, timeout=400):
+        assert found["graphs"] > 0
+        compare(found, wanted)
+
+
+def mix_precision(rank: int, size: int, name: str) -> list[torch.Tensor]:
+    """Gradients under accelerate's autocast; one process is not patched."""
+    reset_accelerate()
+    model = models.make_model(name).train()
+    mesh = None
+    if size > 1:
+        mesh = hf_burst.BurstParallelismConfig()
+        hf_burst.patch_model(model)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=mesh)
+    wrapped = accelerator.prepare(model)
+    loss = wrapped(**models.make_batch("plain", 97), use_cache=False).loss
+    assert loss.dtype == torch.float32
+    accelerator.backward(loss)
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_mixed_precision_by_accelerate(ranks: Ranks, name: str) -> None:
+    """qwen3's norms leave queries and keys in fp32 beside values in bf16."""
+    rough_loss, *rough = mix_precision(0, 1, name)
+    model = models.make_model(name).train()
+    exact = models.plain_loss(model, models.make_batch("plain", 97))
+    exact.backward()
+    wanted = flat([parameter.grad for parameter in model.parameters()])
+    for loss, *found in ranks(2).run(mix_precision, name):
+        assert abs(loss - exact) <= max(2 * abs(rough_loss - exact), 1e-3)
+        assert_as_close(flat(found), flat(rough), wanted)
+
+
+def gradients_of(model: nn.Module, size: int) -> dict[str, torch.Tensor]:
+    """As a data-parallel wrapper averages them."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    for gradient in found.values() if size > 1 else ():
+        dist.all_reduce(gradient)
+        gradient /= size
+    model.zero_grad()
+    return found
+
+
+def adapt(rank: int, size: int, folder: str, dora: bool, patch_first: bool) -> None:
+    """An adapter through its life: trained, switched off, joined by another, saved, loaded, merged, unpatched."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    batch = models.make_batch("packed")
+    settings = [
+        LoraConfig(r=rank_, target_modules=names, init_lora_weights=False, use_dora=dora)
+        for rank_, names in ((2, ["q_proj", "v_proj"]), (3, ["k_proj", "up_proj"]))
+    ]
+
+    def build(patched: bool) -> nn.Module:
+        base = models.make_model("llama", torch.float64)
+        torch.manual_seed(3)
+        model = get_peft_model(hf_burst.patch_model(base) if patched and patch_first else base, settings[0])
+        model.add_adapter("second", settings[1])
+        return hf_burst.patch_model(model) if patched and not patch_first else model
+
+    def check(model: nn.Module, plain: nn.Module) -> float:
+        found, wanted = model(**batch).loss, models.plain_loss(plain, batch)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        if wanted.requires_grad:
+            found.backward()
+            wanted.backward()
+            mine, other = gradients_of(model, size), gradients_of(plain, 1)
+            assert mine.keys() == other.keys()
+            for name, gradient in other.items():
+                torch.testing.assert_close(mine[name], gradient, rtol=1e-10, atol=1e-10)
+        return wanted.item()
+
+    model, plain = build(True).train(), build(False).train()
+    losses = [check(model, plain)]
+    with model.disable_adapter(), plain.disable_adapter():
+        losses.append(check(model, plain))
+    for one in (model, plain):
+        one.set_adapter("second")
+    losses.append(check(model, plain))
+    assert len(set(losses)) == 3, "the adapters must be felt"
+    if rank == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(
+        hf_burst.patch_model(models.make_model("llama", torch.float64)),
+        f"{folder}/second",
+        autocast_adapter_dtype=False,
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.train()(**batch).loss.item(), losses[2], rtol=1e-10, atol=1e-10)
+    merged, wanted = model.merge_and_unload(), plain.merge_and_unload()
+    assert merged.config._attn_implementation == "hf_burst"
+    check(merged, wanted)
+    hf_burst.unpatch_model(merged)
+    assert "hf_burst" not in str(merged.config)
+    torch.testing.assert_close(models.plain_loss(merged, batch), models.plain_loss(wanted, batch))
+
+
+@pytest.mark.parametrize("patch_first", [True, False], ids=["patched first", "adapted first"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_the_life_of_an_adapter(ranks: Ranks, tmp_path: Path, dora: bool, patch_first: bool) -> None:
+    ranks(2).run(adapt, str(tmp_path), dora, patch_first)
+
+
+def learn_prompts(rank: int, size: int) -> None:
+    """Around a patched model: a prompt of embeddings is part of the full batch, a prefix of keys is refused."""
+    from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
+
+    batch = models.make_batch("right")
+    for settings in (
+        PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+        PromptEncoderConfig(num_virtual_tokens=5, task_type="CAUSAL_LM", encoder_hidden_size=16),
+    ):
+        torch.manual_seed(2)
+        plain = get_peft_model(models.make_model("llama", torch.float64), settings).double().train()
+        model = get_peft_model(hf_burst.patch_model(models.make_model("llama", torch.float64)), settings)
+        model.double().train().load_state_dict(plain.state_dict())
+        wanted, found = plain(**batch).loss, model(**batch).loss
+        wanted.backward()
+        found.backward()
+        torch.testing.assert_close(found, wanted.double(), rtol=1e-6, atol=1e-6)
+        mine, other = gradients_of(model, size), gradients_of(plain, 1)
+        assert mine.keys() == other.keys()
+        assert len(other) > 0
+        for name, gradient in other.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-5, atol=1e-7)
+        with pytest.raises(BatchError, match="position_ids are missing"):
+            model(**hf_burst.shard_batch(batch))
+    model = get_peft_model(
+        hf_burst.patch_model(models.make_model("llama")),
+        PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
+    ).train()
+    with pytest.raises(BatchError, match="cache cannot be sharded"):
+        model(**batch)
+
+
+def test_prompt_learning_around_a_patched_model(ranks: Ranks) -> None:
+    ranks(2).run(learn_prompts)

@@ -9,12 +9,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from ..loss import group_sum
 from .batch import ForwardCall
 
 
 class RouterLogits:
-    """What the routers of one model scored in the forward pass under way, caught where the decoder returns it.
+    """What the routers of one model scored in the forward pass under way, caught where its decoder returns it.
 
     Args:
         model (`PreTrainedModel`): The model; a hook is added to its decoder.
@@ -23,18 +24,55 @@ class RouterLogits:
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: tuple[torch.Tensor, ...] = ()
         self.handles: list[RemovableHandle] = []
-        if hasattr(model.config.get_text_config(), "output_router_logits"):
-            self.handles = [
-                model.base_model.register_forward_hook(self._catch, with_kwargs=True),
-                model.register_forward_hook(self._forget, always_call=True),
-            ]
+        if hasattr(model.config, "output_router_logits"):
+            self.handles.append(model.base_model.register_forward_hook(self._catch, with_kwargs=True))
 
     def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs.get("burst_call") is not None:
-            self.layers = output.get("router_logits") or ()
+        self.layers = (output.get("router_logits") or ()) if kwargs.get("burst_call") is not None else ()
 
-    def _forget(self, *_: Any) -> None:
-        self.layers = ()
+    def take(self) -> tuple[torch.Tensor, ...]:
+        """The scores of each layer, `(batch x n, experts)`; none if they were not asked for. Forgets them."""
+        layers, self.layers = self.layers, ()
+        return layers
+
+
+def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
+    """Raises for a load-balancing loss that is not the one of Transformers' `load_balancing_loss_func`.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        asked (`bool`, *optional*): `output_router_logits` of a forward pass; by default the config's.
+    """
+    wanted = getattr(model.config, "output_router_logits", False) if asked is None else asked
+    if wanted and not (hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")):
+        raise UnsupportedModelError(
+            f"output_router_logits is set, and the load-balancing loss that {type(model).__name__} adds then is not "
+            "served over several ranks. Set config.output_router_logits=False."
+        )
+
+
+def balance(
+    output: Any, layers: tuple[torch.Tensor, ...], model: Any, call: ForwardCall, items: torch.Tensor | float | None
+) -> Any:
+    """Outputs with the load-balancing loss of the whole batch in place of that of this rank's tokens.
+
+    Args:
+        output (`ModelOutput`): What the model returned; its loss, if it has one, has the balance loss added.
+        layers (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The routers' scores of this rank's tokens.
+        model (`PreTrainedModel`): The model.
+        call ([`ForwardCall`]): How the batch is sharded.
+        items (`torch.Tensor` or `float`, *optional*): `num_items_in_batch`: then the loss is yet to be multiplied by
+            the number of processes, of which those of a group hold one batch.
+    """
+    fields = dict(output.items())
+    whole = balance_loss(layers, model.num_experts_per_tok, call)
+    if fields.get("loss") is not None:
+        share = 1 if items is None else 1 / call.group.size
+        fields["loss"] = fields["loss"] + model.router_aux_loss_coef * (share * whole - fields["aux_loss"])
+    fields["aux_loss"] = whole
+    if call.group.size > 1:
+        fields.pop("router_logits", None)
+    return type(output)(**fields)
 
 
 def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, call: ForwardCall) -> torch.Tensor:
@@ -47,7 +85,7 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, call: ForwardCal
     """
     experts = layers[0].shape[-1]
     real = call.layout.counted(call.group.rank).flatten().to(layers[0].device)
-    counts, probabilities = layers[0].new_zeros(2, experts, dtype=torch.float32).unbind()
+    counts, probabilities = torch.zeros(2, experts, device=real.device).unbind()
     for scores in layers:
         weights = scores.reshape(-1, experts)[real].softmax(-1)
         picked = weights.topk(chosen, dim=-1).indices.flatten()
@@ -56,6 +94,5 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, call: ForwardCal
     totals = torch.cat([counts, real.sum()[None] * len(layers)])
     if call.group.size > 1:
         dist.all_reduce(totals, group=call.group.process_group)
-        probabilities = group_sum(probabilities, call.group)
     rows = totals[-1]
-    return experts * (totals[:-1] / rows * (probabilities / rows)).sum()
+    return experts * (totals[:-1] / rows * group_sum(probabilities, call.group) / rows).sum()

@@ -36,6 +36,7 @@ from .batch import (
     shard_full,
 )
 from .dropout import check_shared_dropout, own_masks
+from .experts import RouterLogits, balance, check_balance
 from .outputs import batch_loss, gather_outputs
 from .positions import LearnedPositions
 from .rope import LongestPosition
@@ -81,6 +82,7 @@ def patch_model(
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_model(base)
+    check_balance(base)
     register()
     previous = base.config._attn_implementation
     base.set_attn_implementation(NAME)
@@ -98,9 +100,11 @@ def patch_model(
         loss_was_set=loss_was_set,
         longest=LongestPosition(base),
         positions=LearnedPositions.of(base),
+        routers=RouterLogits(base),
     )
     patch.handles = [
         *patch.longest.handles,
+        *patch.routers.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
         *own_masks(base),
@@ -151,6 +155,7 @@ class _Patch:
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         longest ([`LongestPosition`]): What the rotary modules that need it are told.
         positions ([`LearnedPositions`]): What learned position embeddings ask.
+        routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
         explicit (`bool`): Whether the latest batch arrived sharded.
@@ -163,6 +168,7 @@ class _Patch:
     loss_was_set: bool
     longest: LongestPosition
     positions: LearnedPositions
+    routers: RouterLogits
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
     explicit: bool = False
@@ -239,7 +245,7 @@ class _Patch:
             prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
-        check_ranges(prepared, module.config.vocab_size, self.positions.limits)
+        check_ranges(prepared, module.config.get_text_config().vocab_size, self.positions.limits)
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
@@ -291,7 +297,7 @@ class _Patch:
         if explicit or group.size == 1:
             return "keep"
         rows = layout.length - layout.padding if kept is None else sum(map(len, kept))
-        gib = layout.batch_size * rows * module.config.vocab_size * module.dtype.itemsize / 2**30
+        gib = layout.batch_size * rows * module.config.get_text_config().vocab_size * module.dtype.itemsize / 2**30
         if gib <= self.config.logits_limit_gib:
             return "gather"
         sentence = (
@@ -309,7 +315,10 @@ class _Patch:
         call: ForwardCall | None = kwargs.get(_CALL)
         if call is None:
             return output
-        return gather_outputs(output, call, kwargs.get("num_items_in_batch"), module.training)
+        items, layers = kwargs.get("num_items_in_batch"), self.routers.take()
+        if layers:
+            output = balance(output, layers, module, call, items)
+        return gather_outputs(output, call, items, module.training)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
@@ -330,6 +339,7 @@ def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
     check_dropout(module)
+    check_balance(module, batch.get("output_router_logits"))
     if batch.get("past_key_values") is not None:
         raise BatchError("past_key_values in training or with labels: a cache cannot be sharded. Leave it out.")
     for key in ("output_attentions", "encoder_hidden_states"):
