@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, load_from_disk
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
@@ -29,14 +35,35 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], names: set[str]) -> N
         assert {name: mine[name] for name in logged} == pytest.approx({name: one[name] for name in logged}, abs=1e-5)
 
 
+def make_experts() -> MixtralForCausalLM:
+    """A mixture of experts, with a load-balancing loss that is felt."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=models.VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        use_cache=False,
+    )
+    model = MixtralForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # so that tokens choose different experts, by a margin
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model
+
+
 def fused(rank: int, size: int, kind: str) -> None:
     """All of TRL's per-token outputs, and the gradient of each that has one."""
     from trl.trainer.utils import add_fused_lm_head
 
     fields = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     batch = models.make_batch(kind)
-    model = models.make_model("llama").train()
-    model.config.use_cache = False
+    model = make_experts().train()
     add_fused_lm_head(model, outputs=fields)
     torch.manual_seed(0)
     weights = torch.randn(batch["labels"].shape[0], batch["labels"].shape[1] - 1)
@@ -54,7 +81,7 @@ def fused(rank: int, size: int, kind: str) -> None:
         grown.append((dict(outputs), gradients))
         model.zero_grad()
     (wanted, expected), (found, gradients) = grown
-    assert found.keys() == wanted.keys() == {"loss", "label_mask", *fields}
+    assert found.keys() == wanted.keys() == {"loss", "aux_loss", "label_mask", *fields}
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
     for one, other in zip(gradients, expected, strict=True):
@@ -114,6 +141,22 @@ def test_metrics_of_sharded_batches(ranks: Ranks, tmp_path: Path, explicit: bool
     wanted = train(0, 1, str(tmp_path), case.alone, data, {})
     for found in ranks(2).run(train, str(tmp_path), case, data, {}):
         compare(found, wanted, {"entropy", "mean_token_accuracy"} if explicit else RATIOS)
+
+
+def train_experts(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    model = make_experts()
+    if case.burst:
+        hf_burst.patch_model(model)
+    return trainers.finish(make_trainer(case, folder, model=model))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_mixtures_of_experts(ranks: Ranks, tmp_path: Path, explicit: bool) -> None:
+    case = Case("SFTTrainer", explicit=explicit)
+    wanted = train_experts(0, 1, str(tmp_path), case.alone)
+    assert wanted["log"][0]["aux_loss"] > 1
+    for found in ranks(2).run(train_experts, str(tmp_path), case):
+        compare(found, wanted, {"aux_loss", "entropy"})
 
 
 def train_adapters(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
