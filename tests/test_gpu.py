@@ -1,6 +1,8 @@
 """On GPUs, over NCCL: error at most twice that of plain bf16 attention on one GPU, and models that train as on one."""
 
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch.distributed as dist
 import hf_burst
 from tests import models
 from tests.ranks import RankPool
+from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
+from tests.test_wrappers import Case, assert_half_as_close, compare, flat, packed, recording, train_by_accelerate
 
 GPUS = torch.cuda.device_count()
 Ranks = Callable[[int], RankPool]
@@ -142,3 +146,77 @@ def test_a_patched_model_trains_as_on_one_gpu(gpus: Ranks, name: str) -> None:
     for losses in gpus(min(GPUS, 4)).run(train, name, True):
         torch.testing.assert_close(losses, plain, rtol=0.02, atol=0.02)
     assert plain[-1] < plain[0], plain
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(("data", "burst"), [sizes for sizes in ((1, 2), (1, 4), (2, 2)) if math.prod(sizes) <= GPUS])
+def test_trainer_with_fsdp2_equals_one_gpu(
+    gpus: Ranks, tmp_path: Path, data: int, burst: int, kind: str, lora: bool, checkpointing: bool
+) -> None:
+    """Three optimizer steps in fp32, full batches and sharded ones."""
+    case = Case(data, burst, kind, lora, checkpointing, explicit=checkpointing != lora)
+    wanted = gpus(1).run(train_by_accelerate, str(tmp_path), case.alone, "cuda")[0]
+    for found in gpus(data * burst).run(train_by_accelerate, str(tmp_path), case, "cuda"):
+        compare(found, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(("data", "burst"), [sizes for sizes in ((1, 2), (1, 4), (2, 2)) if math.prod(sizes) <= GPUS])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_trainer_with_fsdp2_in_bfloat16(gpus: Ranks, tmp_path: Path, data: int, burst: int, lora: bool) -> None:
+    case = Case(data, burst, "packed", lora, checkpointing=True, half=True)
+    assert_half_as_close(gpus, str(tmp_path), case, "cuda")
+
+
+def drop_on_gpu(rank: int, size: int) -> None:
+    model = hf_burst.patch_model(gpt2_with(RATE).to("cuda"))
+    batch = {key: value.to("cuda") for key, value in models.make_batch("packed", 397).items()}
+    kept = kept_by(model)
+    seen = []
+    for seed, checkpointing in ((7, False), (7, True), (8, True)):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(seed)
+        before = torch.cuda.get_rng_state()
+        model(**batch).loss.backward()
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+        states = gathered(torch.get_rng_state())
+        assert all(torch.equal(state, states[0]) for state in states)
+        seen.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+        for mask in kept.values():
+            masks = gathered(mask.cpu())
+            assert not any(torch.equal(masks[one], masks[other]) for one in range(size) for other in range(one))
+    for one, again, other in zip(*seen, strict=True):
+        torch.testing.assert_close(again, one, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(again, other)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_dropout_masks_are_the_ranks_own(gpus: Ranks) -> None:
+    gpus(min(GPUS, 4)).run(drop_on_gpu)
+
+
+def compile_on_gpu(rank: int, size: int) -> None:
+    """Inductor beside eager, both patched, in bf16; another packing compiles no layer anew."""
+    torch._dynamo.reset()
+    eager = hf_burst.patch_model(models.make_model("llama", torch.bfloat16).to("cuda").train())
+    model = hf_burst.patch_model(models.make_model("llama", torch.bfloat16).to("cuda").train())
+    graphs: list[bool] = []
+    compiled = torch.compile(model, backend=recording(graphs, "inductor"))
+    for index, cuts in enumerate([(400,), (7, 393), (1, 9, 390), (5, 5, 200, 190)]):
+        batch = {key: value.to("cuda") for key, value in packed(cuts, index).items()}
+        wanted, loss = eager(**batch).loss, compiled(**batch).loss
+        wanted.backward()
+        loss.backward()
+        torch.testing.assert_close(loss, wanted, rtol=1e-2, atol=1e-2)
+        mine, other = (flat([p.grad for p in one.parameters()]) for one in (model, eager))
+        assert (mine - other).norm() < 0.05 * other.norm()
+        model.zero_grad()
+        eager.zero_grad()
+    assert graphs.count(True) == 1, graphs
+
+
+def test_a_compiled_model_on_gpus(gpus: Ranks) -> None:
+    gpus(min(GPUS, 2)).run(compile_on_gpu, timeout=400)

@@ -5,10 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
@@ -28,7 +27,7 @@ def test_runs_from_its_folder(notebook: Path, tmp_path: Path) -> None:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     content = nbformat.read(notebook, as_version=4)
     place = {"metadata": {"path": str(tmp_path / "notebooks")}}
-    NotebookClient(content, timeout=600, kernel_name="python3", resources=place).execute()
+    nbclient.NotebookClient(content, timeout=600, kernel_name="python3", resources=place).execute()
     outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
     assert outputs
     assert all(output.output_type != "error" for output in outputs)

@@ -19,9 +19,9 @@ from transformers import Trainer, TrainingArguments
 
 import hf_burst
 from hf_burst.errors import BatchError
-from tests import models
+from tests import models, trainers
 from tests.ranks import RankPool, reset_accelerate
-from tests.test_training import collate, make_trainee, samples
+from tests.trainers import collate, lora_config, samples
 
 Ranks = Callable[[int], RankPool]
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.1
@@ -58,6 +58,15 @@ def mesh_of(data: int, burst: int) -> tuple[DeviceMesh, DeviceMesh]:
     return mesh, mesh._flatten("dp_shard_cp")
 
 
+def make_trainee(lora: bool) -> nn.Module:
+    model = models.make_model("llama")
+    if lora:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora_config())
+    return model
+
+
 def shard_weights(model: nn.Module, mesh: DeviceMesh, case: Case) -> FSDPModule:
     """FSDP2 for each layer and at the root, as accelerate applies it."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.half else MixedPrecisionPolicy()
@@ -74,10 +83,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(rank: int, size: int, case: Case) -> dict[str, Any]:
     """SGD with gradient accumulation over unequal batches, and clipping."""
-    if case.dtype == torch.float64:
-        model = models.make_model("llama", torch.float64)
-    else:
-        model = make_trainee(case.kind, case.lora)
+    model = models.make_model("llama", torch.float64) if case.dtype == torch.float64 else make_trainee(case.lora)
     model.train()
     model.config.use_cache = False  # with a cache, plain attention ignores where packed documents begin
     row, rows = 0, 2
@@ -189,7 +195,7 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
     """
     reset_accelerate()
     outer = dict(os.environ)
-    model = make_trainee(case.kind, case.lora)
+    model = make_trainee(case.lora)
     if case.burst:
         hf_burst.patch_model(model)
     model.config.use_cache = False
@@ -211,7 +217,7 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
         bf16=case.half,
-        activation_checkpointing=case.checkpointing,
+        gradient_checkpointing=case.checkpointing,
         fsdp="full_shard" if wrapped else None,
         fsdp_config={"version": 2, "reshard_after_forward": case.reshard} if wrapped else None,
         parallelism_config=hf_burst.BurstParallelismConfig(burst_size=case.burst) if case.burst else None,
@@ -238,7 +244,7 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
 def assert_half_as_close(ranks: Ranks, folder: str, case: Case, device: str) -> None:
     """What the weights moved in bf16: at most twice as far off as that of one process in bf16."""
     exact, rough = (ranks(1).run(train_by_accelerate, folder, one, device)[0] for one in (case.full, case.alone))
-    start = flat(list(make_trainee(case.kind, case.lora).state_dict().values()))
+    start = flat(list(make_trainee(case.lora).state_dict().values()))
     wanted, plain = (flat(list(run["weights"].values())) - start for run in (exact, rough))
     for found in ranks(case.data * case.burst).run(train_by_accelerate, folder, case, device):
         assert found["losses"] == pytest.approx(exact["losses"], rel=1e-2)
@@ -272,15 +278,21 @@ def packed(cuts: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "position_ids": torch.cat([torch.arange(cut) for cut in cuts])[None]}
 
 
-def compile_model(rank: int, size: int, how: str) -> None:
-    """A compiled model beside an eager one, both patched; another packing compiles no layer anew."""
-    torch._dynamo.reset()
-    graphs: list[bool] = []  # whether a graph holds attention
+def recording(graphs: list[bool], name: str) -> Callable[..., Any]:
+    """A backend of torch.compile that notes of each graph whether it holds attention."""
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         graphs.append(any(str(node.target).startswith("hf_burst.attention") for node in module.graph.nodes))
-        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+        return torch._dynamo.lookup_backend(name)(module, inputs)
 
+    return backend
+
+
+def compile_model(rank: int, size: int, how: str) -> None:
+    """A compiled model beside an eager one, both patched; another packing compiles no layer anew."""
+    torch._dynamo.reset()
+    graphs: list[bool] = []
+    backend = recording(graphs, "aot_eager")
     eager = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
     model = compiled = models.make_model("llama", torch.float64).train()
     if how in ("patched, then wrapped", "patched, then compiled"):
@@ -321,46 +333,16 @@ def test_torch_compile_changes_nothing(ranks: Ranks, how: str) -> None:
     ranks(2).run(compile_model, how, timeout=400)
 
 
-def train_compiled(rank: int, size: int, folder: str, compiled: bool) -> dict[str, Any]:
-    """The stock Trainer with `torch_compile=True`; one process is neither patched nor compiled."""
+def train_compiled(rank: int, size: int, folder: str) -> dict[str, Any]:
     torch._dynamo.reset()
-    reset_accelerate()
-    model = make_trainee("packed", False)
-    if size > 1:
-        hf_burst.patch_model(model)
-    model.config.use_cache = False
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
-        torch_compile=compiled,
-        torch_compile_backend="aot_eager" if compiled else None,
-        parallelism_config=hf_burst.BurstParallelismConfig() if size > 1 else None,
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=samples("packed"), data_collator=collate)
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {
-        "losses": [entry["loss"] for entry in steps],
-        "norms": [entry["grad_norm"] for entry in steps],
-        "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-    }
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    found = trainers.finish(trainers.make_trainer(trainers.Case(kind="packed"), folder, **options))
+    return {**found, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
 
 
 def test_trainer_compiles_a_patched_model(ranks: Ranks, tmp_path: Path) -> None:
-    wanted = train_compiled(0, 1, str(tmp_path), False)
-    for found in ranks(2).run(train_compiled, str(tmp_path), True, timeout=400):
+    wanted = trainers.train(0, 1, str(tmp_path), trainers.Case(kind="packed").alone)
+    for found in ranks(2).run(train_compiled, str(tmp_path), timeout=400):
         assert found["graphs"] > 0
         compare(found, wanted)
 

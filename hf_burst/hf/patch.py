@@ -316,7 +316,7 @@ class _Patch:
         return "drop"
 
     @torch.compiler.disable
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         call: ForwardCall | None = kwargs.get(_CALL)
         if call is None:
@@ -324,7 +324,7 @@ class _Patch:
         items, layers = kwargs.get("num_items_in_batch"), self.routers.take()
         if layers:
             output = balance(output, layers, module, call, items)
-        return gather_outputs(output, call, items, module.training)
+        return gather_outputs(output, call, items, module)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
