@@ -225,5 +225,13 @@ def resume(rank: int, size: int) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
+def test_attention_dropout_of_any_name_is_refused() -> None:
+    model = hf_burst.patch_model(models.make_model("llama"))
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    model.eval()(**models.make_batch("plain"))
+    with pytest.raises(UnsupportedModelError, match="drops attention weights"):
+        model.train()(**models.make_batch("plain"))
+
+
 def test_a_resumed_run_draws_the_same_masks(ranks: Ranks) -> None:
     ranks(2).run(resume)
