@@ -10,7 +10,7 @@ WITHIN = {
     "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
     "ring": ["merge", "exchange", "execute", "__init__"],
     "hf": [
-        *("__init__", "accelerate", "batch", "dropout", "support", "attention", "collator"),
+        *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),
     ],
 }

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import hf_burst
 from hf_burst.errors import ConfigError, UnsupportedModelError
+from hf_burst.hf import support
 from tests import models
 from tests.ranks import RankPool
 
@@ -329,26 +330,32 @@ def adapted(rank: int, size: int) -> None:
                 torch.testing.assert_close(gradient / size, other.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_models_that_are_not_served_are_refused_with_a_sentence() -> None:
+def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import (
         BloomConfig,
         BloomForCausalLM,
-        Gemma2Config,
-        Gemma2ForCausalLM,
         GPT2Config,
         GPT2LMHeadModel,
         LlamaConfig,
+        LlamaForSequenceClassification,
         LlamaModel,
+        Qwen2ForCausalLM,
     )
 
-    sizes = {"vocab_size": 11, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    llama = {**sizes, "intermediate_size": 16}
+    class Changed(Qwen2ForCausalLM):
+        pass
+
+    monkeypatch.setattr(support, "SERVED", support.SERVED - {"GPTNeoXForCausalLM"})
+    llama = LlamaConfig(
+        vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, pad_token_id=0
+    )
     cases = {
-        "not been checked": [
-            BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=2)),
-            Gemma2ForCausalLM(Gemma2Config(**llama, head_dim=8, num_key_value_heads=1)),
-            LlamaModel(LlamaConfig(**llama)),
+        "not been checked": [models.make_model("gpt_neox")],
+        "does not use Transformers' AttentionInterface": [
+            BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=16, n_layer=1, n_head=2))
         ],
+        "takes no labels": [LlamaModel(llama)],
+        "ForSequenceClassificationLoss": [LlamaForSequenceClassification(llama)],
         "cross attention": [
             GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
         ],
@@ -360,3 +367,4 @@ def test_models_that_are_not_served_are_refused_with_a_sentence() -> None:
             with pytest.raises(UnsupportedModelError, match=sentence):
                 hf_burst.patch_model(model)
             assert getattr(getattr(model, "config", None), "_attn_implementation", "") != "hf_burst"
+    hf_burst.patch_model(Changed(models.make_model("qwen2").config))

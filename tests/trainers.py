@@ -158,27 +158,22 @@ def make_trainer(case: Case, folder: str, data: Any = None, **options: Any) -> T
         "gradient_checkpointing": case.checkpointing,
         "parallelism_config": mesh(case),
     }
-    given = {
-        name: options.pop(name) for name in ("eval_dataset", "compute_loss_func", "data_collator") if name in options
-    }
+    given = {name: options.pop(name) for name in ("eval_dataset", "compute_loss_func") if name in options}
+    model = options.pop("model", None) or make_model(case)
     settings |= options
-    model = make_model(case)
-    if case.trainer == "Trainer":
-        if case.lora:
-            from peft import get_peft_model
+    if case.trainer != "Trainer":
+        return _make_trl(case, model, settings, data, given)
+    if case.lora:
+        from peft import get_peft_model
 
-            model = get_peft_model(model, lora_config())
-        collator = given.pop("data_collator", collate)
-        trainer = Trainer(
-            model,
-            TrainingArguments(**settings, remove_unused_columns=False),
-            train_dataset=samples(case.kind) if data is None else data,
-            data_collator=hf_burst.BurstCollator(collator) if case.explicit else collator,
-            **given,
-        )
-    else:
-        trainer = _make_trl(case, model, settings, data, given)
-    return trainer
+        model = get_peft_model(model, lora_config())
+    return Trainer(
+        model,
+        TrainingArguments(**settings, remove_unused_columns=False),
+        train_dataset=samples(case.kind) if data is None else data,
+        data_collator=hf_burst.BurstCollator(collate) if case.explicit else collate,
+        **given,
+    )
 
 
 def _make_trl(
@@ -187,15 +182,14 @@ def _make_trl(
     import trl
     from datasets import Dataset
 
-    given |= {"processing_class": tokenizer(), "peft_config": lora_config() if case.lora else None}
+    given |= {"processing_class": tokenizer()}
+    if case.lora and not hasattr(model, "peft_config"):
+        given["peft_config"] = lora_config()
     if case.trainer == "SFTTrainer":
-        settings |= {
-            "packing": case.kind == "packed",
-            "padding_free": case.kind == "padding_free",
-            "max_length": 40 if case.kind == "packed" else None,
-        }
+        packing = {"packing": case.kind == "packed", "padding_free": case.kind == "padding_free"}
+        packing["max_length"] = 40 if case.kind == "packed" else None
         data = table("padded", count=24) if data is None else data
-        trainer = trl.SFTTrainer(model, trl.SFTConfig(**settings), train_dataset=data, **given)
+        trainer = trl.SFTTrainer(model, trl.SFTConfig(**packing, **settings), train_dataset=data, **given)
         if case.explicit:  # padding-free takes no collator at first
             trainer.data_collator = hf_burst.BurstCollator(trainer.data_collator)
         return trainer
@@ -203,14 +197,13 @@ def _make_trl(
     data = Dataset.from_list(preferences()) if data is None else data
     if case.trainer == "DPOTrainer":
         return trl.DPOTrainer(model, args=trl.DPOConfig(**settings, beta=0.5), train_dataset=data, **given)
-    unpaired = [
+    answers = [
         {"prompt": row["prompt"], "completion": row[answer], "label": answer == "chosen"}
         for row in data
         for answer in ("chosen", "rejected")
     ]
-    return trl.KTOTrainer(
-        model, args=trl.KTOConfig(**settings, beta=0.5), train_dataset=Dataset.from_list(unpaired), **given
-    )
+    data = Dataset.from_list(answers)
+    return trl.KTOTrainer(model, args=trl.KTOConfig(**settings, beta=0.5), train_dataset=data, **given)
 
 
 def train(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:

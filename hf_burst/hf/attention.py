@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import op  # noqa: F401  (registers the operator)
 from ..errors import UnsupportedModelError
@@ -26,6 +28,10 @@ _DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_seque
 _KNOWN = {_SLIDING, _CHUNKED, _CAUSAL, "and_masks", *_DOCUMENTS}
 
 
+class _NotBuiltError(UnsupportedModelError, AttributeError):
+    """Also an AttributeError, so that `hasattr` is answered and not ended."""
+
+
 @dataclass
 class DeferredMask:
     """What Transformers would make a mask of. Sharded attention reads from it how far a query sees, and only plain
@@ -33,9 +39,23 @@ class DeferredMask:
 
     Args:
         arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
+        call ([`ForwardCall`], *optional*): Of which pass it is, told by `carry_calls`.
     """
 
     arguments: dict[str, Any]
+    call: ForwardCall | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotBuiltError(
+            f"The model reads the attribute {name!r} of its attention mask, which is never built over several "
+            "ranks: it masks by itself. Such models are not served."
+        )
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | torch.Tensor":
+        """The rows of some queries, as Gemma 4 asks for them where layers share keys; of all queries, the mask."""
+        if all(part in (slice(None), slice(0, None)) for part in index):
+            return self
+        return self.whole[index]
 
     @cached_property
     def reach(self) -> tuple[int | None, int | None]:
@@ -62,11 +82,16 @@ class DeferredMask:
         return mask
 
     @cached_property
-    def added(self) -> torch.Tensor:
-        """The mask as eager attention adds it to the scores."""
+    def whole(self) -> torch.Tensor:
+        """The boolean mask, also for plain causal attention."""
         mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
         assert mask is not None, "skipping is not allowed"
-        return _additive(mask, self.arguments["dtype"])
+        return mask
+
+    @cached_property
+    def added(self) -> torch.Tensor:
+        """The mask as eager attention adds it to the scores."""
+        return _additive(self.whole, self.arguments["dtype"])
 
 
 def attention_forward(
@@ -110,6 +135,8 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(refused)} to its attention, which hf_burst does not serve. "
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
+    if burst_call is None and isinstance(attention_mask, DeferredMask):
+        burst_call = attention_mask.call
     if burst_call is None:
         options = {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
         if softcap is None and s_aux is None:
@@ -117,6 +144,11 @@ def attention_forward(
             result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
             return result
         return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
+    if kwargs.get("dropout"):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
+            "Set the dropout of its attention to 0 in the config before the model is made."
+        )
     causal, window, chunk = _reach(module, attention_mask, is_causal, sliding_window)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _at_temperature(module, query, burst_call.positions)
@@ -155,6 +187,18 @@ def register() -> None:
     """Makes the name known to Transformers; doing so again changes nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def carry_calls(model: nn.Module) -> list[RemovableHandle]:
+    """Hooks by which masks take the call into the attention of layers that do not pass on their keyword arguments."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [layer.register_forward_pre_hook(_carry_call, with_kwargs=True) for layer in layers]
+
+
+def _carry_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, DeferredMask):
+        mask.call = kwargs.get("burst_call")
 
 
 def _reach(

@@ -174,8 +174,8 @@ def shard_full(
         config ([`BurstConfig`]): How to cut.
         rank (`int`): Whose part.
         ranks (`int`): Of how many.
-        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`;
-            by default every row counts from 0, as in Transformers.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`,
+            which begin no documents; by default every row counts from 0, as in Transformers.
 
     Returns:
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
@@ -198,10 +198,11 @@ def shard_full(
     for key, value in full.items():
         if key in _PAD_VALUES and value is not None:
             shard[key] = layout.shard(value, rank, _PAD_VALUES[key])
-        elif isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == length:
+        elif isinstance(value, torch.Tensor) and value.ndim >= 2:
             raise BatchError(
-                f"{key} of shape {tuple(value.shape)} looks like one value a token, and hf_burst does not know how to "
-                f"shard it; known are {', '.join(_PAD_VALUES)} and attention_mask. Remove it from the batch."
+                f"{key} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
+                f"not know how to shard it; known are {', '.join(_PAD_VALUES)} and attention_mask. Remove it from the "
+                "batch."
             )
         else:
             shard[key] = value

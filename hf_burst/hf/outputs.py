@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ..loss import gather_kept, gather_tokens, group_loss
 from .batch import ForwardCall
@@ -11,21 +12,21 @@ from .batch import ForwardCall
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
 
-def gather_outputs(output: Any, call: ForwardCall, items: torch.Tensor | float | None, training: bool) -> Any:
+def gather_outputs(output: Any, call: ForwardCall, items: torch.Tensor | float | None, model: PreTrainedModel) -> Any:
     """The outputs of the whole batch, in sequence order; those of a batch that arrived sharded stay sharded.
 
     Args:
         output (`ModelOutput`): What the model returned for this rank's tokens.
         call ([`ForwardCall`]): How the batch is sharded.
         items (`torch.Tensor` or `float`, *optional*): `num_items_in_batch` of the forward pass.
-        training (`bool`): Whether the model trains.
+        model (`PreTrainedModel`): The model.
 
     Returns:
         `ModelOutput`: Of the same class. Without its logits where they are dropped.
     """
     fields = dict(output.items())
     if "log_probs" in fields:
-        return type(output)(**_fused(fields, call, items, training))
+        return type(output)(**_fused(fields, call, items, model))
     if call.group.size == 1:
         return output
     logits = fields.pop("logits")
@@ -43,7 +44,7 @@ def gather_outputs(output: Any, call: ForwardCall, items: torch.Tensor | float |
 
 
 def _fused(
-    fields: dict[str, Any], call: ForwardCall, items: torch.Tensor | float | None, training: bool
+    fields: dict[str, Any], call: ForwardCall, items: torch.Tensor | float | None, model: PreTrainedModel
 ) -> dict[str, Any]:
     """TRL's per-token outputs. Its trainers compute their losses from these and look at no other rank.
 
@@ -51,8 +52,11 @@ def _fused(
     sums of the ranks, which are averaged, are the loss. Evaluation has no such number and needs the whole batch.
     """
     loss = batch_loss(-fields["log_probs"].sum(), call, items)
+    if "aux_loss" in fields:  # that of the whole batch already
+        share = 1 if items is None else 1 / call.group.size
+        loss = loss + model.config.get_text_config().router_aux_loss_coef * share * fields["aux_loss"]
     for name in _FUSED_FIELDS:
-        if name in fields and not (call.explicit and training):
+        if name in fields and not (call.explicit and model.training):
             fields[name] = gather_tokens(fields[name], call.layout, call.group)
         if name in fields and not call.explicit:  # as without `shift_labels`: the last token predicts nothing
             fields[name] = fields[name][:, :-1]

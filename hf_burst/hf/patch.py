@@ -24,7 +24,7 @@ from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
-from .attention import NAME, register
+from .attention import NAME, carry_calls, register
 from .batch import (
     LAYOUT_KEY,
     ForwardCall,
@@ -105,6 +105,7 @@ def patch_model(
     patch.handles = [
         *patch.longest.handles,
         *patch.routers.handles,
+        *carry_calls(base),
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
         *own_masks(base),
@@ -235,6 +236,11 @@ class _Patch:
             prepared = {**batch, "labels": batch.get("shift_labels")}
             content = about.fingerprint if about else None
             longest = about.longest if about else layout.length - 1
+            if self.positions.padding_idx is not None:
+                raise BatchError(
+                    f"{type(module).__name__} counts positions from its padding_idx + 1, which was not known when the "
+                    "batch was sharded. Give full batches (no BurstCollator)."
+                )
             if self.positions.from_mask and any(start for start, _ in layout.real):
                 raise BatchError(
                     f"{type(module).__name__} counts positions from the first token after the padding, which was not "
@@ -310,7 +316,7 @@ class _Patch:
         return "drop"
 
     @torch.compiler.disable
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         call: ForwardCall | None = kwargs.get(_CALL)
         if call is None:
@@ -318,7 +324,7 @@ class _Patch:
         items, layers = kwargs.get("num_items_in_batch"), self.routers.take()
         if layers:
             output = balance(output, layers, module, call, items)
-        return gather_outputs(output, call, items, module.training)
+        return gather_outputs(output, call, items, module)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""

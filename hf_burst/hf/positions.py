@@ -1,7 +1,7 @@
 """Learned position embeddings: which positions there are, and the position ids that some models make of the mask."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,32 +20,44 @@ class LearnedPositions:
         limits (`tuple[int, int]`, *optional*): The position ids `[first, end)` that have an embedding.
         from_mask (`bool`, defaults to `False`): Whether the model counts positions from the first token that
             `attention_mask` does not hide, as OPT does.
+        padding_idx (`int`, *optional*): The token after which a model numbers all other tokens, as RoBERTa does: they
+            begin at `padding_idx + 1`.
     """
 
     limits: tuple[int, int] | None = None
     from_mask: bool = False
+    padding_idx: int | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LearnedPositions":
         """Finds the position embeddings of a model by their names."""
         tokens = model.get_input_embeddings()
-        found: list[Any] = [
-            module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding)
-            and module is not tokens
-            and any(part in name.rpartition(".")[2] for part in _NAMES)
-        ]
-        if not found:
+        limits: list[tuple[int, int]] = []
+        from_mask, padding_idx = False, None
+        owners: Iterator[Any] = model.modules()
+        for owner in owners:
+            if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
+                limits.append((0, len(owner.pos_encoding)))
+            if hasattr(owner, "create_position_ids_from_input_ids"):
+                padding_idx = owner.padding_idx
+            for name, module in owner.named_children():
+                if isinstance(module, nn.Embedding) and module is not tokens and any(part in name for part in _NAMES):
+                    offset = int(getattr(module, "offset", 0))
+                    limits.append((-offset, module.num_embeddings - offset))
+                    from_mask |= "cumsum" in inspect.unwrap(type(owner).forward).__code__.co_names
+        if not limits:
             return cls()
-        offsets = [int(getattr(module, "offset", 0)) for module in found]
-        ends = [module.num_embeddings - offset for module, offset in zip(found, offsets, strict=True)]
-        masked = any("attention_mask" in inspect.signature(type(module).forward).parameters for module in found)
-        return cls((-min(offsets), min(ends)), masked)
+        return cls((max(first for first, _ in limits), min(end for _, end in limits)), from_mask, padding_idx)
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """The position ids that the model itself would make of a full batch that has none: padding has -1."""
-        mask = batch.get("attention_mask")
-        if not self.from_mask or mask is None:
-            return None
-        return mask.long().cumsum(dim=1) * mask.long() - 1
+        """The position ids that the model itself would make of a full batch that has none, if not those from 0."""
+        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+        if self.padding_idx is not None and ids is not None:
+            real = (ids != self.padding_idx).long()
+            return real.cumsum(dim=1) * real + self.padding_idx
+        if self.padding_idx is not None:
+            embeds = batch["inputs_embeds"]
+            return torch.arange(embeds.shape[1], device=embeds.device)[None] + self.padding_idx + 1
+        if self.from_mask and mask is not None:
+            return mask.long().cumsum(dim=1) * mask.long() - 1
+        return None

@@ -1,5 +1,6 @@
 """Which models are served. What has not been checked to be exact is refused with a sentence."""
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -7,18 +8,11 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import UnsupportedModelError
+from .served import SERVED
 
-# model classes whose loss and gradients are compared with one process, by the tests of hf_burst
-SERVED = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "gpt_neox": "GPTNeoXForCausalLM",
-}
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
+_CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
+_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -52,29 +46,78 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
-    config = model.config
-    classes = {(cls.__module__, cls.__name__) for cls in type(model).__mro__}
-    if not any((f"transformers.models.{kind}.modeling_{kind}", name) in classes for kind, name in SERVED.items()):
+    _check_parts(model)
+    if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
-            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. Served are "
-            f"{', '.join(SERVED.values())}."
+            f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
+            "could be swapped."
         )
-    layer_types = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
-    if layer_types:
+    forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
+    if not any("labels" in inspect.signature(forward).parameters for forward in forwards):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has layers of type {', '.join(sorted(layer_types))}; served are "
-            f"{', '.join(_LAYER_TYPES)}."
+            f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
+            "language-model head (AutoModelForCausalLM)."
         )
-    if getattr(config, "add_cross_attention", False):
-        raise UnsupportedModelError("config.add_cross_attention is set; cross attention is not served.")
     if model.loss_function is not ForCausalLMLoss:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         raise UnsupportedModelError(
             f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss is exact. Set it "
             "back, or leave labels out and compute a loss of your own on the gathered logits."
         )
+    if not any("loss_function" in forward.__code__.co_names for forward in forwards):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the ranks "
+            "could add theirs up."
+        )
+    check_served(model)
+
+
+def _check_parts(model: PreTrainedModel) -> None:
+    """Raises for layers, inputs and masks that are not those of a causal language model."""
+    config, name = model.config, type(model).__name__
+    modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
+    if modalities:
+        raise UnsupportedModelError(
+            f"{name} reads images or audio ({', '.join(sorted(modalities))}), which it lays over the tokens of a whole "
+            "sequence. Served is text: load its language model alone, if it has one."
+        )
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served.")
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
+    if chosen:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
+            f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
+        )
+    if kinds:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(kinds)}. Recurrent, convolution and linear-attention layers carry a "
+            f"state from token to token, which is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
+        )
+    classes = {type(module).__name__ for module in model.modules()}
+    crossing = sorted(found for found in classes if "CrossAttention" in found)
+    if crossing or getattr(config, "add_cross_attention", False):
+        raise UnsupportedModelError(
+            f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
+            "are not those of the sequence; it is not served."
+        )
+    if not any("Attention" in found for found in classes):
+        raise UnsupportedModelError(
+            f"{name} has no attention layers, so there is nothing to compute over several ranks."
+        )
+
+
+def check_served(model: PreTrainedModel) -> None:
+    """Raises unless the class, or one that it is made from, was compared with one process."""
+    own = [cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
+    if SERVED.isdisjoint(own):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. The "
+            "classes that are served stand in recipes/results/coverage.md."
+        )
 
 
 def check_dropout(model: PreTrainedModel) -> None:

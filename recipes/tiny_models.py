@@ -1,0 +1,293 @@
+"""A tiny model with random weights for every causal-LM class of Transformers, made from its own config class.
+
+`SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single families need besides.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 67
+LAYERS = 4
+WINDOW = 7
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "emb_dim": 32,
+    "embedding_size": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "dff": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_layers": LAYERS,
+    "n_layer": LAYERS,
+    "n_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "qk_head_dim": 12,
+    "v_head_dim": 6,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "max_seq_len": 128,
+    "max_target_positions": 128,
+    "type_vocab_size": 2,
+    "sliding_window": WINDOW,
+    "sliding_window_size": WINDOW,
+    "use_sliding_window": True,
+    "max_window_layers": 2,
+    "attention_chunk_size": WINDOW,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "is_decoder": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8, "num_kv_shared_layers": 2}
+_PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY}
+_SHARED = {"num_kv_shared_layers": LAYERS, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+# in effect beyond 20 positions, so for one sequence and not for the packed documents
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": 20,
+}
+_MLA = {"num_key_value_heads": 4}
+_BLT = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size_global": 32}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "AXK1ForCausalLM": _MLA,
+    "BambaForCausalLM": _MAMBA,
+    "BltForCausalLM": {
+        "encoder_hash_byte_group_vocab": 50,
+        "patcher_config": {**_BLT, "hidden_size": 32},
+        "encoder_config": {**_BLT, "hidden_size": 32},
+        "decoder_config": {**_BLT, "hidden_size": 32},
+        "global_config": {**_BLT, "hidden_size": 32},
+    },
+    "CohereCompassForCausalLM": {
+        **_MIXED,
+        "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "CpmAntForCausalLM": {"dim_head": 8, "dim_ff": 48},
+    "DbrxForCausalLM": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "DeepseekV2ForCausalLM": _MLA,
+    "DeepseekV3ForCausalLM": _MLA,
+    "DeepseekV4ForCausalLM": {"o_groups": 2, "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 8},
+    "Dots3NoteForCausalLM": {
+        "num_key_value_heads": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        **{f"swa_{key}": value for key, value in SIZES.items() if "lora" in key or "head_dim" in key},
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 12,
+    },
+    "FuyuForCausalLM": {"text_config": {"model_type": "persimmon"}},
+    "Gemma3ForCausalLM": _MIXED,
+    "Gemma3ForConditionalGeneration": {
+        "text_config": _MIXED,
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16},
+    },
+    "Gemma3nForCausalLM": {**_MIXED, **_PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 8},
+    "Gemma4AssistantForCausalLM": {
+        "text_config": {"model_type": "gemma4_text", **_SHARED},
+        "backbone_hidden_size": 32,
+    },
+    "Gemma4ForCausalLM": {**_GEMMA4_TEXT, **_PER_LAYER, "enable_moe_block": True},
+    "Gemma4ForConditionalGeneration": {"text_config": {**_GEMMA4_TEXT, **_PER_LAYER}},
+    "Gemma4UnifiedAssistantForCausalLM": {
+        "text_config": {"model_type": "gemma4_unified_text", "num_kv_shared_layers": LAYERS},
+        "backbone_hidden_size": 32,
+    },
+    "Gemma4UnifiedForCausalLM": _GEMMA4_TEXT,
+    "Gemma4UnifiedForConditionalGeneration": {"text_config": _GEMMA4_TEXT},
+    "GitForCausalLM": {"vision_config": {**_TOWER, "image_size": 32, "patch_size": 16}},
+    "Glm4MoeLiteForCausalLM": _MLA,
+    "GotOcr2ForConditionalGeneration": {
+        "text_config": {"model_type": "qwen2"},
+        "vision_config": {**_TOWER, "image_size": 32, "mlp_dim": 16, "output_channels": 8},
+    },
+    "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "GraniteMoeHybridForCausalLM": _MAMBA,
+    "Inkling2ForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    "InklingForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 2},
+    "Kolibri1ForCausalLM": _MIXED,
+    "LagunaForCausalLM": _MIXED,
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
+    "Llama4ForCausalLM": {"floor_scale": 8},
+    "LongcatFlashForCausalLM": {"ffn_hidden_size": 48, "zero_expert_num": 2, **_MLA, "expert_ffn_hidden_size": 24},
+    "Mamba2ForCausalLM": {"num_heads": 8},
+    "MellumForCausalLM": _MIXED,
+    "MiniCPM3ForCausalLM": _MLA,
+    "MiniMaxM3VLForCausalLM": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
+    "Ministral3ForCausalLM": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "MinistralForCausalLM": _MIXED,
+    "MossTranscribeDiarizeForConditionalGeneration": {
+        "text_config": {"model_type": "qwen3"},
+        "audio_config": {**_TOWER, "num_mel_bins": 8},
+    },
+    "NemotronHForCausalLM": {"mamba_num_heads": 4, "mamba_head_dim": 8, "moe_shared_expert_intermediate_size": 24},
+    "Phi4MultimodalForCausalLM": {
+        "vision_config": {**_TOWER, "image_size": 28, "crop_size": 28},
+        "audio_config": {**_TOWER, "num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},
+    },
+    "Phi3ForCausalLM": {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 20},
+    "PhimoeForCausalLM": {
+        "router_jitter_noise": 0.0,
+        "rope_parameters": {**_LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2},
+    },
+    "Qwen3_5ForCausalLM": _LINEAR,
+    "Qwen3_5MoeForCausalLM": _LINEAR,
+    "Qwen3NextForCausalLM": _LINEAR,
+    "Qwen4ExpForCausalLM": {
+        **_LINEAR,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "ReformerModelWithLMHead": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8},
+    "RoCBertForCausalLM": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9, "shape_embed_dim": 8},
+    "XLNetLMHeadModel": {"d_inner": 48},
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "YoutuForCausalLM": _MLA,
+    "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
+    "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+# routers that draw experts at random in training
+RANDOM_IN_TRAINING = {"PhimoeForCausalLM"}
+
+
+def class_names() -> list[str]:
+    """Every class of the causal-LM mapping of the installed Transformers, once."""
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+
+def tiny_config(config_class: type[PreTrainedConfig], overrides: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The config of a class with every size that is known shrunk, and that of its text model too."""
+    overrides = overrides or {}
+    values, nested = sizes_of(config_class), {}
+    for name, sub_class in config_class.sub_configs.items():
+        given = overrides.get(name)
+        if "model_type" in (given or {}):
+            sub_class = CONFIG_MAPPING[given["model_type"]]
+        if dataclasses.is_dataclass(sub_class) and (given is not None or name == "text_config"):
+            nested[name] = {**(sizes_of(sub_class) if name == "text_config" else {}), **(given or {})}
+    return config_class(**{**values, **overrides, **nested})
+
+
+def sizes_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The attributes that `SIZES` names, and no dropout."""
+    values = {}
+    for field in dataclasses.fields(config_class):
+        if field.name in SIZES:
+            values[field.name] = SIZES[field.name]
+        elif "drop" in field.name and isinstance(field.default, float):
+            values[field.name] = 0.0
+    return values
+
+
+def tiny_model(name: str) -> PreTrainedModel:
+    """The model of a class in fp64, the same in every process."""
+    model_class = getattr(transformers, name)
+    config = tiny_config(model_class.config_class, OVERRIDES.get(name))
+    config._experts_implementation = "eager"  # the fused ones know no fp64
+    torch.manual_seed(0)
+    model = model_class(config).to(torch.float64)
+    randomize(model)
+    return model.train(name not in RANDOM_IN_TRAINING)
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """The position of a first token: RoBERTa and its kin count from `padding_idx + 1`."""
+    numbered = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    return model.config.pad_token_id + 1 if numbered else 0
+
+
+def note(name: str, model: PreTrainedModel) -> str:
+    """What a reader of the table should know of a model: its layers, and what is unlike in others."""
+    kinds = Counter(kind.removesuffix("_attention") for kind in getattr(model.config, "layer_types", None) or ())
+    found = [f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if len(kinds) > 1 else []
+    if first_position(model):
+        found.append("positions count from padding_idx + 1")
+    if name in RANDOM_IN_TRAINING:
+        found.append("compared in evaluation mode: in training its router draws experts at random")
+    return "; ".join(found)
+
+
+def randomize(model: PreTrainedModel) -> None:
+    """Weights under which attention, norms, sinks and routers all matter."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim < 2:
+                parameter += 0.2 * noise
+            else:
+                parameter.copy_(noise * min(parameter.shape[-2:]) ** -0.5)

@@ -1,0 +1,90 @@
+"""The table of recipes/coverage.py is of all classes, the list of served classes follows from it, and a part of it,
+another one every day, still holds. `COVERAGE_SEED=738000` chooses a day's part, `COVERAGE_CLASSES="A B"` classes by
+name.
+"""
+
+import datetime
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import transformers
+
+from hf_burst.hf import attention
+from hf_burst.hf.served import SERVED
+from recipes.coverage import KINDS, TOLERANCE, Row, compare
+from recipes.tiny_models import class_names
+from tests.ranks import RankPool
+
+TABLE = json.loads((Path(__file__).parents[1] / "recipes" / "results" / "coverage.json").read_text())
+ROWS = TABLE["classes"]
+SAME_VERSION = transformers.__version__ == TABLE["transformers"]
+EXACT = sorted(name for name, row in ROWS.items() if row["result"] == "exact")
+
+
+def chosen() -> list[str]:
+    """The classes of this run: eight that are exact, two that are refused."""
+    if "COVERAGE_CLASSES" in os.environ:
+        return os.environ["COVERAGE_CLASSES"].split()
+    draw = random.Random(int(os.environ.get("COVERAGE_SEED", datetime.date.today().toordinal())))
+    refused = sorted(name for name, row in ROWS.items() if row["result"] == "refused")
+    return draw.sample(EXACT, 8) + draw.sample(refused, 2)
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_rows_of_the_table_hold(ranks: Callable[[int], RankPool], name: str) -> None:
+    if not SAME_VERSION and name not in class_names():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    expected = ROWS[name]
+    for found in ranks(TABLE["ranks"]).run(compare, name):
+        assert found["result"] == expected["result"], found
+        if SAME_VERSION:
+            assert found["note"] == expected["note"]
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("Gemma2ForCausalLM", "softcap"), ("GptOssForCausalLM", "s_aux"), ("Llama4ForCausalLM", "attention_mask")],
+)
+def test_the_comparison_sees_what_attention_forgets(ranks: Callable[[int], RankPool], name: str, argument: str) -> None:
+    for found in ranks(TABLE["ranks"]).run(compare_without, name, argument):
+        assert found["result"] == "wrong"
+        assert min(found["errors"].values()) > 1e-3, "far from the tolerance"
+
+
+def compare_without(rank: int, size: int, name: str, argument: str) -> Row:
+    whole = attention.attention_forward
+
+    def forgetful(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        if options.get("burst_call") is not None:
+            options = {**options, "attention_mask": attention_mask, argument: None}
+        return whole(module, query, key, value, **{"attention_mask": attention_mask, **options})
+
+    with mock.patch.object(attention, "attention_forward", forgetful):
+        row = compare(rank, size, name)
+    attention.register()
+    return row
+
+
+def test_the_table_is_of_every_class() -> None:
+    if SAME_VERSION:
+        assert sorted(ROWS) == class_names()
+    else:
+        assert set(EXACT) & set(class_names())
+
+
+def test_no_class_is_wrong_and_a_hundred_are_exact() -> None:
+    assert {row["result"] for row in ROWS.values()} == {"exact", "refused", "not buildable"}
+    assert len(EXACT) >= 100
+    for name in EXACT:
+        assert set(ROWS[name]["errors"]) == set(KINDS)
+        assert max(ROWS[name]["errors"].values()) <= TABLE["tolerance"] == TOLERANCE
+
+
+def test_what_is_served_is_what_is_exact() -> None:
+    assert sorted(SERVED) == EXACT
