@@ -161,7 +161,8 @@ class Functional(nn.Module):
 def drop_by_function(rank: int, size: int, name: str) -> None:
     group = hf_burst.ContextGroup.from_mesh(None)
     layout = hf_burst.SequenceLayout.for_batch([(0, 40)], size)
-    call = hf_burst.hf.batch.ForwardCall(layout, group, hf_burst.BurstConfig(), False, 1, layout.encode())
+    places = layout.indices(rank)[None]
+    call = hf_burst.hf.batch.ForwardCall(layout, group, hf_burst.BurstConfig(), False, 1, layout.encode(), places)
     module = nn.Sequential(Functional(name)).append(nn.Identity())
     module.forward = module[0].forward
     own_masks(module)
