@@ -89,6 +89,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> N
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
         HF_HUB_OFFLINE="1",
+        TORCHINDUCTOR_COMPILE_THREADS="1",  # its workers would outlive a rank and keep pytest from ending
     )
     torch.set_num_threads(1)
     if backend == "nccl":

@@ -212,7 +212,7 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     labels_on_padding: (BatchError, "4 tokens.*have labels|3 tokens.*have labels"),
     positions_of_another_shape: (BatchError, r"position_ids have shape \(1, 20\)"),
     labels_of_another_shape: (BatchError, r"labels have shape \(2, 23\)"),
-    unknown_token_values: (BatchError, "token_weights.*looks like one value a token"),
+    unknown_token_values: (BatchError, "token_weights.*looks like values of tokens"),
     packed_lengths_that_do_not_fit: (BatchError, "cu_seq_lens_q ends at 20"),
     weights_of_attention: (BatchError, "output_attentions"),
     sharded_then_moved: (BatchError, "position_ids do not match the sharding"),

@@ -104,7 +104,7 @@ def _check_parts(model: PreTrainedModel) -> None:
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
-    if not any("Attention" in found for found in classes):
+    if not any("Attention" in found or "MLA" in found for found in classes):
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
         )
