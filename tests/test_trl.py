@@ -271,12 +271,12 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
     with pytest.raises(RankError) as caught:
         ranks(2).run(spoiled_completions, str(tmp_path))
     for error in caught.value.errors:
-        assert pytest.RaisesExc(BatchError, match="completion_mask.*looks like one value a token").matches(error)
+        assert pytest.RaisesExc(BatchError, match="completion_mask of shape.*hf_burst does not know how").matches(error)
 
 
 def test_reward_models_are_refused() -> None:
     config = LlamaConfig(
         vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
-    with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification has not been checked"):
+    with pytest.raises(UnsupportedModelError, match="ForSequenceClassificationLoss"):
         hf_burst.patch_model(LlamaForSequenceClassification(config))
