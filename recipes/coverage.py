@@ -127,15 +127,18 @@ def worst_error(name: str, batch: dict[str, torch.Tensor]) -> float:
 def table(names: list[str]) -> Iterator[tuple[str, Row]]:
     """The rows of some classes, as they are found."""
     pool = RankPool(RANKS)
-    for name in names:
-        if not pool.alive:
-            pool = RankPool(RANKS)
-        try:
-            yield name, pool.run(compare, name, timeout=120.0)[0]
-        except (RankError, TimeoutError, RuntimeError) as problem:
-            pool.close()
-            yield name, {"result": "wrong", "note": str(problem).strip().split("\n")[-1]}
-    pool.close()
+    try:
+        for name in names:
+            if not pool.alive:
+                pool = RankPool(RANKS)
+            try:
+                row = pool.run(compare, name, timeout=120.0)[0]
+            except (RankError, TimeoutError, RuntimeError) as problem:
+                pool.close()
+                row = {"result": "wrong", "note": str(problem).strip().split("\n")[-1]}
+            yield name, row
+    finally:
+        pool.close()
 
 
 def write(rows: dict[str, Row]) -> None:

@@ -132,6 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_head_dim": 12,
     },
     "FuyuForCausalLM": {"text_config": {"model_type": "persimmon"}},
+    "Gemma2ForCausalLM": {"attn_logit_softcapping": 2.0},
     "Gemma3ForCausalLM": _MIXED,
     "Gemma3ForConditionalGeneration": {
         "text_config": _MIXED,
@@ -188,6 +189,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "MinistralForCausalLM": _MIXED,
+    "ModernBertDecoderForCausalLM": {"local_attention": 2 * WINDOW},
     "MossTranscribeDiarizeForConditionalGeneration": {
         "text_config": {"model_type": "qwen3"},
         "audio_config": {**_TOWER, "num_mel_bins": 8},
@@ -215,6 +217,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "ReformerModelWithLMHead": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8},
     "RoCBertForCausalLM": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9, "shape_embed_dim": 8},
+    "VaultGemmaForCausalLM": {"attn_logit_softcapping": 2.0},
     "XLNetLMHeadModel": {"d_inner": 48},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "YoutuForCausalLM": _MLA,
