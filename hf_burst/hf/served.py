@@ -65,6 +65,7 @@ SERVED = frozenset(
         "LagunaForCausalLM",
         "Llama4ForCausalLM",
         "LlamaForCausalLM",
+        "LongcatFlashForCausalLM",
         "MellumForCausalLM",
         "MiMoV2FlashForCausalLM",
         "MiniCPM3ForCausalLM",
