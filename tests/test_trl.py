@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_from_disk
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -22,6 +21,8 @@ from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import Case, make_trainer
 
+pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
 Ranks = Callable[[int], RankPool]
 # what a trainer logs that is a mean or a count over the batch
 RATIOS = {"entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl"}
@@ -100,7 +101,7 @@ def test_per_token_outputs(ranks: Ranks, kind: str, size: int) -> None:
 
 def train(rank: int, size: int, folder: str, case: Case, data: Any, options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(data, str):
-        data = load_from_disk(data)
+        data = datasets.load_from_disk(data)
     return trainers.finish(make_trainer(case, folder, data, **options))
 
 
@@ -121,7 +122,7 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case, options = SETTINGS[name]
-    data: Any = Dataset.from_list(COMPLETIONS if case.trainer == "SFTTrainer" else trainers.preferences())
+    data: Any = datasets.Dataset.from_list(COMPLETIONS if case.trainer == "SFTTrainer" else trainers.preferences())
     if "precompute_ref_log_probs" in options:  # TRL reads from the cache file of a data set on a disk
         data.save_to_disk(tmp_path / "data")
         data = str(tmp_path / "data")
@@ -176,7 +177,7 @@ def test_adapters_trained_before(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def evaluate(rank: int, size: int, folder: str, case: Case) -> dict[str, float]:
-    data = Dataset.from_list(trainers.preferences(5))
+    data = datasets.Dataset.from_list(trainers.preferences(5))
     return make_trainer(case, folder, eval_dataset=data).evaluate()
 
 
@@ -208,7 +209,12 @@ def own_reference(rank: int, size: int, folder: str, trainer: str) -> None:
     if trainer == "KTOTrainer":
         pairs = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
     make, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
-    make(model, args=config(**arguments), train_dataset=Dataset.from_list(pairs), processing_class=trainers.tokenizer())
+    make(
+        model,
+        args=config(**arguments),
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=trainers.tokenizer(),
+    )
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
@@ -225,7 +231,7 @@ def learn_from_own_words(rank: int, size: int, folder: str, trainer: str, stream
 
     reset_accelerate()
     model = hf_burst.patch_model(models.make_model("llama"))
-    data = Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(8)])
+    data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(8)])
     make, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
     arguments = config(
         output_dir=folder,
