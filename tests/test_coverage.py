@@ -61,9 +61,7 @@ def compare_without(rank: int, size: int, name: str, argument: str) -> Row:
     whole = attention.attention_forward
 
     def forgetful(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
-        if options.get("burst_call") is not None:
-            options = {**options, "attention_mask": attention_mask, argument: None}
-        return whole(module, query, key, value, **{"attention_mask": attention_mask, **options})
+        return whole(module, query, key, value, **{"attention_mask": attention_mask, **options, argument: None})
 
     with mock.patch.object(attention, "attention_forward", forgetful):
         row = compare(rank, size, name)

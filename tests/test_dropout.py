@@ -161,7 +161,8 @@ class Functional(nn.Module):
 def drop_by_function(rank: int, size: int, name: str) -> None:
     group = hf_burst.ContextGroup.from_mesh(None)
     layout = hf_burst.SequenceLayout.for_batch([(0, 40)], size)
-    call = hf_burst.hf.batch.ForwardCall(layout, group, hf_burst.BurstConfig(), False, 1, layout.encode())
+    places = layout.indices(rank)[None]
+    call = hf_burst.hf.batch.ForwardCall(layout, group, hf_burst.BurstConfig(), False, 1, layout.encode(), places)
     module = nn.Sequential(Functional(name)).append(nn.Identity())
     module.forward = module[0].forward
     own_masks(module)
@@ -223,6 +224,14 @@ def resume(rank: int, size: int) -> None:
         if step == 3:
             ends.append([parameter.detach().clone() for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def test_attention_dropout_of_any_name_is_refused() -> None:
+    model = hf_burst.patch_model(models.make_model("llama"))
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    model.eval()(**models.make_batch("plain"))
+    with pytest.raises(UnsupportedModelError, match="drops attention weights"):
+        model.train()(**models.make_batch("plain"))
 
 
 def test_a_resumed_run_draws_the_same_masks(ranks: Ranks) -> None:

@@ -23,9 +23,15 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 def gpus() -> Iterator[Ranks]:
     """`gpus(size)` is the pool of that many processes, each with a GPU."""
     pools: dict[int, RankPool] = {}
-    yield lambda size: pools.setdefault(size, RankPool(size, "nccl"))
-    for pool in reversed(pools.values()):
-        pool.close()
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or not pools[size].alive:
+            pools[size] = RankPool(size, "nccl")
+        return pools[size]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()
 
 
 def documents_of(kind: str, length: int) -> tuple[int, ...]:

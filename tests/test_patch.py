@@ -181,24 +181,6 @@ def test_use_cache_does_not_change_the_loss(ranks: Ranks) -> None:
     ranks(2).run(evaluate_with_cache)
 
 
-def compiled(rank: int, size: int) -> None:
-    batch = models.make_batch("packed")
-    model = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
-    loss = model(**batch).loss
-    loss.backward()
-    expected = group_mean(model)
-    model.zero_grad()
-    again = torch.compile(model, backend="aot_eager")(**batch).loss
-    again.backward()
-    torch.testing.assert_close(again, loss, rtol=1e-10, atol=1e-10)
-    for found, wanted in zip(group_mean(model), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-
-
-def test_a_compiled_model(ranks: Ranks) -> None:
-    ranks(2).run(compiled, timeout=300)
-
-
 def half_precision(rank: int, size: int) -> None:
     """Logits of a patched model in bf16 and under autocast, at most twice as far off as those of plain attention."""
     batch = models.make_batch("packed", length=97)

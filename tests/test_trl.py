@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, load_from_disk
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -22,6 +21,8 @@ from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import Case, make_trainer
 
+pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
 Ranks = Callable[[int], RankPool]
 # what a trainer logs that is a mean or a count over the batch
 RATIOS = {"entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "rewards/accuracies", "logps/chosen", "kl"}
@@ -100,7 +101,7 @@ def test_per_token_outputs(ranks: Ranks, kind: str, size: int) -> None:
 
 def train(rank: int, size: int, folder: str, case: Case, data: Any, options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(data, str):
-        data = load_from_disk(data)
+        data = datasets.load_from_disk(data)
     return trainers.finish(make_trainer(case, folder, data, **options))
 
 
@@ -121,7 +122,7 @@ SETTINGS: dict[str, tuple[Case, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(ranks: Ranks, tmp_path: Path, name: str) -> None:
     case, options = SETTINGS[name]
-    data: Any = Dataset.from_list(COMPLETIONS if case.trainer == "SFTTrainer" else trainers.preferences())
+    data: Any = datasets.Dataset.from_list(COMPLETIONS if case.trainer == "SFTTrainer" else trainers.preferences())
     if "precompute_ref_log_probs" in options:  # TRL reads from the cache file of a data set on a disk
         data.save_to_disk(tmp_path / "data")
         data = str(tmp_path / "data")
@@ -176,7 +177,7 @@ def test_adapters_trained_before(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def evaluate(rank: int, size: int, folder: str, case: Case) -> dict[str, float]:
-    data = Dataset.from_list(trainers.preferences(5))
+    data = datasets.Dataset.from_list(trainers.preferences(5))
     return make_trainer(case, folder, eval_dataset=data).evaluate()
 
 
@@ -187,7 +188,8 @@ def test_evaluation_of_preferences(ranks: Ranks, tmp_path: Path, case: Case) -> 
     wanted = {name: value for name, value in parallel[0].items() if not name.endswith(("time", "per_second"))}
     assert {"eval_loss", "eval_rewards/margins", "eval_entropy"} <= wanted.keys()
     for found in ranks(case.ranks).run(evaluate, str(tmp_path), case):
-        assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
+        # rewards are small differences of sums of log-probabilities, which fp32 rounds at about 1e-6
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=2e-6)
 
 
 def own_reference(rank: int, size: int, folder: str, trainer: str) -> None:
@@ -207,7 +209,12 @@ def own_reference(rank: int, size: int, folder: str, trainer: str) -> None:
     if trainer == "KTOTrainer":
         pairs = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
     make, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
-    make(model, args=config(**arguments), train_dataset=Dataset.from_list(pairs), processing_class=trainers.tokenizer())
+    make(
+        model,
+        args=config(**arguments),
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=trainers.tokenizer(),
+    )
 
 
 @pytest.mark.parametrize("trainer", ["DPOTrainer", "KTOTrainer"])
@@ -224,7 +231,7 @@ def learn_from_own_words(rank: int, size: int, folder: str, trainer: str, stream
 
     reset_accelerate()
     model = hf_burst.patch_model(models.make_model("llama"))
-    data = Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(8)])
+    data = datasets.Dataset.from_list([{"prompt": row["prompt"]} for row in trainers.preferences(8)])
     make, config = getattr(trl, trainer), getattr(trl, trainer.replace("Trainer", "Config"))
     arguments = config(
         output_dir=folder,
@@ -271,12 +278,12 @@ def test_pairs_are_not_sharded_by_a_collator(ranks: Ranks, tmp_path: Path) -> No
     with pytest.raises(RankError) as caught:
         ranks(2).run(spoiled_completions, str(tmp_path))
     for error in caught.value.errors:
-        assert pytest.RaisesExc(BatchError, match="completion_mask.*looks like one value a token").matches(error)
+        assert pytest.RaisesExc(BatchError, match="completion_mask of shape.*hf_burst does not know how").matches(error)
 
 
 def test_reward_models_are_refused() -> None:
     config = LlamaConfig(
         vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
-    with pytest.raises(UnsupportedModelError, match="LlamaForSequenceClassification has not been checked"):
+    with pytest.raises(UnsupportedModelError, match="ForSequenceClassificationLoss"):
         hf_burst.patch_model(LlamaForSequenceClassification(config))

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -318,9 +320,11 @@ def compile_model(rank: int, size: int, how: str) -> None:
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-12)
         model.zero_grad()
         eager.zero_grad()
-        if index == 0:
-            assert graphs == [True, False], f"{graphs}: the layers are one graph, the sum of the loss another"
-    assert graphs[2:] == [False], "another number of labels is a variable of the loss, and no layer was compiled anew"
+        if index == 1:  # by now the number of labels is a variable of the loss
+            settled = len(graphs)
+    assert graphs.count(True) == 1, f"{graphs}: the layers are one graph, and were not compiled anew"
+    if Version(transformers.__version__) >= Version("5.23"):  # older ones have more graphs outside of the layers
+        assert len(graphs) == settled, f"{graphs}: another packing is not another graph"
     if how == "run, then patched":
         hf_burst.unpatch_model(compiled)
         batch = packed((40,), 9)

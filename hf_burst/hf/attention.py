@@ -25,7 +25,7 @@ _REFUSED = ("sinks", "position_bias", "indices")
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
 _DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
-_KNOWN = {_SLIDING, _CHUNKED, _CAUSAL, "and_masks", *_DOCUMENTS}
+_KNOWN = frozenset({_SLIDING, _CHUNKED, _CAUSAL, "and_masks", *_DOCUMENTS})
 
 
 class _NotBuiltError(UnsupportedModelError, AttributeError):
@@ -39,10 +39,12 @@ class DeferredMask:
 
     Args:
         arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
+        parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
         call ([`ForwardCall`], *optional*): Of which pass it is, told by [`CallCarrier`].
     """
 
     arguments: dict[str, Any]
+    parts: frozenset[str]
     call: ForwardCall | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -57,7 +59,7 @@ class DeferredMask:
             return self
         return self.whole[index]
 
-    @cached_property
+    @property
     def reach(self) -> tuple[int | None, int | None]:
         """Tokens that a query sees, itself included, and tokens of a chunk; `None` where there is no limit.
 
@@ -66,14 +68,13 @@ class DeferredMask:
         Raises:
             UnsupportedModelError: If it is anything but a causal mask, with a sliding window or in chunks.
         """
-        parts = set(_parts(self.arguments["mask_function"]))
-        if not parts <= _KNOWN or _CAUSAL not in parts:
+        if not self.parts <= _KNOWN or _CAUSAL not in self.parts:
             raise UnsupportedModelError(
-                f"The model has a mask of {', '.join(sorted(parts))}. Only causal masks are exact over ranks, "
+                f"The model has a mask of {', '.join(sorted(self.parts))}. Only causal masks are exact over ranks, "
                 "those with sliding windows, chunks or packed documents among them."
             )
         size: int | None = self.arguments.get("local_size")
-        return (size if _SLIDING in parts else None), (size if _CHUNKED in parts else None)
+        return (size if _SLIDING in self.parts else None), (size if _CHUNKED in self.parts else None)
 
     @cached_property
     def built(self) -> torch.Tensor | None:
@@ -175,12 +176,14 @@ def attention_forward(
     return out, None
 
 
+@torch.compiler.disable  # closures cannot be read in a graph; masks are made before the layers
 def attention_mask(**arguments: Any) -> DeferredMask | torch.Tensor | None:
     """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
 
     Only generation has padding, or keys besides those of its queries; it is given its mask at once.
     """
-    deferred, padding = DeferredMask(arguments), arguments.get("attention_mask")
+    parts = frozenset(_parts(arguments["mask_function"]))
+    deferred, padding = DeferredMask(arguments, parts), arguments.get("attention_mask")
     square = arguments["q_length"] == arguments["kv_length"]
     return deferred if square and (padding is None or bool(padding.all())) else deferred.built
 
