@@ -24,7 +24,7 @@ from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
-from .attention import NAME, carry_calls, register
+from .attention import NAME, CallCarrier, register
 from .batch import (
     LAYOUT_KEY,
     ForwardCall,
@@ -102,11 +102,12 @@ def patch_model(
         positions=LearnedPositions.of(base),
         segments=segment_count(base),
         routers=RouterLogits(base),
+        carrier=CallCarrier(base),
     )
     patch.handles = [
         *patch.longest.handles,
         *patch.routers.handles,
-        *carry_calls(base),
+        *patch.carrier.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
         *own_masks(base),
@@ -158,6 +159,7 @@ class _Patch:
         longest ([`LongestPosition`]): What the rotary modules that need it are told.
         positions ([`LearnedPositions`]): What learned position embeddings ask.
         segments (`int`, *optional*): Token types that have an embedding of their own.
+        carrier ([`CallCarrier`]): How the attention of every layer learns of a sharded pass.
         routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
@@ -173,6 +175,7 @@ class _Patch:
     positions: LearnedPositions
     segments: int | None
     routers: RouterLogits
+    carrier: CallCarrier
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
     explicit: bool = False
@@ -217,6 +220,7 @@ class _Patch:
             )
         if group.size > 1 or module.training:  # one process may go on to generate from the cache
             prepared["use_cache"] = False
+        self.carrier.under_way = True
         return (), {**prepared, _CALL: replace(call, tokens=tokens)}
 
     def _prepare(

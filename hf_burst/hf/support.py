@@ -1,10 +1,11 @@
 """Which models are served. What has not been checked to be exact is refused with a sentence."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import UnsupportedModelError
@@ -78,8 +79,8 @@ def _check_parts(model: PreTrainedModel) -> None:
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
     if modalities:
         raise UnsupportedModelError(
-            f"{name} reads images or audio ({', '.join(sorted(modalities))}), which it lays over the tokens of a whole "
-            "sequence. Served is text: load its language model alone, if it has one."
+            f"{name} has parts beside a language model ({', '.join(sorted(modalities))}), and what they read is laid "
+            "over the tokens of a whole sequence. Served is text: load its language model alone, if it has one."
         )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served.")
@@ -95,7 +96,7 @@ def _check_parts(model: PreTrainedModel) -> None:
             f"{name} was made as an encoder, whose tokens see later ones; only decoders are served. Make it with "
             "is_decoder=True in its config."
         )
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    kinds = sorted(set(_layer_types(config)) - set(_LAYER_TYPES))
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
         raise UnsupportedModelError(
@@ -119,6 +120,11 @@ def _check_parts(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
         )
+
+
+def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
+    """What kinds of layers a config names; RecurrentGemma had names of its own up to Transformers 5.17."""
+    return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
 
 
 def check_served(model: PreTrainedModel) -> None:
