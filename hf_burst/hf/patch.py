@@ -235,6 +235,7 @@ class _Patch:
         _check_request(module, batch)
         if group.size > 1:
             check_shared_dropout(module)
+            check_noise(module)
         explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
         compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
