@@ -123,7 +123,7 @@ def _check_parts(model: PreTrainedModel) -> None:
 
 
 def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
-    """What kinds of layers a config names; RecurrentGemma had names of its own up to Transformers 5.17."""
+    """What kinds of layers a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
     return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
 
 
