@@ -86,6 +86,16 @@ def _check_parts(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served.")
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}; only causal language models "
+            "are served. Set it to False."
+        )
+    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} was made as an encoder, whose tokens see later ones; only decoders are served. Make it with "
+            "is_decoder=True in its config."
+        )
     kinds = sorted(set(_layer_types(config)) - set(_LAYER_TYPES))
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
@@ -93,6 +103,7 @@ def _check_parts(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
             f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
+    kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(kinds)}. Recurrent, convolution and linear-attention layers carry a "
@@ -123,6 +134,15 @@ def check_served(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. The "
             "classes that are served stand in recipes/results/coverage.md."
+        )
+
+
+def check_noise(model: PreTrainedModel) -> None:
+    """Raises for noise on embeddings (NEFTune), whose size follows from the length of a sequence."""
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        raise UnsupportedModelError(
+            "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a part. "
+            "Leave it out of the training arguments."
         )
 
 
