@@ -89,17 +89,17 @@ class SequenceLayout:
 
     def indices(self, rank: int) -> torch.Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
-        return torch.cat([torch.arange(run.start, run.stop) for run in self.sharding.runs(rank)])
+        return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in self.sharding.runs(rank)])
 
     def blind(self, rank: int) -> torch.Tensor | None:
         """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
         starts = [start for start, _ in self.real]
-        return self.indices(rank) < torch.tensor(starts)[:, None] if any(starts) else None
+        return self.indices(rank) < torch.tensor(starts, device="cpu")[:, None] if any(starts) else None
 
     def counted(self, rank: int) -> torch.Tensor:
         """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
         spans = self.real or ((0, self.length - self.padding),) * self.batch_size
-        starts, stops = torch.tensor(spans).T[..., None]
+        starts, stops = torch.tensor(spans, device="cpu").T[..., None]
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
@@ -155,7 +155,8 @@ def _encode(layout: SequenceLayout) -> torch.Tensor:
     numbers += [len(row) for row in layout.documents]
     for row in layout.documents:
         numbers += row
-    return torch.tensor(numbers, dtype=torch.int64)
+    with torch.inference_mode(False):  # a later pass may save it for its backward
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 @lru_cache(maxsize=64)

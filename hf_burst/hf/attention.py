@@ -40,7 +40,7 @@ class DeferredMask:
     Args:
         arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
         parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
-        call ([`ForwardCall`], *optional*): Of which pass it is, told by `carry_calls`.
+        call ([`ForwardCall`], *optional*): Of which pass it is, told by [`CallCarrier`].
     """
 
     arguments: dict[str, Any]
@@ -138,6 +138,8 @@ def attention_forward(
         )
     if burst_call is None and isinstance(attention_mask, DeferredMask):
         burst_call = attention_mask.call
+    if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
+        burst_call = None  # the rows that DeferredMask.__getitem__ was asked for, beside the whole sequence
     if burst_call is None:
         options = {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
         if softcap is None and s_aux is None:
@@ -192,16 +194,36 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-def carry_calls(model: nn.Module) -> list[RemovableHandle]:
-    """Hooks by which masks take the call into the attention of layers that do not pass on their keyword arguments."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    return [layer.register_forward_pre_hook(_carry_call, with_kwargs=True) for layer in layers]
+class CallCarrier:
+    """Sees to it that the call of a sharded pass comes to the attention of every layer.
 
+    It is a keyword argument, which some layers do not pass on to their attention; they pass on the mask, so that
+    carries it too. A decoder that does not pass it on to its layers is refused.
 
-def _carry_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, DeferredMask):
-        mask.call = kwargs.get("burst_call")
+    Args:
+        model (`PreTrainedModel`): The model, to whose layers hooks are added.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.under_way = False
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.handles: list[RemovableHandle] = [
+            *(layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, mask = kwargs.get("burst_call"), kwargs.get("attention_mask")
+        if self.under_way and call is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} is not given the keyword arguments of its model, by which it would learn how "
+                "the sequence is sharded. Another version of Transformers may pass them on."
+            )
+        if isinstance(mask, DeferredMask):
+            mask.call = call
+
+    def _end(self, *_: Any) -> None:
+        self.under_way = False
 
 
 def _reach(

@@ -99,21 +99,24 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
     """The document boundaries of each row, read from `cu_seq_lens_q`, `position_ids` and `attention_mask`.
 
-    A new document begins where position ids do not go on by one, as Transformers reads them. Padding on the right needs
-    no boundary, since no earlier query sees it; padding on the left is a document of its own.
+    As Transformers reads them: without an `attention_mask`, a new document begins where position ids do not go on by
+    one; with one they are positions only. Padding on the right needs no boundary, since no earlier query sees it;
+    padding on the left is a document of its own.
 
     Raises:
-        BatchError: For shapes that do not fit the batch, and masks that are not padding.
+        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew
+            beside a mask, which pack documents for some kernels of Transformers and not for others.
     """
     rows, length = batch_shape(batch)
     starts: list[set[int]] = [set() for _ in range(rows)]
     lengths, positions = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids"))
+    real = real_tokens(batch)
     if lengths is not None:
         bounds = torch.as_tensor(lengths).flatten().tolist()
-        if rows != 1 or bounds[0] != 0 or bounds[-1] != length:
+        if rows != 1 or not bounds or bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
             raise BatchError(
-                f"cu_seq_lens_q ends at {bounds[-1]} for a batch of {rows} x {length} tokens; packed lengths need one "
-                "row and must end at its length."
+                f"cu_seq_lens_q is {str(bounds)[:80]} for a batch of {rows} x {length} tokens; packed lengths need one "
+                f"row, and must rise from 0 to {length}."
             )
         starts[0].update(bounds[1:-1])
     if positions is not None:
@@ -121,13 +124,28 @@ def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
             raise BatchError(
                 f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
             )
-        resets = (positions[:, 1:] != positions[:, :-1] + 1).nonzero().tolist()
-        for row, token in resets:
-            for target in range(rows) if positions.shape[0] == 1 else (row,):
-                starts[target].add(token + 1)
-    for row, (first, _) in enumerate(real_tokens(batch)):
+        if batch.get("attention_mask") is None:
+            resets = (positions[:, 1:] != positions[:, :-1] + 1).nonzero().tolist()
+            for row, token in resets:
+                for target in range(rows) if positions.shape[0] == 1 else (row,):
+                    starts[target].add(token + 1)
+        elif lengths is None:
+            _check_no_restart(positions, real or ((0, length),) * rows)
+    for row, (first, _) in enumerate(real):
         starts[row].add(first)
     return [(0, *sorted(cuts - {0}), length) for cuts in starts]
+
+
+def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
+    """Raises for positions of tokens, padding apart, that go back."""
+    back = (positions[:, 1:] <= positions[:, :-1]).cpu()
+    for row, (first, stop) in enumerate(real):
+        places = back[min(row, len(back) - 1), first : stop - 1].nonzero().flatten().tolist()
+        if places:
+            raise BatchError(
+                f"position_ids of row {row} go back at token {first + places[0] + 1} beside an attention_mask. Leave "
+                "the attention_mask out if documents are packed there; otherwise let positions rise."
+            )
 
 
 def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
@@ -305,16 +323,20 @@ def layout_of_shard(
     return layout
 
 
-def check_ranges(batch: Mapping[str, Any], vocabulary: int, positions: tuple[int, int] | None) -> None:
+def check_ranges(
+    batch: Mapping[str, Any], vocabulary: int, segments: int | None, positions: tuple[int, int] | None
+) -> None:
     """Raises for token ids, labels and learned positions that the model lacks: an index error of one rank alone would
     leave the others waiting.
 
     Args:
         batch (mapping): The part of this rank.
         vocabulary (`int`): Rows of the input embedding.
+        segments (`int`, *optional*): Rows of the embedding of token types; by default that of the tokens is used.
         positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
     """
-    limits = dict.fromkeys(("input_ids", "token_type_ids", "labels", "shift_labels"), (0, vocabulary))
+    limits = dict.fromkeys(("input_ids", "labels", "shift_labels"), (0, vocabulary))
+    limits["token_type_ids"] = (0, segments or vocabulary)
     if positions is not None:
         limits["position_ids"] = positions
     for key, (first, end) in limits.items():

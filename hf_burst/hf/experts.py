@@ -1,6 +1,7 @@
 """The load-balancing loss of mixtures of experts over several ranks (Switch Transformer, arXiv 2101.03961, equations 4
 to 6), which is no sum over tokens: it multiplies how many tokens chose an expert with the mean of its probabilities."""
 
+import sys
 from typing import Any
 
 import torch
@@ -37,14 +38,16 @@ class RouterLogits:
 
 
 def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
-    """Raises for a load-balancing loss that is not the one of Transformers' `load_balancing_loss_func`.
+    """Raises for a load-balancing loss that does not follow from what the model's class says of its experts.
 
     Args:
         model (`PreTrainedModel`): The model.
         asked (`bool`, *optional*): `output_router_logits` of a forward pass; by default the config's.
     """
     wanted = getattr(model.config, "output_router_logits", False) if asked is None else asked
-    if wanted and not (hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")):
+    balanced = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    known = hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
+    if wanted and balanced and not known:
         raise UnsupportedModelError(
             f"output_router_logits is set, and the load-balancing loss that {type(model).__name__} adds then is not "
             "served over several ranks. Set config.output_router_logits=False."

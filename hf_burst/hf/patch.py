@@ -24,7 +24,7 @@ from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
-from .attention import NAME, carry_calls, register
+from .attention import NAME, CallCarrier, register
 from .batch import (
     LAYOUT_KEY,
     ForwardCall,
@@ -38,9 +38,9 @@ from .batch import (
 from .dropout import check_shared_dropout, own_masks
 from .experts import RouterLogits, balance, check_balance
 from .outputs import batch_loss, gather_outputs
-from .positions import LearnedPositions
+from .positions import LearnedPositions, segment_count
 from .rope import LongestPosition
-from .support import base_model, check_dropout, check_model
+from .support import base_model, check_dropout, check_model, check_noise
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +100,14 @@ def patch_model(
         loss_was_set=loss_was_set,
         longest=LongestPosition(base),
         positions=LearnedPositions.of(base),
+        segments=segment_count(base),
         routers=RouterLogits(base),
+        carrier=CallCarrier(base),
     )
     patch.handles = [
         *patch.longest.handles,
         *patch.routers.handles,
-        *carry_calls(base),
+        *patch.carrier.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
         *own_masks(base),
@@ -156,6 +158,8 @@ class _Patch:
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
         longest ([`LongestPosition`]): What the rotary modules that need it are told.
         positions ([`LearnedPositions`]): What learned position embeddings ask.
+        segments (`int`, *optional*): Token types that have an embedding of their own.
+        carrier ([`CallCarrier`]): How the attention of every layer learns of a sharded pass.
         routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
@@ -169,7 +173,9 @@ class _Patch:
     loss_was_set: bool
     longest: LongestPosition
     positions: LearnedPositions
+    segments: int | None
     routers: RouterLogits
+    carrier: CallCarrier
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
     explicit: bool = False
@@ -207,13 +213,14 @@ class _Patch:
         assert call is not None, "agree raises this rank's error"
         self.forwards += 1
         self.explicit = call.explicit
-        if counted is not None and tokens == 0 and not facts["num_items_in_batch"]:
+        if counted is not None and tokens == 0 and not facts["num_items_in_batch (labels of all ranks)"]:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
                 "learn from. Drop such batches, or check how the labels are masked."
             )
         if group.size > 1 or module.training:  # one process may go on to generate from the cache
             prepared["use_cache"] = False
+        self.carrier.under_way = True
         return (), {**prepared, _CALL: replace(call, tokens=tokens)}
 
     def _prepare(
@@ -228,6 +235,7 @@ class _Patch:
         _check_request(module, batch)
         if group.size > 1:
             check_shared_dropout(module)
+            check_noise(module)
         explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
         compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
@@ -251,7 +259,7 @@ class _Patch:
             prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
-        check_ranges(prepared, module.config.get_text_config().vocab_size, self.positions.limits)
+        check_ranges(prepared, module.config.get_text_config().vocab_size, self.segments, self.positions.limits)
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
@@ -262,11 +270,14 @@ class _Patch:
             "dtype": str(module.dtype),
             "documents": f"{sum(map(len, layout.documents)) - layout.batch_size} (checksum {hash(layout.documents):x})",
             "labels": prepared.get("labels") is not None,
-            "num_items_in_batch": None if items is None else float(items),
+            "num_items_in_batch (labels of all ranks)": None if items is None else float(items),
             "sharded already": explicit,
             "training": module.training,
             "logits to keep": kept,
+            "logits": logits,
             "hidden states": bool(batch.get("output_hidden_states")),
+            "router logits": batch.get("output_router_logits"),
+            "fused_lm_head": bool(batch.get("fused_lm_head")),
             "BurstConfig": str(self.config),
             "content (checksum)": content,
             "longest position": longest,
@@ -322,7 +333,7 @@ class _Patch:
         if call is None:
             return output
         items, layers = kwargs.get("num_items_in_batch"), self.routers.take()
-        if layers:
+        if layers and output.get("aux_loss") is not None:
             output = balance(output, layers, module, call, items)
         return gather_outputs(output, call, items, module)
 

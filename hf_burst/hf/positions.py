@@ -61,3 +61,9 @@ class LearnedPositions:
         if self.from_mask and mask is not None:
             return mask.long().cumsum(dim=1) * mask.long() - 1
         return None
+
+
+def segment_count(model: PreTrainedModel) -> int | None:
+    """The token types of which a model has embeddings apart from those of its tokens; `None` for no such table."""
+    tables = [getattr(module, "token_type_embeddings", None) for module in model.modules()]
+    return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)

@@ -57,7 +57,7 @@ class LongestPosition:
 
 def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The modules whose rotary frequencies follow from the longest position."""
-    found = [module for module in model.modules() if any(_follows_length(kind) for kind in _kinds(module))]
+    found = [module for module in model.modules() if any(_follows_length(module, kind) for kind in _kinds(module))]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inside = {inner for layer in layers for inner in layer.modules()}
     if inside.intersection(found):
@@ -75,5 +75,7 @@ def _kinds(module: nn.Module) -> Iterator[str]:
             yield kind
 
 
-def _follows_length(kind: str) -> bool:
-    return "dynamic" in kind or kind == "longrope"
+def _follows_length(module: nn.Module, kind: str) -> bool:
+    """`PhimoeRotaryEmbedding` scales by the longest position whatever its type is."""
+    phimoe = type(module).__name__ == "PhimoeRotaryEmbedding" and kind != "default"
+    return phimoe or "dynamic" in kind or kind == "longrope"

@@ -1,10 +1,11 @@
 """Which models are served. What has not been checked to be exact is refused with a sentence."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import UnsupportedModelError
@@ -78,20 +79,31 @@ def _check_parts(model: PreTrainedModel) -> None:
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
     if modalities:
         raise UnsupportedModelError(
-            f"{name} reads images or audio ({', '.join(sorted(modalities))}), which it lays over the tokens of a whole "
-            "sequence. Served is text: load its language model alone, if it has one."
+            f"{name} has parts beside a language model ({', '.join(sorted(modalities))}), and what they read is laid "
+            "over the tokens of a whole sequence. Served is text: load its language model alone, if it has one."
         )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served.")
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}; only causal language models "
+            "are served. Set it to False."
+        )
+    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} was made as an encoder, whose tokens see later ones; only decoders are served. Make it with "
+            "is_decoder=True in its config."
+        )
+    kinds = sorted(set(_layer_types(config)) - set(_LAYER_TYPES))
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
             f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
+    kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(kinds)}. Recurrent, convolution and linear-attention layers carry a "
@@ -110,6 +122,11 @@ def _check_parts(model: PreTrainedModel) -> None:
         )
 
 
+def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
+    """What kinds of layers a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
+    return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
+
+
 def check_served(model: PreTrainedModel) -> None:
     """Raises unless the class, or one that it is made from, was compared with one process."""
     own = [cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
@@ -117,6 +134,15 @@ def check_served(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. The "
             "classes that are served stand in recipes/results/coverage.md."
+        )
+
+
+def check_noise(model: PreTrainedModel) -> None:
+    """Raises for noise on embeddings (NEFTune), whose size follows from the length of a sequence."""
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        raise UnsupportedModelError(
+            "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a part. "
+            "Leave it out of the training arguments."
         )
 
 
