@@ -108,11 +108,7 @@ def compare(rank: int, size: int, name: str) -> Row:
 
 def worst_error(name: str, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
-    patched, plain = tiny_model(name), tiny_model(name)
-    if getattr(plain.config.get_text_config(), "attn_logit_softcapping", None):
-        for model in (patched, plain):  # Transformers 5.17 takes sdpa, which forgets the soft-capping
-            model.set_attn_implementation("eager")
-    hf_burst.patch_model(patched)
+    patched, plain = hf_burst.patch_model(tiny_model(name)), tiny_model(name)
     loss, expected = patched(**batch).loss, plain_loss(plain, batch)
     loss.backward()
     expected.backward()
