@@ -86,3 +86,9 @@ def test_no_class_is_wrong_and_a_hundred_are_exact() -> None:
 
 def test_what_is_served_is_what_is_exact() -> None:
     assert sorted(SERVED) == EXACT
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_pages_tell_how_many_classes_are_exact(page: str) -> None:
+    text = " ".join((Path(__file__).parents[1] / page).read_text().split())
+    assert f"{len(EXACT)} causal language model classes" in text
