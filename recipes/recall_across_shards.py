@@ -232,8 +232,8 @@ def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
 
 def main() -> None:
     args = parse_args()
-    accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
-    task = Recall(args, ranks=accelerator.parallelism_config.burst_size)
+    accelerator = Accelerator()  # without a mesh all ranks share every sequence; one of the two models is not patched
+    task = Recall(args, ranks=accelerator.num_processes)
     across, within = (train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task)))
     chance = 1 / task.values
     noise = 4 * (chance * (1 - chance) / args.eval_sequences) ** 0.5  # 4 standard deviations of guessing
