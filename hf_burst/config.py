@@ -1,13 +1,54 @@
 """`BurstConfig`: the few knobs of hf_burst, "auto" wherever the right value follows from the data."""
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
 Chunking = Literal["zigzag", "contiguous"]
-Backward = Literal["auto", "kv_ring", "burst"]
+Around = Literal["kv_ring", "burst", "all_gather"]
+Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "cpu_flash", "torch_flash", "reference"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """A schedule: the heads are spread over `ulysses` neighbouring ranks, the sequence over the rest of the group.
+
+    Rank r is member `r % ulysses` of place `r // ulysses` of the ring.
+
+    Args:
+        around (`str`, defaults to `"kv_ring"`): What happens between the places of the ring: `"kv_ring"` (K and V
+            visit, dK and dV return), `"burst"` (backward, Q and dO visit and dQ returns; arXiv 2403.09347) or
+            `"all_gather"` (K and V of all ranks at once, some heads at a time).
+        ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
+    """
+
+    around: Around = "kv_ring"
+    ulysses: int = 1
+
+    @classmethod
+    def parse(cls, name: str, ranks: int | None = None) -> "Route":
+        """Reads a name such as `"kv_ring"`, `"ulysses"` (of all `ranks`) or `"ulysses_2+burst"`.
+
+        Raises:
+            ConfigError: If there is no such schedule.
+        """
+        if name in get_args(Around):
+            return cls(name)  # type: ignore[arg-type]
+        if name == "ulysses":
+            return cls("kv_ring", ranks or 1)
+        match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name)
+        if match is None or match[2] not in get_args(Around):
+            raise ConfigError(
+                f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'all_gather', 'ulysses', "
+                "or a product such as 'ulysses_2+kv_ring'."
+            )
+        return cls(match[2], int(match[1]))  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return self.around if self.ulysses == 1 else f"ulysses_{self.ulysses}+{self.around}"
 
 
 @dataclass(frozen=True)
@@ -18,10 +59,12 @@ class BurstConfig:
         chunking (`str`, defaults to `"zigzag"`):
             Which rank owns which part of the sequence. `"zigzag"` gives rank r the chunks r and 2P-1-r of 2P, which
             balances causal attention; `"contiguous"` gives rank r the r-th of P chunks.
-        backward (`str`, defaults to `"auto"`):
-            What travels in the backward pass: `"kv_ring"` sends K and V and returns dK and dV, `"burst"` keeps K and V
-            at home and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv 2403.09347). `"auto"`
-            takes the one that sends fewer bytes.
+        schedule (`str`, defaults to `"auto"`):
+            How the ranks exchange blocks: `"kv_ring"` sends K and V and returns dK and dV, `"burst"` keeps K and V at
+            home in the backward pass and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv
+            2403.09347), `"all_gather"` collects K and V of all ranks, some heads at a time, `"ulysses"` exchanges heads
+            for tokens, and `"ulysses_2+kv_ring"` (any number, any of the first three) is a product of two. `"auto"`
+            takes the fastest by the cost model, and logs why.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile: `"cpu_flash"` (torch's CPU flash kernel), `"torch_flash"` (the
             FlashAttention-2 kernels inside torch's CUDA builds), `"reference"` (plain torch, fp32/fp64, slow).
@@ -33,13 +76,15 @@ class BurstConfig:
     """
 
     chunking: Chunking = "zigzag"
-    backward: Backward = "auto"
+    schedule: str = "auto"
     kernel: KernelName = "auto"
     logits_limit_gib: float = 4.0
     content_checks: int = 8
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {"chunking": Chunking, "backward": Backward, "kernel": KernelName}
+        if self.schedule != "auto":
+            Route.parse(self.schedule)
+        choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName}
         for name, allowed in choices.items():
             given = getattr(self, name)
             if given not in get_args(allowed):

@@ -89,7 +89,7 @@ def burst_attention(
         raise error
     return torch.ops.hf_burst.attention(
         *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
-        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.backward, group.name),
+        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.schedule, group.name),
     )
 
 

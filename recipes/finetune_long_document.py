@@ -76,7 +76,7 @@ class Recipe:
     burst_size: int | None = field(
         default=None, metadata={"help": "Processes that share a sequence; default HF_BURST_SIZE, else all."}
     )
-    burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {backward: burst}."})
+    burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."})
 
 
 def parse(arguments: list[str]) -> tuple[Recipe, TrainingArguments]:

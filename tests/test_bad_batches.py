@@ -416,7 +416,7 @@ def test_nan_passes_through(ranks: Ranks) -> None:
 def test_settings_are_checked_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
         ({"chunking": "spiral"}, "'spiral'.*'zigzag', 'contiguous'"),
-        ({"backward": "ring"}, "'auto', 'kv_ring', 'burst'"),
+        ({"schedule": "ring"}, "'auto', 'kv_ring', 'burst'"),
         ({"kernel": "flash"}, "'cpu_flash'"),
         ({"logits_limit_gib": 0.0}, "above 0"),
         ({"content_checks": -1}, "at least 0"),

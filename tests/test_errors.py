@@ -88,7 +88,7 @@ def sinks_on_one_rank(arguments: dict[str, Any], rank: int, size: int) -> None:
 
 
 def other_schedule(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["config"] = BurstConfig(backward="burst" if last(rank, size) else "kv_ring")
+    arguments["config"] = BurstConfig(schedule="burst" if last(rank, size) else "kv_ring")
 
 
 def other_kernel(arguments: dict[str, Any], rank: int, size: int) -> None:

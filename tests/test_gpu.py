@@ -82,9 +82,9 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
     exact, rough = answers
     group = hf_burst.ContextGroup.from_mesh(None)
     layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size)
-    for backward in ("kv_ring", "burst"):
+    for schedule in ("kv_ring", "burst"):
         leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
-        config = hf_burst.BurstConfig(backward=backward)
+        config = hf_burst.BurstConfig(schedule=schedule)
         out, _ = hf_burst.burst_attention(*leaves, layout, group, causal=causal, window=window, config=config)
         found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
         for name, mine, wanted, plain in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
@@ -92,7 +92,7 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
             shards = [torch.empty_like(mine) for _ in range(size)]
             dist.all_gather(shards, mine.contiguous())
             whole = layout.unshard(shards)
-            assert relative(whole, wanted) <= 2 * relative(plain, wanted), (name, backward)
+            assert relative(whole, wanted) <= 2 * relative(plain, wanted), (name, schedule)
 
 
 @pytest.mark.parametrize("size", [size for size in (1, 2, 4) if size <= GPUS])
@@ -107,7 +107,7 @@ def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
 
 
-def large_messages(rank: int, size: int, backward: str) -> float:
+def large_messages(rank: int, size: int, schedule: str) -> float:
     """Packed documents that let ranks skip rounds, with messages that no buffer of NCCL holds."""
     chunk, device = 16384, torch.device("cuda", rank)
     documents = (0, 3 * chunk // 2, 5 * chunk, 6 * chunk, 8 * chunk)
@@ -116,14 +116,14 @@ def large_messages(rank: int, size: int, backward: str) -> float:
     generator = torch.Generator(device).manual_seed(rank)
     shape = (1, 2 * chunk, 8, 128)
     leaves = [torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
-    out, _ = hf_burst.burst_attention(*leaves, layout, group, config=hf_burst.BurstConfig(backward=backward))
+    out, _ = hf_burst.burst_attention(*leaves, layout, group, config=hf_burst.BurstConfig(schedule=schedule))
     out.float().square().sum().backward()
     return float(sum(leaf.grad.float().norm() for leaf in leaves))
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_large_messages_and_skipped_rounds_do_not_hang(gpus: Ranks) -> None:
-    ring, burst = (gpus(4).run(large_messages, backward, timeout=60) for backward in ("kv_ring", "burst"))
+    ring, burst = (gpus(4).run(large_messages, backward, timeout=60) for schedule in ("kv_ring", "burst"))
     torch.testing.assert_close(ring, burst, rtol=1e-2, atol=0)
 
 

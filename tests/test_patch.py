@@ -33,14 +33,14 @@ def compare_with_one_process(rank: int, size: int, name: str, kinds: tuple[str, 
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[dtype]
     model = models.make_model(name, dtype).train()
     for kind in kinds:
-        for backward in ("kv_ring", "burst"):
+        for schedule in ("kv_ring", "burst"):
             batch = models.make_batch(kind)
             model.zero_grad()
             loss = models.plain_loss(model, batch)
             loss.backward()
             expected = [parameter.grad.clone() for parameter in model.parameters()]
             expected_logits = models.plain_logits(model.eval(), batch).detach()
-            config = hf_burst.BurstConfig(backward=backward)
+            config = hf_burst.BurstConfig(schedule=schedule)
             hf_burst.patch_model(model.train(), config)
             for explicit in (False, True):
                 model.zero_grad()

@@ -380,7 +380,7 @@ def test_a_plan_error_is_a_bug_and_not_an_input_error():
         (lambda: make_sharding(3, 4, "contiguous"), ShardingError, ["3 tokens", "contiguous", "at least 4"]),
         (lambda: make_sharding(8, 0), ShardingError, ["at least 1 rank", "ranks=0"]),
         (lambda: BurstConfig(chunking="snake"), ConfigError, ["chunking", "'snake'", "'zigzag', 'contiguous'"]),
-        (lambda: BurstConfig(backward="ring"), ConfigError, ["backward", "'ring'", "'auto', 'kv_ring', 'burst'"]),
+        (lambda: BurstConfig(schedule="ring"), ConfigError, ["schedule", "'ring'", "'auto', 'kv_ring', 'burst'"]),
         (lambda: BurstConfig(kernel="triton"), ConfigError, ["kernel", "'triton'", "'auto'", "'reference'"]),
         (lambda: BurstConfig(logits_limit_gib=0), ConfigError, ["logits_limit_gib", "above 0"]),
         (lambda: BurstConfig(logits_limit_gib=float("nan")), ConfigError, ["logits_limit_gib", "nan"]),
@@ -399,7 +399,7 @@ def test_an_error_says_what_was_given_and_what_is_allowed(make, error, parts):
 
 def test_a_config_is_read_from_a_mapping():
     assert BurstConfig.from_dict({}) == BurstConfig()
-    assert BurstConfig.from_dict({"chunking": "contiguous", "backward": "burst"}) == BurstConfig("contiguous", "burst")
+    assert BurstConfig.from_dict({"chunking": "contiguous", "schedule": "burst"}) == BurstConfig("contiguous", "burst")
 
 
 def test_a_sequence_of_one_token_a_chunk_is_long_enough():

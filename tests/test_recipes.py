@@ -68,7 +68,7 @@ def test_every_source_with_lora_and_rope_scaling(tmp_path: Path, kind: str) -> N
     make_base(base)
     options = ["--model", str(base), "--tokenizer", "bytes", "--dataset", str(source), "--sequence_length", "301"]
     options += ["--lora_rank", "2", "--rope_scaling", "{rope_type: linear, factor: 2.0}", "--max_steps", "2"]
-    options += ["--burst", "{backward: burst}", "--per_device_train_batch_size", "2"]
+    options += ["--burst", "{schedule: burst}", "--per_device_train_batch_size", "2"]
     log = finetune(tmp_path / "out", *options)
     assert len(log) == 2
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

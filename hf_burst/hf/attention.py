@@ -168,7 +168,7 @@ def attention_forward(
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap or 0.0,
         burst_call.config.kernel,
-        burst_call.config.backward,
+        burst_call.config.schedule,
         burst_call.group.name,
     )
     if burst_call.blind is not None:
