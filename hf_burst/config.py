@@ -47,6 +47,14 @@ class Route:
             )
         return cls(match[2], int(match[1]))  # type: ignore[arg-type]
 
+    def refusal(self, ranks: int, q_heads: int, kv_heads: int) -> str | None:
+        """Why so many ranks cannot go this way with so many heads; `None` if they can."""
+        if ranks % self.ulysses:
+            return f"{ranks} ranks cannot be cut into groups of {self.ulysses}"
+        if kv_heads % self.ulysses or q_heads % self.ulysses:
+            return f"{q_heads} query and {kv_heads} key heads cannot be spread over {self.ulysses} ranks"
+        return None
+
     def __str__(self) -> str:
         return self.around if self.ulysses == 1 else f"ulysses_{self.ulysses}+{self.around}"
 

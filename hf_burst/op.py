@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from .config import BurstConfig
-from .errors import BatchError, KernelError, ShardingError
+from .config import BurstConfig, Route
+from .errors import BatchError, ConfigError, KernelError, ShardingError
 from .kernels import Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Shapes, cheaper_visitor, make_plan
-from .plan.schedule import Visitor
-from .ring import Attention, Exchange, accumulation_dtype, backward, forward
+from .plan import Shapes, cheaper_visitor
+from .ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, kept_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +71,7 @@ def burst_attention(
         _validate(q, k, v, layout, group)
         _validate_scores(q, chunk, softcap, sinks)
         layout.masks(causal, window, chunk)
+        _route(config.schedule, HeadSizes(*q.shape[2:3], *k.shape[2:], v.shape[3]), q.dtype, group)
         select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
@@ -87,10 +87,11 @@ def burst_attention(
         group.agree(facts, error, q.device)
     elif error is not None:
         raise error
-    return torch.ops.hf_burst.attention(
+    out, lse, _ = torch.ops.hf_burst.attention(
         *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
         *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.schedule, group.name),
     )
+    return out, lse
 
 
 @torch.library.custom_op("hf_burst::attention", mutates_args=())
@@ -108,28 +109,38 @@ def attention(
     kernel: str,
     schedule: str,
     group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator; see [`burst_attention`]. No window is -1, no chunk and no softcap 0, one process `group = ""`."""
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The operator; see [`burst_attention`]. No window is -1, no chunk and no softcap 0, one process `group = ""`.
+
+    Its third result is what the backward pass wants instead of q, k and v, where heads were exchanged.
+    """
     members = _members(group)
-    work = _attention(q, v, layout, (causal, window, chunk), Scores(scale, softcap), kernel, members.rank)
-    return forward(work, Exchange(members, q.device), q, k, v, sinks)
+    sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    work = _routed(q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
+    return work.forward(PeerToPeer(members, q.device), q, k, v, sinks)
 
 
 @attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    return out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
+    schedule, group = settings[-2:]
+    sizes = HeadSizes(*(int(size) for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])))  # never symbols
+    route = _route(schedule, sizes, q.dtype, _members(group))
+    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, *q.shape[:2], sizes)]
 
 
 @torch.library.custom_op("hf_burst::attention_backward", mutates_args=())
 def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    inputs: list[torch.Tensor],
     out: torch.Tensor,
     lse: torch.Tensor,
+    kv_heads: int,
+    head_dim: int,
     layout: torch.Tensor,
     causal: bool,
     window: int,
@@ -140,37 +151,59 @@ def attention_backward(
     schedule: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of [`attention`] with respect to q, k and v; that of the sinks follows from `lse` alone."""
+    """The gradients of [`attention`] with respect to q, k and v; that of the sinks follows from `lse` alone.
+
+    `inputs` are q, k and v, or what the forward pass kept of them.
+    """
     members = _members(group)
-    work = _attention(q, v, layout, (causal, window, chunk), Scores(scale, softcap), kernel, members.rank)
-    wide = work.kernel.card.wide
-    visitor = _visitor(schedule, *q.shape[2:], *v.shape[2:], q.dtype, wide, members.size)
-    return backward(work, Exchange(members, q.device), visitor, dout, q, k, v, out, lse, dlse)
+    sizes = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
+    work = _routed(dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    exchange = PeerToPeer(members, dout.device)
+    return work.backward(exchange, sizes, dout, inputs, out if dlse is None else None, lse, delta)
 
 
 @attention_backward.register_fake
 def _(
-    dout: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    inputs: list[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kv_heads: int,
+    head_dim: int,
+    *settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q_shape, k_shape, v_shape = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3]).shapes(*dout.shape[:2])
+    return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+) -> None:
     q, k, v, sinks, layout, *settings = inputs
+    out, lse, kept = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sinks, layout, *output)
+    ctx.save_for_backward(sinks, layout, out, lse, *(kept or (q, k, v)))
+    ctx.sizes = k.shape[2], k.shape[3]
     ctx.settings = settings
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, sinks, layout, out, lse = ctx.saved_tensors
+def _backward(
+    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dkept: Any
+) -> tuple[torch.Tensor | None, ...]:
+    sinks, layout, out, lse, *inputs = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    if dlse is not None and q.dtype == torch.float16:
+    if dlse is not None and out.dtype == torch.float16:
         raise KernelError(
             "A gradient into lse in torch.float16 overflows on its way into flash kernels. Use bfloat16, or detach lse."
         )
-    gradients = torch.ops.hf_burst.attention_backward(dout, dlse, q, k, v, out, lse, layout, *ctx.settings)
+    gradients = torch.ops.hf_burst.attention_backward(
+        dout, dlse, inputs, out, lse, *ctx.sizes, layout, *ctx.settings
+    )
     dsinks = _sink_gradient(sinks, dout, out, lse, dlse) if ctx.needs_input_grad[3] else None
     return *gradients, dsinks, *[None] * (1 + len(ctx.settings))
 
@@ -192,44 +225,41 @@ def _members(name: str) -> ContextGroup:
     return ContextGroup.from_mesh(group_by_name(name)) if name else ContextGroup()
 
 
-def _attention(
-    q: torch.Tensor,
-    v: torch.Tensor,
+def _routed(
+    like: torch.Tensor,
+    sizes: HeadSizes,
     encoded: torch.Tensor,
     mask: tuple[bool, int, int],
     scores: Scores,
     kernel: str,
-    rank: int,
-) -> Attention:
+    schedule: str,
+    members: ContextGroup,
+) -> Routed:
     layout = SequenceLayout.decode(encoded)
     causal, window, chunk = mask
-    plan = make_plan(layout.masks(causal, None if window < 0 else window, chunk or None), layout.sharding)
-    chosen = select_kernel(kernel, q.device.type, q.dtype, q.shape[3], v.shape[3], scores.softcap > 0)
-    return Attention(plan, rank, chosen, scores)
+    masks = layout.masks(causal, None if window < 0 else window, chunk or None)
+    device, dtype = like.device.type, like.dtype
+    chosen = select_kernel(kernel, device, dtype, sizes.head_dim, sizes.value_dim, scores.softcap > 0)
+    return Routed(_route(schedule, sizes, dtype, members), members, masks, layout.chunking, chosen, scores)
 
 
 @lru_cache(maxsize=64)
-def _visitor(
-    schedule: str,
-    q_heads: int,
-    head_dim: int,
-    kv_heads: int,
-    value_dim: int,
-    dtype: torch.dtype,
-    wide: bool,
-    ranks: int,
-) -> Visitor:
-    """What travels in the backward pass."""
-    itemsize, accumulator = dtype.itemsize, accumulation_dtype(dtype).itemsize
-    shapes = Shapes(q_heads, kv_heads, head_dim, value_dim, itemsize, accumulator, accumulator if wide else itemsize)
-    cheaper, reason = cheaper_visitor(shapes)
-    asked: dict[str, Visitor] = {"auto": cheaper, "kv_ring": "kv", "burst": "q"}
-    visitor = asked[schedule]
-    if ranks > 1:
-        name = "burst backward" if visitor == "q" else "K/V ring"
-        reason = reason if schedule == "auto" else f"asked for ({reason})"
-        logger.info("hf_burst runs the %s for %d query and %d key heads: %s", name, q_heads, kv_heads, reason)
-    return visitor
+def _route(schedule: str, sizes: HeadSizes, dtype: torch.dtype, members: ContextGroup) -> Route:
+    """The schedule asked for, or the one that sends fewer bytes."""
+    if schedule != "auto":
+        route = Route.parse(schedule, members.size)
+        refusal = route.refusal(members.size, sizes.q_heads, sizes.kv_heads)
+        if refusal is not None:
+            raise ConfigError(
+                f"The schedule {schedule!r} cannot be had: {refusal}. Take one that can (BurstConfig(schedule='auto') "
+                "does), or another number of ranks."
+            )
+        return route
+    visitor, reason = cheaper_visitor(Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize))
+    route = Route("burst" if visitor == "q" else "kv_ring")
+    if members.size > 1:
+        logger.info("hf_burst runs %s for %d query and %d key heads: %s", route, *sizes[:2], reason)
+    return route
 
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:

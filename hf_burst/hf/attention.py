@@ -156,7 +156,7 @@ def attention_forward(
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _at_temperature(module, query, burst_call.positions)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
-    out, _ = torch.ops.hf_burst.attention(
+    out, _, _ = torch.ops.hf_burst.attention(
         query.to(dtype).transpose(1, 2),
         key.to(dtype).transpose(1, 2),
         value.transpose(1, 2),

@@ -5,13 +5,14 @@ and cut to what the mask needs there. What visits is either K and V (`"kv"`) or 
 them (`"q"`). In the backward pass the gradients of the visitors return to their home in the same step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from .mask import Mask
 from .sharding import Sharding
-from .tiles import Tile, tiles_between
+from .tiles import Tile, gathered_tiles, tiles_between
 
 Visitor = Literal["kv", "q"]
 
@@ -82,6 +83,15 @@ class Plan:
         """The steps of `rank` when `visitor` ("kv" or "q") travels, in order of distance; empty steps are left out."""
         return _schedule(self, rank, visitor)
 
+    def gathered(self, rank: int) -> tuple[Tile, ...]:
+        """What `rank` computes with the keys of the whole sequence; columns of the tiles are tokens."""
+        return _gathered(self, rank)
+
+    def reach(self, rank: int) -> tuple[int, int]:
+        """The tokens `[start, stop)` between which all keys lie that the queries of `rank` see."""
+        tiles = self.gathered(rank)
+        return min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+
     @property
     def pairs(self) -> int:
         """The (query, key) pairs that the masks admit."""
@@ -140,13 +150,22 @@ def _schedule(plan: Plan, rank: int, visitor: Visitor) -> tuple[Step, ...]:
 def _batch_tiles(plan: Plan, host: int, guest: int, visitor: Visitor) -> tuple[Tile, ...]:
     """The tiles that `host` computes with the visiting block of `guest`, rows of the batch with one mask together."""
     q_rank, k_rank = (host, guest) if visitor == "kv" else (guest, host)
+    return _of_batch(plan.masks, lambda mask: tiles_between(mask, plan.sharding, q_rank, k_rank))
+
+
+@lru_cache(maxsize=256)
+def _gathered(plan: Plan, rank: int) -> tuple[Tile, ...]:
+    return _of_batch(plan.masks, lambda mask: gathered_tiles(mask, plan.sharding, rank))
+
+
+def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ...]]) -> tuple[Tile, ...]:
+    """The tiles of every mask, for rows of the batch with one mask together."""
     tiles: list[Tile] = []
     first = 0
-    for row in range(1, len(plan.masks) + 1):
-        if row < len(plan.masks) and plan.masks[row] == plan.masks[first]:
+    for row in range(1, len(masks) + 1):
+        if row < len(masks) and masks[row] == masks[first]:
             continue
-        same = tiles_between(plan.masks[first], plan.sharding, q_rank, k_rank)
-        tiles += [replace(tile, batch=(first, row)) for tile in same]
+        tiles += [replace(tile, batch=(first, row)) for tile in tiles_of(masks[first])]
         first = row
     return tuple(tiles)
 

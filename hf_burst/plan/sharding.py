@@ -50,6 +50,11 @@ class Sharding:
         """How many tokens `rank` holds."""
         return sum(run.size for run in self.runs(rank))
 
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens the rank with the most of them holds."""
+        return max(self.tokens(rank) for rank in range(self.ranks))
+
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The contiguous pieces that `rank` holds, adjacent chunks joined."""
         return _runs(self, rank)

@@ -71,6 +71,50 @@ def tiles_between(mask: Mask, sharding: Sharding, q_rank: int, k_rank: int) -> t
     return _join(tiles)
 
 
+def gathered_tiles(mask: Mask, sharding: Sharding, q_rank: int) -> tuple[Tile, ...]:
+    """The tiles that compute `mask` between the queries of one rank and the keys of the whole sequence, in its order.
+
+    Every row is in one tile only, so that nothing has to be merged.
+
+    Args:
+        mask ([`Mask`]): The mask of the whole sequence.
+        sharding ([`Sharding`]): Who holds what.
+        q_rank (`int`): The rank that holds the queries.
+
+    Returns:
+        `tuple[Tile, ...]`: Rows of the shard of `q_rank` and columns of the sequence.
+    """
+    tiles: list[Tile] = []
+    low, high = mask.distances
+    for run in sharding.runs(q_rank):
+        squares: list[int] = []  # boundaries of neighbouring documents that see themselves only
+        for start, stop in mask.overlapping(run.start, run.stop):
+            first, _ = mask.keys(start)
+            _, last = mask.keys(stop - 1)
+            if (first, last) == (start, stop):
+                squares = [*(squares or [start]), stop]
+                continue
+            tiles += _squares(squares, run, low, high)
+            squares = []
+            ahead = start - first
+            nearest = None if low is None or low - ahead <= first - last + 1 else low - ahead
+            farthest = None if high is None or high - ahead >= stop - start - 1 else high - ahead
+            row = start - run.start + run.local
+            tiles.append(Tile((row, row + stop - start), (first, last), nearest, farthest))
+        tiles += _squares(squares, run, low, high)
+    return tuple(tiles)
+
+
+def _squares(bounds: list[int], run: Run, low: int | None, high: int | None) -> list[Tile]:
+    """One tile of the squares between neighbouring boundaries, if there are any."""
+    if not bounds:
+        return []
+    start, stop = bounds[0], bounds[-1]
+    row = run.local - run.start
+    segments = tuple(bound - start for bound in bounds) if len(bounds) > 2 else ()
+    return [Tile((start + row, stop + row), (start, stop), low, high, segments)]
+
+
 def _own_tile(mask: Mask, runs: tuple[Run, ...]) -> Tile:
     """A shard with itself. Without a window, order is all that counts, so runs of one document need not touch."""
     boundaries, previous = [0], None

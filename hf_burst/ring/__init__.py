@@ -1,7 +1,16 @@
-"""The ring: merging, messages, and the one loop that executes a schedule."""
+"""The ring: merging, messages, and the loops that execute a schedule."""
 
-from .exchange import Exchange
-from .execute import Attention, backward, forward
+from .exchange import Exchange, PeerToPeer
 from .merge import accumulation_dtype, merge_
+from .routes import HeadSizes, Routed, head_slices, kept_shapes
 
-__all__ = ["Attention", "Exchange", "accumulation_dtype", "backward", "forward", "merge_"]
+__all__ = [
+    "Exchange",
+    "HeadSizes",
+    "PeerToPeer",
+    "Routed",
+    "accumulation_dtype",
+    "head_slices",
+    "kept_shapes",
+    "merge_",
+]

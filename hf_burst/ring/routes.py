@@ -1,0 +1,204 @@
+"""A route: heads over neighbouring ranks, the sequence over the rest, and what happens between these."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..config import Chunking, Route
+from ..kernels import Kernel, Scores
+from ..mesh import ContextGroup
+from ..plan import Mask, make_plan, make_sharding
+from .exchange import Exchange
+from .execute import Attention, backward, forward
+from .gather import gather_backward, gather_forward
+from .heads import HeadsIn, HeadsOut, Mates, unpack
+from .merge import accumulation_dtype, heads_first
+
+_SLICES = 4
+
+
+class HeadSizes(NamedTuple):
+    """Heads of an attention, and their sizes."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    def shapes(self, batch: int, tokens: int) -> list[tuple[int, int, int, int]]:
+        """The shapes of q, k and v."""
+        return [
+            (batch, tokens, heads, dim)
+            for heads, dim in (
+                (self.q_heads, self.head_dim),
+                (self.kv_heads, self.head_dim),
+                (self.kv_heads, self.value_dim),
+            )
+        ]
+
+    def piece(self, pieces: int) -> list[tuple[int, int]]:
+        """Heads and head sizes of q, k and v when the heads are cut into pieces."""
+        return [(heads // pieces, dim) for _, _, heads, dim in self.shapes(0, 0)]
+
+
+def head_slices(route: Route, kv_heads: int) -> int:
+    """Into how many slices the key heads of a rank are cut, so that one travels while another is computed."""
+    heads = kv_heads // route.ulysses
+    return next(count for count in range(_SLICES, 0, -1) if heads % count == 0)
+
+
+def kept_shapes(route: Route, batch: int, tokens: int, sizes: HeadSizes) -> list[tuple[int, int, int]]:
+    """What the forward pass of a route keeps instead of q, k and v, if it does."""
+    if route.ulysses == 1:
+        return []
+    slices = head_slices(route, sizes.kv_heads)
+    width = sum(heads * dim for heads, dim in sizes.piece(route.ulysses * slices))
+    return [(batch, tokens * route.ulysses, width)] * slices
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One attention over a group.
+
+    Args:
+        route ([`Route`]): How it is spread.
+        group ([`ContextGroup`]): Over which ranks.
+        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
+        chunking (`str`): Which rank owns which chunk.
+        kernel ([`Kernel`]): What computes a tile.
+        scores ([`Scores`]): Scale and soft-capping.
+    """
+
+    route: Route
+    group: ContextGroup
+    masks: tuple[Mask, ...]
+    chunking: Chunking
+    kernel: Kernel
+    scores: Scores
+
+    def forward(
+        self,
+        exchange: Exchange,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Attention of this rank's queries over the keys of all ranks.
+
+        Args:
+            exchange ([`Exchange`]): The messages.
+            q (`torch.Tensor` of shape `(B, n, Hq, D)`): This rank's queries.
+            k (`torch.Tensor` of shape `(B, n, Hkv, D)`): This rank's keys.
+            v (`torch.Tensor` of shape `(B, n, Hkv, Dv)`): This rank's values.
+            sinks (`torch.Tensor` of shape `(Hq,)`, *optional*): A further score of every row, whose value is 0.
+
+        Returns:
+            `out` of shape `(B, n, Hq, Dv)`, `lse` of shape `(B, n, Hq)`, and what the backward pass wants instead of
+            q, k and v: nothing, or all of this rank's heads, a slice each.
+        """
+        if self.route.ulysses == 1:
+            return *self._forward(exchange, q, k, v, sinks), []
+        mates, slices = self._mates(), head_slices(self.route, k.shape[2])
+        arriving = HeadsIn(exchange, mates, [(q, k, v)], slices)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
+        leaving = HeadsOut(exchange, mates, (out, lse.unsqueeze(3)), slices)
+        own_sinks = None if sinks is None else sinks.chunk(self.route.ulysses)[mates.member].chunk(slices)
+        kept = []
+        now = arriving.fetch(0)
+        for index in range(slices):
+            some = now.wait()
+            kept += now.landing
+            if index + 1 < slices:
+                now = arriving.fetch(index + 1)
+            part, part_lse = self._forward(exchange, *some, None if own_sinks is None else own_sinks[index])
+            leaving.send(index, (part, part_lse.unsqueeze(3)))
+        leaving.finish()
+        return out, lse, kept
+
+    def backward(
+        self,
+        exchange: Exchange,
+        sizes: HeadSizes,
+        dout: torch.Tensor,
+        inputs: list[torch.Tensor],
+        out: torch.Tensor | None,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of this rank's q, k and v.
+
+        Args:
+            exchange ([`Exchange`]): The messages.
+            sizes ([`HeadSizes`]): Of the forward pass.
+            dout (`torch.Tensor` of shape `(B, n, Hq, Dv)`): Gradient of `out`.
+            inputs (`list[torch.Tensor]`): What the forward pass kept, or q, k and v if it kept nothing.
+            out (`torch.Tensor`, *optional*): Its output, if `rowsum(dout * out) = delta`.
+            lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
+            delta (`torch.Tensor` of shape `(B, n, Hq)`): `rowsum(dout * out)` less the gradient of `lse`.
+        """
+        if self.route.ulysses == 1:
+            return self._backward(exchange, dout, *inputs, out, lse, delta)
+        mates, slices = self._mates(), head_slices(self.route, sizes.kv_heads)
+        arriving = HeadsIn(exchange, mates, [(dout,), (lse.unsqueeze(3), delta.unsqueeze(3))], slices)
+        dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(*dout.shape[:2]))
+        leaving = HeadsOut(exchange, mates, (dq, dk, dv), slices)
+        now = arriving.fetch(0)
+        for index, packed in enumerate(inputs):
+            some_dout, *scalars = now.wait()
+            if index + 1 < slices:
+                now = arriving.fetch(index + 1)
+            some_lse, some_delta = (
+                tensor.squeeze(3).transpose(1, 2).contiguous().transpose(1, 2) for tensor in scalars
+            )
+            own = unpack(packed, sizes.piece(self.route.ulysses * slices))
+            leaving.send(index, self._backward(exchange, some_dout, *own, None, some_lse, some_delta))
+        leaving.finish()
+        return dq, dk, dv
+
+    def _forward(
+        self,
+        exchange: Exchange,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attend = gather_forward if self._gathers else forward
+        return attend(self._ring(), exchange, q, k, v, sinks)
+
+    def _backward(
+        self,
+        exchange: Exchange,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor,
+        delta: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._gathers:
+            return gather_backward(self._ring(), exchange, dout, q, k, v, out, lse, delta)
+        visitor = "q" if self.route.around == "burst" else "kv"
+        return backward(self._ring(), exchange, visitor, dout, q, k, v, out, lse, delta)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.route.around == "all_gather" and self.group.size > self.route.ulysses
+
+    def _ring(self) -> Attention:
+        """What a place of the ring does."""
+        places, ulysses = self.group.size // self.route.ulysses, self.route.ulysses
+        place, member = divmod(self.group.rank, ulysses)
+        plan = make_plan(self.masks, make_sharding(self.masks[0].length, places, self.chunking))
+        peers = tuple(other * ulysses + member for other in range(places))
+        return Attention(plan, place, peers, self.kernel, self.scores)
+
+    def _mates(self) -> Mates:
+        length = self.masks[0].length
+        sharding = make_sharding(length, self.group.size, self.chunking)
+        together = make_sharding(length, self.group.size // self.route.ulysses, self.chunking)
+        return Mates(sharding, together, self.group.rank, self.route.ulysses)
