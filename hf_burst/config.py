@@ -42,8 +42,8 @@ class Route:
         match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name)
         if match is None or match[2] not in get_args(Around):
             raise ConfigError(
-                f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'all_gather', 'ulysses', "
-                "or a product such as 'ulysses_2+kv_ring'."
+                f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'all_gather', "
+                "'ulysses', or a product such as 'ulysses_2+kv_ring'."
             )
         return cls(match[2], int(match[1]))  # type: ignore[arg-type]
 
@@ -76,6 +76,9 @@ class BurstConfig:
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile: `"cpu_flash"` (torch's CPU flash kernel), `"torch_flash"` (the
             FlashAttention-2 kernels inside torch's CUDA builds), `"reference"` (plain torch, fp32/fp64, slow).
+        transport (`str`, defaults to `"auto"`):
+            How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory by the copy engines),
+            `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         content_checks (`int`, defaults to `8`):
@@ -86,13 +89,14 @@ class BurstConfig:
     chunking: Chunking = "zigzag"
     schedule: str = "auto"
     kernel: KernelName = "auto"
+    transport: Transport = "auto"
     logits_limit_gib: float = 4.0
     content_checks: int = 8
 
     def __post_init__(self) -> None:
         if self.schedule != "auto":
             Route.parse(self.schedule)
-        choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName}
+        choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName, "transport": Transport}
         for name, allowed in choices.items():
             given = getattr(self, name)
             if given not in get_args(allowed):

@@ -19,7 +19,7 @@ from .kernels import Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
 from .plan import Shapes, cheaper_visitor
-from .ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, kept_shapes
+from .ring import HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def burst_attention(
         _validate(q, k, v, layout, group)
         _validate_scores(q, chunk, softcap, sinks)
         layout.masks(causal, window, chunk)
-        _route(config.schedule, HeadSizes(*q.shape[2:3], *k.shape[2:], v.shape[3]), q.dtype, group)
+        _route(config.schedule, _sizes(q, k, v), q.dtype, group)
         select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
@@ -89,7 +89,8 @@ def burst_attention(
         raise error
     out, lse, _ = torch.ops.hf_burst.attention(
         *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
-        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.schedule, group.name),
+        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.schedule),
+        *(config.transport, group.name),
     )
     return out, lse
 
@@ -108,6 +109,7 @@ def attention(
     softcap: float,
     kernel: str,
     schedule: str,
+    transport: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """The operator; see [`burst_attention`]. No window is -1, no chunk and no softcap 0, one process `group = ""`.
@@ -115,9 +117,9 @@ def attention(
     Its third result is what the backward pass wants instead of q, k and v, where heads were exchanged.
     """
     members = _members(group)
-    sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    sizes = _sizes(q, k, v)
     work = _routed(q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
-    return work.forward(PeerToPeer(members, q.device), q, k, v, sinks)
+    return work.forward(open_exchange(transport, members, q.device), q, k, v, sinks)
 
 
 @attention.register_fake
@@ -126,8 +128,8 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    schedule, group = settings[-2:]
-    sizes = HeadSizes(*(int(size) for size in (q.shape[2], k.shape[2], q.shape[3], v.shape[3])))  # never symbols
+    schedule, _, group = settings[-3:]
+    sizes = _sizes(q, k, v)
     route = _route(schedule, sizes, q.dtype, _members(group))
     return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, *q.shape[:2], sizes)]
 
@@ -149,6 +151,7 @@ def attention_backward(
     softcap: float,
     kernel: str,
     schedule: str,
+    transport: str,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of [`attention`] with respect to q, k and v; that of the sinks follows from `lse` alone.
@@ -158,10 +161,8 @@ def attention_backward(
     members = _members(group)
     sizes = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
     work = _routed(dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
-    exchange = PeerToPeer(members, dout.device)
+    delta = row_products(dout, out, dlse)
+    exchange = open_exchange(transport, members, dout.device)
     return work.backward(exchange, sizes, dout, inputs, out if dlse is None else None, lse, delta)
 
 
@@ -201,9 +202,7 @@ def _backward(
         raise KernelError(
             "A gradient into lse in torch.float16 overflows on its way into flash kernels. Use bfloat16, or detach lse."
         )
-    gradients = torch.ops.hf_burst.attention_backward(
-        dout, dlse, inputs, out, lse, *ctx.sizes, layout, *ctx.settings
-    )
+    gradients = torch.ops.hf_burst.attention_backward(dout, dlse, inputs, out, lse, *ctx.sizes, layout, *ctx.settings)
     dsinks = _sink_gradient(sinks, dout, out, lse, dlse) if ctx.needs_input_grad[3] else None
     return *gradients, dsinks, *[None] * (1 + len(ctx.settings))
 
@@ -212,13 +211,16 @@ def _sink_gradient(
     sinks: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> torch.Tensor:
     """A sink's share of a row, times what its score changes: its value is 0, so only `-delta` remains."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
+    delta = row_products(dout, out, dlse)
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
 
 
 attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> HeadSizes:
+    """Of fake tensors, too: heads are never symbols."""
+    return HeadSizes(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
 
 def _members(name: str) -> ContextGroup:

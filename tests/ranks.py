@@ -45,7 +45,7 @@ class RankPool:
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = float(os.environ.get("RANK_TIMEOUT", 240))) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
         """Runs a function on every rank and returns what they return, in rank order."""
         for pipe in self.pipes:
             pipe.send((function, arguments))

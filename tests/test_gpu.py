@@ -123,7 +123,7 @@ def large_messages(rank: int, size: int, schedule: str) -> float:
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_large_messages_and_skipped_rounds_do_not_hang(gpus: Ranks) -> None:
-    ring, burst = (gpus(4).run(large_messages, backward, timeout=60) for schedule in ("kv_ring", "burst"))
+    ring, burst = (gpus(4).run(large_messages, schedule, timeout=60) for schedule in ("kv_ring", "burst"))
     torch.testing.assert_close(ring, burst, rtol=1e-2, atol=0)
 
 

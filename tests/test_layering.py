@@ -8,7 +8,9 @@ ORDER = ["errors", "config", "plan", "mesh", "layout", "kernels", "ring", "op", 
 WITHIN = {
     "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
     "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
-    "ring": ["merge", "exchange", "execute", "__init__"],
+    "ring": [
+        *("fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "__init__"),
+    ],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import hf_burst.ring.routes
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst.config import Route
 from hf_burst.errors import KernelError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding, rank_traffic
-from hf_burst.config import Route
-from hf_burst.ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, merge_
+from hf_burst.ring import PeerToPeer, accumulation_dtype, merge_
 from hf_burst.ring.execute import Attention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.ranks import RankError
@@ -579,7 +579,7 @@ def operator_arguments(grad: bool, schedule: str = "burst") -> tuple:
     layout = SequenceLayout.for_batch(case.documents, 1)
     inputs = [whole[name].requires_grad_(grad) for name in "qkv"]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0][: inputs[0].shape[2]], dtype=inputs[0].dtype).requires_grad_(grad)
-    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, "auto", schedule, "")
+    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, "auto", schedule, "auto", "")
 
 
 OPCHECKS = (

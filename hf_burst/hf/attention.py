@@ -169,6 +169,7 @@ def attention_forward(
         softcap or 0.0,
         burst_call.config.kernel,
         burst_call.config.schedule,
+        burst_call.config.transport,
         burst_call.group.name,
     )
     if burst_call.blind is not None:

@@ -1,8 +1,8 @@
 """The ring: merging, messages, and the loops that execute a schedule."""
 
 from .exchange import Exchange, PeerToPeer
-from .merge import accumulation_dtype, merge_
-from .routes import HeadSizes, Routed, head_slices, kept_shapes
+from .merge import accumulation_dtype, merge_, row_products
+from .routes import HeadSizes, Routed, head_slices, kept_shapes, open_exchange
 
 __all__ = [
     "Exchange",
@@ -13,4 +13,6 @@ __all__ = [
     "head_slices",
     "kept_shapes",
     "merge_",
+    "open_exchange",
+    "row_products",
 ]

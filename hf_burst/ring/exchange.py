@@ -57,11 +57,9 @@ class Exchange(Protocol):
     """The messages of one rank in one pass.
 
     Args:
-        group ([`ContextGroup`]): The ranks.
         sent ([`Traffic`]): What has left this rank so far.
     """
 
-    group: ContextGroup
     sent: Traffic
 
     def room(self, channel: Channel, shapes: Sequence[Shape]) -> list[torch.Tensor]:

@@ -118,7 +118,7 @@ def backward(
             _add_tiles(attention, step, rows, _Keys(visitors[0], visitors[1], first, sums[0], sums[1]))
         else:
             _add_tiles(attention, step, _rows_without_out(attention.kernel, visitors, first, sums[0]), keys)
-        return [total.so_far if lone else total.wide for total in sums]
+        return [total.only_part if lone else total.wide for total in sums]
 
     payload, home = ((k, v), (dk, dv)) if visitor == "kv" else ((q, dout, lse, delta), (dq,))
     lone_dtype = accumulation_dtype(q.dtype) if attention.kernel.card.wide else q.dtype
@@ -230,9 +230,7 @@ def _circulate(
     returns.finish()
 
 
-def _fetch_visitors(
-    attention: Attention, exchange: Exchange, step: Step, payload: Sequence[torch.Tensor]
-) -> Posted:
+def _fetch_visitors(attention: Attention, exchange: Exchange, step: Step, payload: Sequence[torch.Tensor]) -> Posted:
     send, recv = step.send, step.recv
     sends, receives = [], []
     if send:

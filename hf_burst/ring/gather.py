@@ -102,7 +102,8 @@ class _Gathered:
     def __init__(self, attention: Attention, exchange: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
         self.attention, self.exchange = attention, exchange
         self.count = next(count for count in range(_SLICES, 0, -1) if k.shape[2] % count == 0)
-        self.blocks = [part.contiguous() for pair in zip(*(t.chunk(self.count, 2) for t in (k, v)), strict=True) for part in pair]
+        cut = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
+        self.blocks = [block.contiguous() for pair in cut for block in pair]
         rows = attention.plan.sharding.most_tokens
         exchange.publish("visitors", self.blocks, sum(block.nbytes for block in self.blocks) // k.shape[1] * rows)
         self.arriving: tuple[Posted, list[torch.Tensor]] | None = None

@@ -1,5 +1,5 @@
-"""Heads exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509): before attention every rank gives its tokens of most
-heads away and gets the tokens of neighbouring ranks for its own heads; afterwards results go back.
+"""Heads exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509): before attention every rank gives its tokens of
+most heads away and gets the tokens of neighbouring ranks for its own heads; afterwards results go back.
 
 The heads go in slices, so that the next slice is on its way while one is computed.
 """
@@ -54,9 +54,7 @@ class HeadsIn:
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(
-        self, exchange: Exchange, mates: Mates, groups: Sequence[Sequence[torch.Tensor]], slices: int
-    ) -> None:
+    def __init__(self, exchange: Exchange, mates: Mates, groups: Sequence[Sequence[torch.Tensor]], slices: int) -> None:
         self.exchange, self.mates, self.slices = exchange, mates, slices
         self.batch, self.rows = groups[0][0].shape[:2]
         self.pieces = len(mates.ranks) * slices  # a piece is what one rank gets in one slice
@@ -124,9 +122,7 @@ class Arriving:
         """All tensors of all groups, `(B, N, H / ranks / slices, D)`, views of `landing`."""
         self.posted.wait()
         return [
-            tensor
-            for landed, sizes in zip(self.landing, self.sizes, strict=True)
-            for tensor in unpack(landed, sizes)
+            tensor for landed, sizes in zip(self.landing, self.sizes, strict=True) for tensor in unpack(landed, sizes)
         ]
 
 
@@ -148,9 +144,7 @@ class HeadsOut:
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(
-        self, exchange: Exchange, mates: Mates, results: Sequence[torch.Tensor], slices: int
-    ) -> None:
+    def __init__(self, exchange: Exchange, mates: Mates, results: Sequence[torch.Tensor], slices: int) -> None:
         self.exchange, self.mates, self.results, self.slices = exchange, mates, results, slices
         self.under_way: tuple[int, Posted, list[torch.Tensor]] | None = None
 

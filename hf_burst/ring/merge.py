@@ -4,8 +4,13 @@ What is alone is kept as the kernel made it: nothing is filled with zeros, widen
 """
 
 import math
+from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
+
+Span = tuple[int, int]
+_Waiting = tuple[Span, Span, torch.Tensor, torch.Tensor]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -21,6 +26,8 @@ def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 class Merged:
     """The output of rows whose keys come in parts.
 
+    The last part waits until it is known whether it is the last: then the merged rows are rounded as they are written.
+
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the output.
         dtype (`torch.dtype`): Dtype of the result.
@@ -32,50 +39,48 @@ class Merged:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sinks: torch.Tensor | None
     ) -> None:
         self.shape, self.dtype, self.device, self.sinks = shape, dtype, device, sinks
+        self.wide = accumulation_dtype(dtype)
         self.out: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
+        self.waiting: _Waiting | None = None
 
-    def add(
-        self, batch: tuple[int, int], rows: tuple[int, int], part: torch.Tensor, part_lse: torch.Tensor
-    ) -> None:
+    def add(self, batch: Span, rows: Span, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         """Merges a partial attention into some of the rows.
 
         Args:
             batch, rows (`tuple[int, int]`): Which.
-            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; may be kept.
+            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept for a while.
             part_lse (`torch.Tensor` of shape `(b, s, H)`): Its log-sum-exp.
         """
-        wide = accumulation_dtype(self.dtype)
-        if self.out is None and self.sinks is None and (batch, rows) == ((0, self.shape[0]), (0, self.shape[1])):
-            self.out, self.lse = part, part_lse.to(wide)
+        if self.out is None and self.sinks is None and _is_all(self.shape, batch, rows):
+            self.out, self.lse = part, part_lse.to(self.wide)
             return
-        out, lse = self._wide()
-        where = (slice(*batch), slice(*rows))
-        merge_(out[where], lse[where], part, part_lse)
+        self._merge_waiting(self.wide)
+        self.waiting = batch, rows, part, part_lse
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf."""
-        if self.out is None or self.lse is None:
-            self._wide()
-        assert self.out is not None and self.lse is not None
-        return self.out.to(self.dtype).contiguous(), self.lse.transpose(1, 2).contiguous().transpose(1, 2)
+        out, lse = self._merge_waiting(self.dtype)
+        return out.to(self.dtype).contiguous(), lse.transpose(1, 2).contiguous().transpose(1, 2)
 
-    def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp as accumulators."""
-        wide = accumulation_dtype(self.dtype)
+    def _merge_waiting(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merges the part that waits; where that takes a pass over all rows, they are written in `dtype`."""
         if self.out is None or self.lse is None:
-            self.out = torch.zeros(self.shape, dtype=wide, device=self.device)
-            self.lse = heads_first(self.shape[:3], wide, self.device)
+            self.out = torch.zeros(self.shape, dtype=self.wide, device=self.device)
+            self.lse = heads_first(self.shape[:3], self.wide, self.device)
             if self.sinks is None:
                 self.lse.fill_(-torch.inf)
             else:
                 self.lse.copy_(self.sinks.expand(self.shape[:3]))
-        self.out = self.out.to(wide)
+        if self.waiting is not None:
+            batch, rows, part, part_lse = self.waiting
+            self.out = _combined(self.out, dtype, batch, rows, part, self.lse, part_lse)
+            self.waiting = None
         return self.out, self.lse
 
 
 class Summed:
-    """A gradient that comes in parts.
+    """A gradient that comes in parts. As in [`Merged`], the last part waits.
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the gradient.
@@ -86,36 +91,96 @@ class Summed:
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.total: torch.Tensor | None = None
+        self.waiting: tuple[Span, Span, torch.Tensor] | None = None
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of one row of all sequences in the accumulation dtype."""
         return math.prod(self.shape) // self.shape[1] * accumulation_dtype(self.dtype).itemsize
 
-    def add(self, batch: tuple[int, int], rows: tuple[int, int], part: torch.Tensor) -> None:
-        """Adds `part` of shape `(b, s, H, D)`, which may be kept, to some of the rows."""
-        if self.total is None and (batch, rows) == ((0, self.shape[0]), (0, self.shape[1])):
+    def add(self, batch: Span, rows: Span, part: torch.Tensor) -> None:
+        """Adds `part` of shape `(b, s, H, D)`, which is kept for a while, to some of the rows."""
+        if self.total is None and self.waiting is None and _is_all(self.shape, batch, rows):
             self.total = part
             return
-        self.total = self.wide
-        self.total[slice(*batch), slice(*rows)].add_(part)
+        if self.waiting is not None:
+            self._add_waiting(accumulation_dtype(self.dtype))
+        self.waiting = batch, rows, part
 
     @property
-    def so_far(self) -> torch.Tensor:
-        """The sum, in the dtype of its only part or in the accumulation dtype."""
-        return self.wide if self.total is None else self.total
+    def only_part(self) -> torch.Tensor:
+        """The sum of a single part that covers all rows, as it was given."""
+        assert self.total is not None
+        assert self.waiting is None, "there are several parts"
+        return self.total
 
     @property
     def wide(self) -> torch.Tensor:
         """The sum in the accumulation dtype; zeros where nothing was added."""
         wide = accumulation_dtype(self.dtype)
-        if self.total is None:
-            return torch.zeros(self.shape, dtype=wide, device=self.device)
-        return self.total.to(wide)
+        return self._add_waiting(wide).to(wide)
 
     def result(self) -> torch.Tensor:
         """The sum in its dtype."""
-        return self.so_far.to(self.dtype).contiguous()
+        return self._add_waiting(self.dtype).to(self.dtype).contiguous()
+
+    def _add_waiting(self, dtype: torch.dtype) -> torch.Tensor:
+        """Adds the part that waits; where that takes a pass over all rows, they are written in `dtype`."""
+        if self.total is None:
+            self.total = torch.zeros(self.shape, dtype=accumulation_dtype(self.dtype), device=self.device)
+        if self.waiting is not None:
+            self.total = _combined(self.total, dtype, *self.waiting)
+            self.waiting = None
+        return self.total
+
+
+def _is_all(shape: tuple[int, ...], batch: Span, rows: Span) -> bool:
+    return (batch, rows) == ((0, shape[0]), (0, shape[1]))
+
+
+def _combined(
+    so_far: torch.Tensor,
+    dtype: torch.dtype,
+    batch: Span,
+    rows: Span,
+    part: torch.Tensor,
+    lse: torch.Tensor | None = None,
+    part_lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A part merged into what there is (`lse` in place), or added to it, in place if that has the accumulation dtype
+    and is not asked for in another one."""
+    wide = accumulation_dtype(so_far.dtype)
+    if so_far.is_cuda and wide == torch.float32 and _has_triton():
+        from .fused import combine
+
+        result = so_far if so_far.dtype == dtype == wide else torch.empty_like(so_far, dtype=dtype)
+        combine(result, so_far, lse, part, part_lse, batch, rows)
+        return result
+    result = so_far.to(wide)
+    where = (slice(*batch), slice(*rows))
+    if lse is None or part_lse is None:
+        result[where].add_(part)
+    else:
+        merge_(result[where], lse[where], part, part_lse)
+    return result
+
+
+def row_products(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+    """`rowsum(dout * out)`, less the gradient of the log-sum-exp: `(B, S, H)` in the accumulation dtype."""
+    wide = accumulation_dtype(dout.dtype)
+    if dout.is_cuda and wide == torch.float32 and dout.stride(3) == out.stride(3) == 1 and _has_triton():
+        from .fused import product
+
+        delta = heads_first(tuple(dout.shape[:3]), wide, dout.device)
+        product(dout, out, dlse, delta)
+        return delta
+    delta = (dout.to(wide) * out.to(wide)).sum(-1)
+    return delta if dlse is None else delta - dlse
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:

@@ -6,14 +6,17 @@ from typing import NamedTuple
 import torch
 
 from ..config import Chunking, Route
+from ..errors import ConfigError
 from ..kernels import Kernel, Scores
 from ..mesh import ContextGroup
 from ..plan import Mask, make_plan, make_sharding
-from .exchange import Exchange
+from ..plan.schedule import Visitor
+from .exchange import Exchange, PeerToPeer
 from .execute import Attention, backward, forward
 from .gather import gather_backward, gather_forward
 from .heads import HeadsIn, HeadsOut, Mates, unpack
 from .merge import accumulation_dtype, heads_first
+from .symmetric import Arena, Symmetric, open_arena
 
 _SLICES = 4
 
@@ -140,7 +143,8 @@ class Routed:
             delta (`torch.Tensor` of shape `(B, n, Hq)`): `rowsum(dout * out)` less the gradient of `lse`.
         """
         if self.route.ulysses == 1:
-            return self._backward(exchange, dout, *inputs, out, lse, delta)
+            q, k, v = inputs
+            return self._backward(exchange, dout, q, k, v, out, lse, delta)
         mates, slices = self._mates(), head_slices(self.route, sizes.kv_heads)
         arriving = HeadsIn(exchange, mates, [(dout,), (lse.unsqueeze(3), delta.unsqueeze(3))], slices)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(*dout.shape[:2]))
@@ -153,8 +157,8 @@ class Routed:
             some_lse, some_delta = (
                 tensor.squeeze(3).transpose(1, 2).contiguous().transpose(1, 2) for tensor in scalars
             )
-            own = unpack(packed, sizes.piece(self.route.ulysses * slices))
-            leaving.send(index, self._backward(exchange, some_dout, *own, None, some_lse, some_delta))
+            q, k, v = unpack(packed, sizes.piece(self.route.ulysses * slices))
+            leaving.send(index, self._backward(exchange, some_dout, q, k, v, None, some_lse, some_delta))
         leaving.finish()
         return dq, dk, dv
 
@@ -182,7 +186,7 @@ class Routed:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._gathers:
             return gather_backward(self._ring(), exchange, dout, q, k, v, out, lse, delta)
-        visitor = "q" if self.route.around == "burst" else "kv"
+        visitor: Visitor = "q" if self.route.around == "burst" else "kv"
         return backward(self._ring(), exchange, visitor, dout, q, k, v, out, lse, delta)
 
     @property
@@ -202,3 +206,21 @@ class Routed:
         sharding = make_sharding(length, self.group.size, self.chunking)
         together = make_sharding(length, self.group.size // self.route.ulysses, self.chunking)
         return Mates(sharding, together, self.group.rank, self.route.ulysses)
+
+
+def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> Exchange:
+    """The messages of one pass, by a transport of [`BurstConfig`].
+
+    Raises:
+        ConfigError: If the ranks cannot read each other's memory although that was asked for.
+    """
+    if group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda"):
+        return PeerToPeer(group, device)
+    arena = open_arena(group, device)
+    if isinstance(arena, Arena):
+        return Symmetric(arena)
+    if transport == "symmetric":
+        raise ConfigError(
+            f"BurstConfig(transport='symmetric') cannot be had: {arena}. Take 'auto', which falls back to 'p2p'."
+        )
+    return PeerToPeer(group, device)

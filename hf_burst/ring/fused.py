@@ -1,0 +1,118 @@
+"""The sums between two kernels of attention as one pass over memory each, in Triton. Accumulators are fp32.
+
+Tensors are `(B, S, H, D)` with adjacent elements of a head, log-sum-exps `(B, S, H)`, both of any other strides.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+def combine(
+    result: torch.Tensor,
+    so_far: torch.Tensor,
+    lse: torch.Tensor | None,
+    part: torch.Tensor,
+    part_lse: torch.Tensor | None,
+    batch: tuple[int, int],
+    rows: tuple[int, int],
+) -> None:
+    """Merges (with log-sum-exps) or adds (without) a part into some of the rows; the others are only converted.
+
+    If `result` is `so_far`, other rows are left alone.
+
+    Args:
+        result (`torch.Tensor` of shape `(B, S, H, D)`): Where it goes, of any dtype.
+        so_far (`torch.Tensor` of shape `(B, S, H, D)`): What there is, of any dtype; may be `result`.
+        lse (`torch.Tensor` of shape `(B, S, H)`, *optional*): Its log-sum-exp in fp32, changed in place.
+        part (`torch.Tensor` of shape `(b, s, H, D)`): What comes in addition.
+        part_lse (`torch.Tensor` of shape `(b, s, H)`, *optional*): Its log-sum-exp.
+        batch, rows (`tuple[int, int]`): Sequences and rows of the part.
+    """
+    in_place = result is so_far
+    first_batch, last_batch = batch if in_place else (0, so_far.shape[0])
+    first_row, last_row = rows if in_place else (0, so_far.shape[1])
+    _, _, heads, dim = so_far.shape
+    width = triton.next_power_of_2(dim)
+    block = max(1, 4096 // width)
+    scalars = (0, 0, 0) if lse is None else lse.stride()
+    part_scalars = (0, 0, 0) if part_lse is None else part_lse.stride()
+    grid = (triton.cdiv(last_row - first_row, block), heads, last_batch - first_batch)
+    with torch.cuda.device(result.device):
+        _combine[grid](
+            *(result, so_far, lse, part, part_lse),
+            *(*result.stride()[:3], *so_far.stride()[:3], *scalars, *part.stride()[:3], *part_scalars),
+            *(first_batch, first_row, last_row, *batch, *rows),
+            dim=dim,
+            width=width,
+            block=block,
+            merges=lse is not None,
+        )
+
+
+@triton.jit
+def _combine(
+    result, so_far, lse, part, part_lse,
+    r_b, r_s, r_h, a_b, a_s, a_h, l_b, l_s, l_h, p_b, p_s, p_h, m_b, m_s, m_h,
+    first_batch, first_row, last_row, batch_start, batch_stop, row_start, row_stop,
+    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, merges: tl.constexpr,
+):  # fmt: skip
+    b = (first_batch + tl.program_id(2)).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    s = (first_row + tl.program_id(0) * block + tl.arange(0, block)).to(tl.int64)
+    d = tl.arange(0, width)
+    here = s < last_row
+    inside = here & (s >= row_start) & (s < row_stop) & (b >= batch_start) & (b < batch_stop)
+    some = here[:, None] & (d < dim)[None]
+    added = inside[:, None] & (d < dim)[None]
+    old = tl.load(so_far + b * a_b + s[:, None] * a_s + h * a_h + d[None], mask=some, other=0.0).to(tl.float32)
+    place = part + (b - batch_start) * p_b + (s[:, None] - row_start) * p_s + h * p_h + d[None]
+    new = tl.load(place, mask=added, other=0.0).to(tl.float32)
+    if merges:
+        old_place = lse + b * l_b + s * l_s + h * l_h
+        new_place = part_lse + (b - batch_start) * m_b + (s - row_start) * m_s + h * m_h
+        one = tl.load(old_place, mask=here, other=0.0)
+        other = tl.load(new_place, mask=inside, other=-float("inf"))
+        most = tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+        nothing = most == -float("inf")
+        most = tl.where(nothing, 0.0, most)
+        total = tl.where(nothing, -float("inf"), most + tl.log(tl.exp(one - most) + tl.exp(other - most)))
+        base = tl.where(nothing, 0.0, total)
+        old = old * tl.where(one == -float("inf"), 0.0, tl.exp(one - base))[:, None]
+        new = new * tl.where(other == -float("inf"), 0.0, tl.exp(other - base))[:, None]
+        tl.store(old_place, total, mask=inside)
+    tl.store(result + b * r_b + s[:, None] * r_s + h * r_h + d[None], old + new, mask=some)
+
+
+def product(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor) -> None:
+    """Writes `rowsum(dout * out) - dlse` of shape `(B, S, H)`, in fp32, to `delta`."""
+    batch, rows, heads, dim = dout.shape
+    width = triton.next_power_of_2(dim)
+    block = max(1, 4096 // width)
+    scalars = (0, 0, 0) if dlse is None else dlse.stride()
+    with torch.cuda.device(dout.device):
+        _product[(triton.cdiv(rows, block), heads, batch)](
+            *(dout, out, dlse, delta, *dout.stride()[:3], *out.stride()[:3], *scalars, *delta.stride(), rows),
+            dim=dim,
+            width=width,
+            block=block,
+            less=dlse is not None,
+        )
+
+
+@triton.jit
+def _product(
+    dout, out, dlse, delta, g_b, g_s, g_h, o_b, o_s, o_h, l_b, l_s, l_h, d_b, d_s, d_h, rows,
+    dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr, less: tl.constexpr,
+):  # fmt: skip
+    b, h = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
+    s = (tl.program_id(0) * block + tl.arange(0, block)).to(tl.int64)
+    d = tl.arange(0, width)
+    here = s < rows
+    some = here[:, None] & (d < dim)[None]
+    one = tl.load(dout + b * g_b + s[:, None] * g_s + h * g_h + d[None], mask=some, other=0.0).to(tl.float32)
+    other = tl.load(out + b * o_b + s[:, None] * o_s + h * o_h + d[None], mask=some, other=0.0).to(tl.float32)
+    found = tl.sum(one * other, 1)
+    if less:
+        found -= tl.load(dlse + b * l_b + s * l_s + h * l_h, mask=here, other=0.0)
+    tl.store(delta + b * d_b + s * d_s + h * d_h, found, mask=here)

@@ -1,0 +1,213 @@
+"""An [`Exchange`] inside of one host: every rank reads what its peers have published straight from their memory, by the
+copy engines, which leaves the multiprocessors to attention.
+
+What is published lies in two segments that take turns. A barrier on the stream of the copies says that every rank has
+published; since copies of what was published before come ahead of it in the same stream, the segment after next is free
+behind it. Buffers are as large as the largest block so far, and stay for later passes. Barriers end the process after
+the time limit of the process group, so that the ranks that are left do not hang when one is gone.
+"""
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from ..mesh import ContextGroup
+from ..plan import Traffic
+from .exchange import Channel, Part, Shape
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 256
+_GRANULE = 2 << 20
+
+
+class _Segments:
+    """The buffer of one channel on all ranks: two segments of `size` bytes.
+
+    Args:
+        group ([`ContextGroup`]): The ranks.
+        device (`torch.device`): This rank's device.
+        size (`int`): Bytes of a segment.
+    """
+
+    def __init__(self, group: ContextGroup, device: torch.device, size: int) -> None:
+        self.size, self.published = size, 0
+        self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
+        self.handle = symmetric_memory.rendezvous(self.buffer, group.name)
+        self.free = torch.cuda.Event()
+        self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def place(self, peer: int, turn: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the segment that a peer publishes in turn `turn`, `offset` bytes from its start."""
+        base = self.bases.get((peer, dtype))
+        if base is None:
+            count = 2 * self.size // dtype.itemsize
+            base = self.bases[peer, dtype] = self.handle.get_buffer(peer, (count,), dtype)
+        strides = [1] * len(shape)
+        for dim in range(len(shape) - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * shape[dim + 1]
+        return base.as_strided(shape, strides, (turn % 2 * self.size + offset) // dtype.itemsize)
+
+
+class Arena:
+    """The symmetric memory of a group, and the stream on which this rank copies. One for all passes.
+
+    Args:
+        group ([`ContextGroup`]): The ranks, all of one host.
+        device (`torch.device`): This rank's device.
+        seconds (`float`): How long a barrier waits for the other ranks.
+    """
+
+    def __init__(self, group: ContextGroup, device: torch.device, seconds: float) -> None:
+        self.group, self.device, self.milliseconds = group, device, int(1000 * seconds)
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.channels: dict[Channel, _Segments] = {}
+
+    def segments(self, channel: Channel, nbytes: int) -> _Segments:
+        """The buffer of a channel, made larger on all ranks at once if it has to be."""
+        found = self.channels.get(channel)
+        if found is None or found.size < nbytes:
+            torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
+            found = self.channels[channel] = _Segments(self.group, self.device, -(-nbytes // _GRANULE) * _GRANULE)
+        return found
+
+
+@dataclass
+class _Copies:
+    """Copies under way on the stream of the arena."""
+
+    into: list[torch.Tensor]
+    done: torch.cuda.Event
+
+    def wait(self) -> list[torch.Tensor]:
+        torch.cuda.current_stream().wait_event(self.done)
+        return self.into
+
+
+@dataclass
+class Symmetric:
+    """An [`Exchange`] by copies from the memory of peers."""
+
+    arena: Arena
+    sent: Traffic = field(default_factory=Traffic)
+
+    def room(self, channel: Channel, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """See [`Exchange.room`]; every rank asks for as much."""
+        offsets, total = _offsets(shapes)
+        segments = self.arena.segments(channel, total)
+        torch.cuda.current_stream().wait_event(segments.free)
+        me, turn = self.arena.group.rank, segments.published
+        return [
+            segments.place(me, turn, offset, shape, dtype)
+            for offset, (shape, dtype) in zip(offsets, shapes, strict=True)
+        ]
+
+    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
+        """See [`Exchange.publish`]."""
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        offsets, _ = _offsets(shapes)
+        segments = self.arena.segments(channel, most + _ALIGNMENT * len(tensors))
+        stream, turn = self.arena.stream, segments.published
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for tensor, offset, (shape, dtype) in zip(tensors, offsets, shapes, strict=True):
+                place = segments.place(self.arena.group.rank, turn, offset, shape, dtype)
+                if place.data_ptr() != tensor.data_ptr():
+                    place.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(stream)
+            segments.handle.barrier(channel=0, timeout_ms=self.arena.milliseconds)
+            segments.free.record(stream)
+        segments.published += 1
+
+    def fetch(
+        self,
+        channel: Channel,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[Part],
+        tag: int,
+        into: Sequence[torch.Tensor] | None = None,
+    ) -> _Copies:
+        """See [`Exchange.fetch`]; what peers fetch costs this rank nothing."""
+        segments, stream = self.arena.channels[channel], self.arena.stream
+        turn = segments.published - 1
+        if into is None:
+            into = []
+            for part in receives:
+                shape, dtype = part.shape
+                into.append(torch.empty(shape, dtype=dtype, device=self.arena.device))
+        stream.wait_stream(torch.cuda.current_stream())  # the memory may have been in use
+        with torch.cuda.stream(stream):
+            for part, place in zip(receives, into, strict=True):
+                offset = _offsets(part.shapes)[0][part.index]
+                shape, dtype = part.shapes[part.index]
+                whole = segments.place(part.peer, turn, offset, shape, dtype)
+                if part.batch is not None:
+                    whole = whole[slice(*part.batch)]
+                place.copy_(whole[:, part.start : part.stop], non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        self.sent += Traffic(len(sends), sum(tensor.nbytes for tensor, _ in sends))
+        return _Copies(list(into), done)
+
+
+@lru_cache(maxsize=1024)
+def _offsets(shapes: tuple[Shape, ...]) -> tuple[list[int], int]:
+    """Where in a segment each tensor begins, in bytes, and how many bytes they take."""
+    offsets, total = [], 0
+    for shape, dtype in shapes:
+        offsets.append(total)
+        size = dtype.itemsize
+        for length in shape:
+            size *= length
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, total
+
+
+@lru_cache(maxsize=64)
+def open_arena(group: ContextGroup, device: torch.device) -> Arena | str:
+    """The arena of a group, or why its ranks cannot read each other's memory; on all of them alike. Collective, once.
+
+    Args:
+        group ([`ContextGroup`]): The ranks.
+        device (`torch.device`): This rank's device.
+    """
+    refusal = _refusal(device)
+    mine = (socket.gethostname(), device.index, refusal)
+    seen: list[tuple[str, int, str | None]] = [mine] * group.size
+    dist.all_gather_object(seen, mine, group=group.process_group)
+    hosts = {host for host, _, _ in seen}
+    problems = [f"rank {rank}: {problem}" for rank, (_, _, problem) in enumerate(seen) if problem]
+    if len(hosts) > 1:
+        problems.append(f"the ranks are on {len(hosts)} hosts")
+    elif not problems:
+        blind = [
+            index
+            for _, index, _ in seen
+            if index != device.index and not torch.cuda.can_device_access_peer(device.index, index)
+        ]
+        every: list[list[int]] = [blind] * group.size
+        dist.all_gather_object(every, blind, group=group.process_group)
+        problems += [f"rank {rank} cannot read devices {some}" for rank, some in enumerate(every) if some]
+    if problems:
+        return "; ".join(problems)
+    return Arena(group, device, _time_limit(group, device))
+
+
+def _refusal(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"symmetric memory is for GPUs, not for {device.type}"
+    if torch.version.hip is not None:
+        return "symmetric memory was not tried on ROCm"
+    return None
+
+
+def _time_limit(group: ContextGroup, device: torch.device) -> float:
+    """Seconds after which the process group gives up, too."""
+    options = group.process_group._get_backend(device).options
+    return float(options._timeout.total_seconds())
