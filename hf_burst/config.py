@@ -9,7 +9,9 @@ from .errors import ConfigError
 Chunking = Literal["zigzag", "contiguous"]
 Around = Literal["kv_ring", "burst", "all_gather"]
 Transport = Literal["auto", "p2p", "symmetric"]
-KernelName = Literal["auto", "cpu_flash", "torch_flash", "reference"]
+KernelName = Literal[
+    "auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"
+]
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,11 @@ class BurstConfig:
             for tokens, and `"ulysses_2+kv_ring"` (any number, any of the first three) is a product of two. `"auto"`
             takes the fastest by the cost model, and logs why.
         kernel (`str`, defaults to `"auto"`):
-            The kernel that computes a tile: `"cpu_flash"` (torch's CPU flash kernel), `"torch_flash"` (the
-            FlashAttention-2 kernels inside torch's CUDA builds), `"reference"` (plain torch, fp32/fp64, slow).
+            The kernel that computes a tile: `"flash_attn_4"` (the package `flash-attn-4`), `"flash_attn_3"` (the module
+            `flash_attn_interface`), `"flash_attn_2"` (the package `flash-attn`), `"torch_flash"` (the FlashAttention-2
+            kernels inside torch's CUDA builds), `"torch_cudnn"` (cuDNN's, inside them too: no windows), `"cpu_flash"`
+            (torch's CPU flash kernel), `"reference"` (plain torch, fp32/fp64, slow). `"auto"` takes the fastest that
+            can, and logs why.
         transport (`str`, defaults to `"auto"`):
             How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory by the copy engines),
             `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.

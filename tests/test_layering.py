@@ -7,10 +7,11 @@ ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = ["errors", "config", "plan", "mesh", "layout", "kernels", "ring", "op", "loss", "hf"]
 WITHIN = {
     "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
-    "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
-    "ring": [
-        *("fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "__init__"),
+    "kernels": [
+        *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
+        *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
+    "ring": ["fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),

@@ -1,6 +1,16 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
 from .base import Band, Card, Kernel, Scores, project_out
-from .select import KERNELS, select_kernel
+from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
-__all__ = ["KERNELS", "Band", "Card", "Kernel", "Scores", "project_out", "select_kernel"]
+__all__ = [
+    "KERNELS",
+    "Band",
+    "Card",
+    "Kernel",
+    "Scores",
+    "explain_kernels",
+    "make_kernels",
+    "project_out",
+    "select_kernel",
+]

@@ -49,11 +49,16 @@ class Card:
         dtypes (`tuple[torch.dtype, ...]`): Dtypes of q, k and v.
         head_dims (`tuple[int, int]`): Smallest and largest head size.
         head_multiple (`int`): What head sizes must be a multiple of.
-        own_value_dim (`bool`): Whether v may have another head size than q and k.
+        own_value_dim (`bool`): Whether v may have any other head size than q and k.
         wide (`bool`): Whether what it returns is in fp32 (fp64 for fp64 inputs) and not rounded to the dtype of the
             inputs: then the error does not depend on how many tiles an attention is cut into.
-        wants_out (`bool`): Whether `backward` reads `out`, whose product with `dout` must be `delta`, or `delta`.
+        wants_out (`bool`): Whether `backward` has to be given `out`, whose product with `dout` is `delta`.
         softcap (`bool`, defaults to `False`): Whether scores may be capped.
+        deterministic (`bool`, defaults to `False`): Whether its backward can give the same bits each time.
+        windows (`bool`, defaults to `True`): Whether it takes any band; if not, whole tiles and causal squares only.
+        value_dims (`tuple[tuple[int, int], ...]`, defaults to none): Pairs of different head sizes of q and k and of v
+            that it takes in spite of `own_value_dim`, where each query head has key heads of its own.
+        by_name (`str`, defaults to `""`): Why `"auto"` passes it over; empty if it does not.
     """
 
     name: str
@@ -65,9 +70,20 @@ class Card:
     wide: bool
     wants_out: bool
     softcap: bool = False
+    deterministic: bool = False
+    windows: bool = True
+    value_dims: tuple[tuple[int, int], ...] = ()
+    by_name: str = ""
 
     def refusal(
-        self, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: bool = False
+        self,
+        device: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        value_dim: int,
+        softcap: bool = False,
+        deterministic: bool = False,
+        window: bool = False,
     ) -> str | None:
         """Why the kernel cannot compute such an attention; `None` if it can."""
         smallest, largest = self.head_dims
@@ -77,7 +93,11 @@ class Card:
             return f"takes {', '.join(map(str, self.dtypes))}, not {dtype}"
         if softcap and not self.softcap:
             return "knows no soft-capping of scores"
-        if not self.own_value_dim and value_dim != head_dim:
+        if deterministic and not self.deterministic:
+            return "cannot give the same bits each time"
+        if window and not self.windows:
+            return "computes no windows"
+        if not self.own_value_dim and value_dim != head_dim and (head_dim, value_dim) not in self.value_dims:
             return f"needs one head size, got {head_dim} for q and k and {value_dim} for v"
         for size in (head_dim, value_dim):
             if not smallest <= size <= largest or size % self.head_multiple:
@@ -89,6 +109,11 @@ class Kernel(Protocol):
     """Attention on one tile."""
 
     card: Card
+
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        """What this machine lacks to compute such heads (a package, a GPU); `None` if nothing. Asked after the card,
+        since it may import the kernel's library."""
+        ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
@@ -104,8 +129,8 @@ class Kernel(Protocol):
 
         Returns:
             `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the
-            scores, of shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs); a row that admits nothing has `out` = 0 and
-            `lse` = -inf.
+            scores, of shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), any strides: flash kernels store it by head.
+            A row that admits nothing has `out` = 0 and `lse` = -inf.
         """
         ...
 
@@ -126,9 +151,10 @@ class Kernel(Protocol):
         Args:
             dout (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`): Gradient of the merged output.
             q, k, v (`torch.Tensor`): As in `forward`.
-            out (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`, *optional*): With `rowsum(dout * out) = delta`; given if the
-                card says `wants_out`.
-            lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles.
+            out (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`, *optional*): With `rowsum(dout * out) = delta`, in the dtype
+                of dout. Needed if the card says `wants_out`; others may read it instead of delta.
+            lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles. Like delta it is passed on without
+                a copy if it is stored by head, `(B, Hq, Sq)` in memory.
             delta (`torch.Tensor` of shape `(B, Sq, Hq)`): `rowsum(dout * out)` of the merged output, in the dtype of
                 lse.
             band ([`Band`]): What is admitted.

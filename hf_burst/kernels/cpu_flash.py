@@ -28,7 +28,12 @@ class CpuFlashKernel:
         own_value_dim=False,
         wide=True,
         wants_out=True,
+        deterministic=True,
     )
+
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        """See [`Kernel.unavailable`]."""
+        return None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores

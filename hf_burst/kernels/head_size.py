@@ -1,18 +1,18 @@
-"""Head sizes that a kernel does not take, brought to one that it does by zeros."""
+"""Head sizes that a kernel does not take, brought to ones that it does by zeros."""
 
 from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from .base import Band, Kernel, Scores
+from .base import Band, Card, Kernel, Scores
 
 
 class PaddedHeads:
     """A kernel that wants one head size for q, k and v, or a multiple of some number, made to take any.
 
     Zeros appended to q and k add nothing to a score, and those appended to v nothing but columns of zeros to the
-    output, which are cut off.
+    output, which are cut off. Sizes that the kernel takes stay as they are.
 
     Args:
         kernel ([`Kernel`]): The kernel that is given padded heads.
@@ -22,13 +22,17 @@ class PaddedHeads:
         self.kernel = kernel
         self.card = replace(kernel.card, head_dims=(1, kernel.card.head_dims[1]), head_multiple=1, own_value_dim=True)
 
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        """See [`Kernel.unavailable`]."""
+        return self.kernel.unavailable(*padded_sizes(self.kernel.card, head_dim, value_dim, shared=True))
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
-        size = self._size(q, v)
-        out, lse = self.kernel.forward(_pad(q, size), _pad(k, size), _pad(v, size), band, scores)
-        return out[..., : v.shape[3]], lse
+        size, value_size = self._sizes(q, v)
+        out, lse = self.kernel.forward(_pad(q, size), _pad(k, size), _pad(v, value_size), band, scores)
+        return _cut(out, v.shape[3]), lse
 
     def backward(
         self,
@@ -43,23 +47,41 @@ class PaddedHeads:
         scores: Scores,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
-        size = self._size(q, v)
+        size, value_size = self._sizes(q, v)
         dq, dk, dv = self.kernel.backward(
-            _pad(dout, size),
+            _pad(dout, value_size),
             _pad(q, size),
             _pad(k, size),
-            _pad(v, size),
-            None if out is None else _pad(out, size),
+            _pad(v, value_size),
+            None if out is None else _pad(out, value_size),
             *(lse, delta, band, scores),
         )
-        return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
+        return _cut(dq, q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
-    def _size(self, q: torch.Tensor, v: torch.Tensor) -> int:
-        """The smallest head size that the kernel takes and that holds both."""
-        card = self.kernel.card
-        largest = max(q.shape[3], v.shape[3], card.head_dims[0])
-        return largest + -largest % card.head_multiple
+    def _sizes(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+        return padded_sizes(self.kernel.card, q.shape[3], v.shape[3], shared=q.shape[2] != v.shape[2])
+
+
+def padded_sizes(card: Card, head_dim: int, value_dim: int, shared: bool) -> tuple[int, int]:
+    """The smallest head sizes of q and k and of v that a kernel takes and that hold these.
+
+    Args:
+        card ([`Card`]): The kernel's.
+        head_dim (`int`): Head size of q and k.
+        value_dim (`int`): Head size of v.
+        shared (`bool`): Whether query heads share key heads.
+    """
+    if (head_dim, value_dim) in card.value_dims and not shared:
+        return head_dim, value_dim
+    size, value_size = (
+        enough + -enough % card.head_multiple for enough in (max(card.head_dims[0], s) for s in (head_dim, value_dim))
+    )
+    return (size, value_size) if card.own_value_dim else (max(size, value_size),) * 2
 
 
 def _pad(tensor: torch.Tensor, size: int) -> torch.Tensor:
     return tensor if tensor.shape[3] == size else functional.pad(tensor, (0, size - tensor.shape[3]))
+
+
+def _cut(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    return tensor if tensor.shape[3] == size else tensor[..., :size]

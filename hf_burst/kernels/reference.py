@@ -24,7 +24,12 @@ class ReferenceKernel:
         wide=True,
         wants_out=False,
         softcap=True,
+        deterministic=True,
     )
+
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        """See [`Kernel.unavailable`]."""
+        return None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores

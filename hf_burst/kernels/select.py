@@ -7,21 +7,46 @@ import torch
 
 from ..config import KernelName
 from ..errors import KernelError
-from .base import Kernel
+from .base import Card, Kernel
 from .cpu_flash import CpuFlashKernel
+from .flash_attn_2 import FlashAttn2Kernel
+from .flash_attn_3 import FlashAttn3Kernel
+from .flash_attn_4 import FlashAttn4Kernel
 from .head_size import PaddedHeads
 from .reference import ReferenceKernel
+from .torch_cudnn import TorchCudnnKernel
 from .torch_flash import TorchFlashKernel
 
 logger = logging.getLogger(__name__)
 
-# the fastest first
-KERNELS: tuple[Kernel, ...] = (PaddedHeads(TorchFlashKernel()), PaddedHeads(CpuFlashKernel()), ReferenceKernel())
+
+def make_kernels(deterministic: bool) -> tuple[Kernel, ...]:
+    """All kernels, the fastest first (on H200s, head size 128, causal); those that can are made deterministic."""
+    return (
+        PaddedHeads(FlashAttn4Kernel(deterministic)),
+        PaddedHeads(FlashAttn3Kernel(deterministic)),
+        PaddedHeads(TorchCudnnKernel()),
+        PaddedHeads(FlashAttn2Kernel(deterministic)),
+        PaddedHeads(TorchFlashKernel(deterministic)),
+        PaddedHeads(CpuFlashKernel()),
+        ReferenceKernel(),
+    )
+
+
+KERNELS = make_kernels(False)
+_DETERMINISTIC = make_kernels(True)
 
 
 @lru_cache(maxsize=256)
 def select_kernel(
-    requested: KernelName, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, softcap: bool = False
+    requested: KernelName,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: bool = False,
+    deterministic: bool = False,
+    window: bool = False,
 ) -> Kernel:
     """The kernel that computes such an attention.
 
@@ -32,26 +57,73 @@ def select_kernel(
         head_dim (`int`): Head size of q and k.
         value_dim (`int`): Head size of v.
         softcap (`bool`, defaults to `False`): Whether scores are soft-capped.
+        deterministic (`bool`, defaults to `False`): Whether the backward pass must give the same bits each time.
+        window (`bool`, defaults to `False`): Whether there is a sliding window.
 
     Raises:
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
     """
-    wanted = [kernel for kernel in KERNELS if requested in ("auto", kernel.card.name)]
-    refusals: list[str] = []
-    for kernel in wanted:
-        refusal = kernel.card.refusal(device, dtype, head_dim, value_dim, softcap)
+    kernels = _DETERMINISTIC if deterministic else KERNELS
+    refusals: list[tuple[Card, str]] = []
+    for kernel in kernels:
+        card = kernel.card
+        if requested not in ("auto", card.name):
+            continue
+        refusal = _refusal(kernel, device, dtype, head_dim, value_dim, softcap, deterministic, window)
+        if refusal is None and requested == "auto" and card.by_name:
+            refusal = card.by_name
         if refusal is None:
-            reason = "asked for" if requested != "auto" else "; ".join(refusals) or "the fastest for this device"
-            slow = requested == "auto" and kernel.card.name == "reference"
+            faster = _joined([(other, why) for other, why in refusals if device in other.devices])
+            reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
+            slow = requested == "auto" and card.name == "reference"
             logger.log(
                 logging.WARNING if slow else logging.INFO,
-                "hf_burst computes attention with the kernel %s (%s, %s, head size %d): %s",
-                *(kernel.card.name, device, dtype, head_dim, reason),
+                "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
+                *(card.name, device, dtype, head_dim, ", deterministic" if deterministic else "", reason),
             )
             return kernel
-        refusals.append(f"{kernel.card.name} {refusal}")
+        refusals.append((card, refusal))
+    features = f"{' and soft-capped scores' if softcap else ''}{' and a sliding window' if window else ''}"
+    able = ", ".join(kernel.card.name for kernel in kernels if kernel.card.deterministic)
     raise KernelError(
-        f"No kernel for {dtype} on {device} with head sizes {head_dim} (q, k) and {value_dim} (v)"
-        f"{' and soft-capped scores' if softcap else ''}: "
-        f"{'; '.join(refusals)}. Set BurstConfig(kernel=...) to one that can, or convert the model."
+        f"No {'deterministic ' if deterministic else ''}kernel for {dtype} on {device} with head sizes {head_dim} "
+        f"(q, k) and {value_dim} (v){features}: {_joined(refusals)}. "
+        f"{f'Deterministic ones are {able}. ' if deterministic else ''}"
+        "Set BurstConfig(kernel=...) to one that can, or convert the model."
     )
+
+
+def explain_kernels(
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    softcap: bool = False,
+    deterministic: bool = False,
+    window: bool = False,
+) -> list[tuple[str, str | None]]:
+    """What [`select_kernel`] goes by: each kernel, the fastest first, and why it cannot compute such an attention here,
+    or why `"auto"` passes it over; `None` if nothing speaks against it. The arguments are those of `select_kernel`.
+    """
+    kernels = _DETERMINISTIC if deterministic else KERNELS
+    return [
+        (
+            kernel.card.name,
+            _refusal(kernel, device, dtype, head_dim, value_dim, softcap, deterministic, window)
+            or kernel.card.by_name
+            or None,
+        )
+        for kernel in kernels
+    ]
+
+
+def _refusal(
+    kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, *wishes: bool
+) -> str | None:
+    """Why a kernel cannot, by its card and then by what this machine has."""
+    refusal = kernel.card.refusal(device, dtype, head_dim, value_dim, *wishes)
+    return kernel.unavailable(head_dim, value_dim) if refusal is None else refusal
+
+
+def _joined(refusals: list[tuple[Card, str]]) -> str:
+    return "; ".join(f"{card.name} {why}" for card, why in refusals)

@@ -1,22 +1,40 @@
 """The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package beside torch.
 
-Documents are one call of variable length, bands are the kernel's windows. Those are aligned at the bottom right corner,
-and one as long as the keys counts as infinite, which is right only where there are no more rows than columns; taller
+A window as long as the keys counts as infinite, which is right only where there are no more rows than columns; taller
 tiles are cut.
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
-from .base import Band, Card, Scores
-from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
+from .base import Band, Card
+from .flash import Call, FlashKernel, Given, Lengths, Window, aligned, dense_call
+from .library import gpu_refusal
+from .pieces import Piece, crop, shift
 
 
-class TorchFlashKernel:
+class Flash2Kernel(FlashKernel):
+    """What the FlashAttention-2 kernels have in common, in torch and in their package."""
+
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        """See [`Kernel.unavailable`]."""
+        refusal = gpu_refusal((8, 0))
+        if refusal is None and 192 < head_dim <= 224 and torch.cuda.get_device_capability() in _LITTLE_SHARED_MEMORY:
+            return f"has no backward for head size {head_dim} on this GPU, which has too little shared memory"
+        return refusal
+
+    def pieces(self, band: Band, rows: slice, columns: slice) -> Iterator[Piece]:
+        """See [`FlashKernel.pieces`]."""
+        return _pieces(band, rows, columns)
+
+    def dense_call(self, piece: Piece) -> tuple[Lengths, Window]:
+        """See [`FlashKernel.dense_call`]."""
+        return _dense_call(piece)
+
+
+class TorchFlashKernel(Flash2Kernel):
     """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
 
     card = Card(
@@ -28,97 +46,57 @@ class TorchFlashKernel:
         own_value_dim=False,
         wide=False,
         wants_out=True,
+        deterministic=True,
     )
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+    def launch_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See [`Kernel.forward`]."""
-        if band.segments:
-            flat = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-            out, lse = _forward(*flat, *_varlen_call(band, q), scores.scale)
-            return out.view(q.shape), lse.transpose(0, 1).unflatten(0, q.shape[:2])
+        """See [`FlashKernel.launch_forward`]."""
+        causal, left, right = call.window
+        out, lse, *_ = self.library._flash_attention_forward(
+            *(aligned(q), aligned(k), aligned(v), *call.lengths, 0.0, causal, False),
+            **{"scale": call.scores.scale, "window_size_left": left, "window_size_right": right},
+        )
+        return out, lse
 
-        def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = (q[:, piece.rows], k[:, piece.columns], v[:, piece.columns])
-            out, lse = _forward(*inputs, *_dense_call(piece), scores.scale)
-            return out, lse.transpose(1, 2)
-
-        return forward_pieces(q, v, _pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
-
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor,
-        band: Band,
-        scores: Scores,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See [`Kernel.backward`]."""
-        assert out is not None, "the card says wants_out"
-        if band.segments:
-            flat = (tensor.flatten(0, 1) for tensor in (dout, q, k, v, out))
-            flat_lse = lse.flatten(0, 1).transpose(0, 1)
-            dq, dk, dv = _backward(*flat, flat_lse, *_varlen_call(band, q), scores.scale)
-            return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
-
-        def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            rows, columns = piece.rows, piece.columns
-            inputs = (dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out[:, rows])
-            return _backward(*inputs, lse[:, rows].transpose(1, 2), *_dense_call(piece), scores.scale)
-
-        return backward_pieces((q, k, v), _pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
+    def launch_backward(self, given: Given, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See [`FlashKernel.launch_backward`]."""
+        assert given.out is not None, "the card says wants_out"
+        causal, left, right = call.window
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=given.q.device)
+        with _deterministic_algorithms(self.deterministic):
+            dq, dk, dv = self.library._flash_attention_backward(
+                *map(aligned, (given.dout, given.q, given.k, given.v, given.out)),
+                given.lse.contiguous(),  # its strides are not asked for
+                *(*call.lengths, 0.0, causal, no_dropout, torch.empty(0, device=given.q.device)),
+                **{"scale": call.scores.scale, "window_size_left": left, "window_size_right": right},
+            )
+        return dq, dk, dv
 
 
-# cu_seqlens of q and k, longest of q and k; causal, window to the left, window to the right
-Lengths = tuple[torch.Tensor | None, torch.Tensor | None, int, int]
-Window = tuple[bool, int | None, int | None]
+_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, window: Window, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    causal, left, right = window
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q.contiguous(), k.contiguous(), v.contiguous(), *lengths, 0.0, causal, False),
-        **{"scale": scale, "window_size_left": left, "window_size_right": right},
-    )
-    return out, lse
-
-
-def _backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *tensors, lengths, window, scale = arguments
-    causal, left, right = window
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=tensors[0].device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(*(tensor.contiguous() for tensor in tensors), *lengths, 0.0, causal),
-        *(no_dropout, torch.empty(0, device=tensors[0].device)),
-        **{"scale": scale, "window_size_left": left, "window_size_right": right},
-    )
-    return dq, dk, dv
+@contextmanager
+def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """aten asks this switch of the process which backward to take, and offers no argument."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or (before and not warns):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _dense_call(piece: Piece) -> tuple[Lengths, Window]:
-    """From the bottom right corner: left = high + Sk - Sq, right = Sq - Sk - low; a cropped piece keeps both >= 0."""
-    band, ahead = piece.band, piece.width - piece.height
-    lengths = (None, None, piece.height, piece.width)
-    if band == Band(low=0) and ahead == 0:
-        return lengths, (True, None, None)
-    left = None if band.high is None else band.high + ahead
-    return lengths, (False, left, None if band.low is None else -ahead - band.low)
-
-
-def _varlen_call(band: Band, q: torch.Tensor) -> tuple[Lengths, Window]:
-    bounds = _cumulative(band.segments, q.shape[0], q.device)
-    longest = max(stop - start for start, stop in pairwise(band.segments))
-    lengths = (bounds, bounds, longest, longest)
-    if band.low == 0 and band.high is None:
-        return lengths, (True, None, None)
-    return lengths, (False, band.high, None if band.low is None else -band.low)
+    """As [`dense_call`], of a piece whose windows are shorter than its keys."""
+    lengths, window = dense_call(piece)
+    assert all(side is None or side < piece.width for side in window[1:]), f"{piece} has a window that is infinite"
+    return lengths, window
 
 
 def _pieces(band: Band, rows: slice, columns: slice) -> Iterator[Piece]:
@@ -132,11 +110,3 @@ def _pieces(band: Band, rows: slice, columns: slice) -> Iterator[Piece]:
     middle = piece.rows.start + piece.width
     yield from _pieces(piece.band, slice(piece.rows.start, middle), piece.columns)
     yield from _pieces(shift(piece.band, piece.width), slice(middle, piece.rows.stop), piece.columns)
-
-
-@lru_cache(maxsize=64)
-def _cumulative(segments: tuple[int, ...], batch: int, device: torch.device) -> torch.Tensor:
-    """The boundaries of every row of the batch, on the device."""
-    size = segments[-1]
-    bounds = [row * size + stop for row in range(batch) for stop in segments[1:]]
-    return torch.tensor([0, *bounds], dtype=torch.int32, device=device)

@@ -109,7 +109,7 @@ class Routed:
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsOut(exchange, mates, (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.route.ulysses)[mates.member].chunk(slices)
-        kept = []
+        kept: list[torch.Tensor] = []
         now = arriving.fetch(0)
         for index in range(slices):
             some = now.wait()

@@ -39,7 +39,7 @@ class _Segments:
     def __init__(self, group: ContextGroup, device: torch.device, size: int) -> None:
         self.size, self.published = size, 0
         self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
-        self.handle = symmetric_memory.rendezvous(self.buffer, group.name)
+        self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
         self.free = torch.cuda.Event()
         self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 

@@ -1,0 +1,72 @@
+"""What a kernel needs of the machine, a package or a GPU: found once, and a sentence where it is missing."""
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+# functions of a module, and the names of the parameters by which they are called
+Calls = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@lru_cache(maxsize=32)
+def package_refusal(package: str, module: str, calls: Calls, complete: bool = True) -> str | None:
+    """Why a kernel's package cannot be used; `None` if it can. Imports it.
+
+    Args:
+        package (`str`): Its name for pip.
+        module (`str`): The module that is called.
+        calls (`tuple` of `(str, tuple of str)`): Its functions, and the parameters that they are passed.
+        complete (`bool`, defaults to `True`): Whether nothing else is passed.
+    """
+    try:
+        library = import_module(module)
+    except Exception as problem:  # an extension that was built for another torch fails in many ways
+        reason = str(problem).strip().splitlines() or [""]
+        return f"needs the package {package}, and {module} cannot be imported ({type(problem).__name__}: {reason[0]})"
+    for name, passed in calls:
+        function = getattr(library, name, None)
+        if function is None:
+            return f"needs {module}.{name}, which {_release(package)} does not have"
+        names = parameters(function)
+        unknown = [wanted for wanted in passed if wanted not in names]
+        if unknown:
+            return f"passes {', '.join(unknown)} to {module}.{name}, which {_release(package)} does not know"
+        more = [wanted for wanted, required in names.items() if required and wanted not in passed]
+        if more and complete:
+            return f"passes no {', '.join(more)} to {module}.{name}, which {_release(package)} asks for"
+    return None
+
+
+@lru_cache(maxsize=64)
+def parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """The names of a function's parameters, and whether they must be given; of a custom operator's function."""
+    signature = inspect.signature(getattr(function, "_init_fn", function))
+    return {name: parameter.default is parameter.empty for name, parameter in signature.parameters.items()}
+
+
+def gpu_refusal(lowest: tuple[int, int], beyond: tuple[int, int] | None = None) -> str | None:
+    """Why the current GPU cannot run a kernel; `None` if it can.
+
+    Args:
+        lowest (`tuple[int, int]`): The lowest compute capability that will do.
+        beyond (`tuple[int, int]`, *optional*): The first one above it that will not.
+    """
+    if not torch.cuda.is_available():
+        return "needs a GPU, and torch can use none here"
+    own = torch.cuda.get_device_capability()
+    if own < lowest or (beyond is not None and own >= beyond):
+        upper = "" if beyond is None else f" and below {beyond[0]}.{beyond[1]}"
+        return f"needs compute capability {lowest[0]}.{lowest[1]} or above{upper}, this GPU has {own[0]}.{own[1]}"
+    return None
+
+
+def _release(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"the {package} that is installed"
