@@ -1,0 +1,177 @@
+"""`hf-burst bench`: how fast attention is on this machine.
+
+    accelerate launch --num_processes 4 -m hf_burst bench attention --kv-heads 8 --lengths 16384 131072
+
+Each schedule of [`BurstConfig`] beside the limit: the same kernel on a share of the heads, with no communication.
+`recipes/benchmarks/attention.py` is this with the attention of other packages beside it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import BurstError, ConfigError
+
+if TYPE_CHECKING:
+    from .bench_contenders import Case, Contender
+    from .bench_ranks import Ranks
+
+SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `hf-burst bench` takes."""
+    parser.add_argument("subject", choices=("attention",), help="what to measure")
+    add_attention_arguments(parser)
+
+
+def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    """The attention to measure, how long, and where the result goes."""
+    lengths = [8192 * 2**step for step in range(5)]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of the whole sequence")
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help="key heads, each a matrix of its own")
+    parser.add_argument("--q-heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
+    parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for all that let one choose")
+    parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'limit' 'torch*'")
+    parser.add_argument("--seconds", type=float, default=180.0, help="time for the lengths of one number of key heads")
+    parser.add_argument("--rounds", type=int, nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
+    parser.add_argument("--warmup", type=int, default=10, help="calls before the first round; fewer of slow ones")
+    parser.add_argument("--check-length", type=int, default=2048, help="tokens at which results are compared with fp64")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one call may take")
+    parser.add_argument("--commit", help="what to write down where this is no git checkout")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures hf_burst's schedules; the exit status."""
+    return benchmark(arguments)
+
+
+def benchmark(arguments: argparse.Namespace, peers: Sequence["Contender"] = ()) -> int:
+    """Measures hf_burst's schedules, and `peers`, beside the limit; writes the result and prints a table.
+
+    Args:
+        arguments (`argparse.Namespace`): As `add_attention_arguments` reads them.
+        peers (sequence of [`Contender`]): What else to measure.
+
+    Returns:
+        `int`: 0, or 2 for settings that cannot be used.
+    """
+    from .bench_ranks import Ranks
+    from .bench_report import table
+
+    try:
+        _validate(arguments)
+        ranks = Ranks(arguments.device, arguments.timeout)
+    except BurstError as error:
+        print(f"hf-burst bench: {error}", file=sys.stderr)
+        return 2
+    try:
+        result = _matrix(arguments, peers, ranks)
+    except BurstError as error:
+        ranks.say(f"hf-burst bench: {error}")
+        return 2
+    finally:
+        ranks.close()
+    if ranks.rank == 0:
+        print(table(result))
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> None:
+    counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds")
+    for name in counts:
+        if getattr(arguments, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be above 0.")
+    for kv_heads in arguments.kv_heads:
+        if kv_heads < 1 or arguments.q_heads % kv_heads:
+            raise ConfigError(f"--q-heads {arguments.q_heads} is no whole multiple of --kv-heads {kv_heads}.")
+    fewest, most = arguments.rounds
+    if not 1 <= fewest <= most:
+        raise ConfigError(f"--rounds is {fewest} {most}; give the fewest, at least 1, and the most.")
+
+
+def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: "Ranks") -> dict[str, Any]:
+    import torch
+
+    from .bench_contenders import Case, choose_native, hf_burst, limit
+    from .bench_report import environment
+    from .bench_rounds import check
+
+    for length in (*arguments.lengths, arguments.check_length):
+        if length % (2 * ranks.size):
+            raise ConfigError(f"{length} tokens cannot be cut into 2 x {ranks.size} equal chunks; give a multiple.")
+    dtype = getattr(torch, arguments.dtype)
+    native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim)
+    ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
+    every = [limit(), *(hf_burst(schedule) for schedule in arguments.schedules), *peers]
+    contenders = [one for one in every if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
+    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
+    result |= {"checks": [], "results": []}
+    for kv_heads in arguments.kv_heads:
+        case = Case(
+            length=arguments.check_length,
+            q_heads=arguments.q_heads,
+            kv_heads=kv_heads,
+            head_dim=arguments.head_dim,
+            batch=arguments.batch,
+            dtype=dtype,
+            device=ranks.device,
+            rank=ranks.rank,
+            ranks=ranks.size,
+            native=native,
+            kernel=arguments.kernel,
+        )
+        ranks.say(f"{kv_heads} key heads: results of {len(contenders)} contenders at {case.length} tokens")
+        checked = check(contenders, case, ranks)
+        result["checks"] += [{**verdict, "kv_heads": kv_heads, "length": case.length} for verdict in checked]
+        right = {verdict["contender"] for verdict in checked if verdict["status"] == "ok"}
+        _lengths(arguments, [one for one in contenders if one.name in right], case, ranks, result)
+    return result
+
+
+def _lengths(
+    arguments: argparse.Namespace,
+    contenders: Sequence["Contender"],
+    case: "Case",
+    ranks: "Ranks",
+    result: dict[str, Any],
+) -> None:
+    """Measures one length after another, the shortest first; what one does not use of its time is left to the next."""
+    from dataclasses import replace
+
+    import torch
+
+    from .bench_report import rows
+    from .bench_rounds import Effort, measure
+
+    start = time.perf_counter()
+    lengths = sorted(set(arguments.lengths))
+    for index, length in enumerate(lengths):
+        passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
+        share = length / sum(lengths[index:])
+        effort = Effort(arguments.warmup, tuple(arguments.rounds), arguments.seconds - passed, share)
+        ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
+        at_length = replace(case, length=length)
+        result["results"] += rows(measure(contenders, at_length, ranks, effort), at_length)
+        if arguments.out is not None and ranks.rank == 0:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: value for name, value in vars(arguments).items() if isinstance(value, int | float | str | list | tuple)
+    }

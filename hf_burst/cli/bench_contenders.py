@@ -1,0 +1,307 @@
+"""What a benchmark compares: the limit without communication and hf_burst's schedules. Recipes add their peers.
+
+Every contender does causal attention of one sequence that lies over the ranks, each in the layout that it wants.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from ..config import BurstConfig, Route
+from ..errors import ConfigError
+from ..layout import SequenceLayout
+from ..mesh import ContextGroup
+from ..op import burst_attention
+from ..plan import Shapes, make_plan, rank_traffic
+from ..plan.schedule import Visitor
+from ..ring import accumulation_dtype
+from .bench_ranks import Ranks
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Native:
+    """A kernel as its own package offers it: causal attention of `(B, S, H, D)` tensors on one device, with autograd.
+
+    Args:
+        name (`str`): As in `BurstConfig(kernel=...)`.
+        attend (`Callable`): q, k, v to out.
+    """
+
+    name: str
+    attend: Attend
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the matrix, as one rank sees it.
+
+    Args:
+        length (`int`): Tokens of the whole sequence.
+        q_heads, kv_heads, head_dim (`int`): Heads of the whole attention.
+        batch (`int`): Sequences.
+        dtype (`torch.dtype`): Of q, k and v.
+        device (`torch.device`): Where they lie.
+        rank, ranks (`int`): This rank, and how many share the sequence.
+        native ([`Native`]): The kernel of the limit and of peers that let one choose.
+        kernel (`str`): What was asked for: a name, or `"auto"`.
+        group (`ProcessGroup`, *optional*): The contender's own messages; `None` for one process.
+    """
+
+    length: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    dtype: torch.dtype
+    device: torch.device
+    rank: int
+    ranks: int
+    native: Native
+    kernel: str
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank."""
+        return self.length // self.ranks
+
+    def layout(self, contiguous: bool = False) -> SequenceLayout:
+        """Zigzag (rank r holds chunks r and 2P-1-r of 2P), or the r-th of P chunks."""
+        chunking = "contiguous" if contiguous else "zigzag"
+        return SequenceLayout.for_batch([(0, self.length)] * self.batch, self.ranks, chunking)  # type: ignore[arg-type]
+
+    def flops(self) -> dict[str, float]:
+        """Floating point operations of a rank: 2·S²·Hq·D forward (two products, half of the pairs), 2.5 times as many
+        backward (five products; FlashAttention-2, arXiv 2307.08691, section 4.1)."""
+        forward = 4 * self.length**2 / 2 * self.q_heads * self.head_dim * self.batch / self.ranks
+        return {"forward": forward, "backward": 2.5 * forward, "both": 3.5 * forward}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that leave a rank (the largest number of any rank) in one call.
+
+    Args:
+        forward, backward (`int`): Bytes; `None` where nobody counted them.
+        source (`str`): `"plan"` for what hf_burst's plan sends, else the formula.
+    """
+
+    forward: int | None = None
+    backward: int | None = None
+    source: str = "not counted"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contender, ready for a case.
+
+    Args:
+        attend (`Callable`): This rank's q, k and v, as `cut` makes them, to out in the form of q.
+        cut (`Callable`): From a whole tensor `(B, S, heads, D)` to this rank's part in the contender's own form. It
+            moves no numbers but those, so that it tells shapes and strides of a tensor on the meta device.
+        sent ([`Sent`]): The traffic.
+        around (`Callable`): A context for calls, entered before the clock starts.
+        complete (`tuple[str, ...]`): Which of out, dq, dk and dv are those of the whole attention.
+    """
+
+    attend: Attend
+    cut: Callable[[torch.Tensor], torch.Tensor]
+    sent: Sent
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    complete: tuple[str, ...] = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to measure.
+
+    Args:
+        name (`str`): Its name in results.
+        family (`str`): Contenders of a family share their connections.
+        build (`Callable`): Makes it ready for a [`Case`], or raises the reason why it cannot; communicates nothing.
+        config (`dict`): What a reader of the results should know.
+    """
+
+    name: str
+    family: str
+    build: Callable[[Case], Prepared]
+    config: dict[str, str] = field(default_factory=dict)
+
+
+def limit() -> Contender:
+    """The limit without communication: the same kernel on all tokens and a rank's share of the heads. As many floating
+    point operations, and no messages."""
+
+    def build(case: Case) -> Prepared:
+        ranks, kv_heads = case.ranks, case.kv_heads
+        if case.q_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise ConfigError(f"{case.q_heads} query and {kv_heads} key heads do not divide evenly over {ranks} ranks.")
+        whole = kv_heads % ranks == 0
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            heads = tensor.shape[2]
+            share = max(heads // ranks, 1)
+            first = case.rank * heads // ranks
+            return tensor[:, :, first : first + share].contiguous()
+
+        complete = ("out", "dq", "dk", "dv") if whole else ("out", "dq")
+        return Prepared(case.native.attend, cut, Sent(0, 0, "none"), complete=complete)
+
+    return Contender("limit", "limit", build)
+
+
+def hf_burst(schedule: str) -> Contender:
+    """[`burst_attention`] over zigzag shards, by a schedule of [`BurstConfig`]."""
+
+    def build(case: Case) -> Prepared:
+        config = BurstConfig(schedule=schedule, kernel=case.kernel)  # type: ignore[arg-type]
+        layout, members = case.layout(), ContextGroup.from_mesh(case.group) if case.group else ContextGroup()
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return burst_attention(q, k, v, layout, members, config=config, check=False)[0]
+
+        return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _planned(schedule, case))
+
+    return Contender(f"hf_burst {schedule}", "hf_burst", build, {"schedule": schedule})
+
+
+def _planned(schedule: str, case: Case) -> Sent:
+    """The bytes of a schedule whose visitors the plan knows."""
+    route = None if schedule == "auto" else Route.parse(schedule, case.ranks)
+    visitors: dict[str, Visitor] = {"kv_ring": "kv", "burst": "q"}
+    if case.ranks == 1:
+        return Sent(0, 0, "plan")
+    if route is None or route.ulysses > 1 or route.around not in visitors:
+        return Sent()
+    layout = case.layout()
+    plan = make_plan(layout.masks(True, None), layout.sharding)
+    itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
+    returned = itemsize if case.device.type == "cuda" else accumulator  # the CPU kernel's gradients are wide
+    shapes = Shapes(case.q_heads, case.kv_heads, case.head_dim, case.head_dim, itemsize, accumulator, returned)
+    forward = max(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(case.ranks))
+    visitor = visitors[route.around]
+    backward = max(rank_traffic(plan, rank, "backward", visitor, shapes).bytes for rank in range(case.ranks))
+    return Sent(forward, backward, "plan")
+
+
+def choose_native(requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int) -> tuple[Native, list[str]]:
+    """The kernel of the limit: the one asked for, or the fastest that runs here forward and backward.
+
+    Returns:
+        The kernel, and why faster ones cannot run.
+
+    Raises:
+        ConfigError: If none can.
+    """
+    refusals: list[str] = []
+    for name, load in _natives(ranks.device):
+        if requested not in ("auto", name):
+            continue
+
+        def trial(load: Callable[[], Attend] = load) -> Attend:
+            attend = load()
+            shape = (1, 256, 2, head_dim)
+            q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
+            out = attend(q, k, v)
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            return attend
+
+        attend, failure = ranks.attempt(trial)
+        if attend is not None and failure is None:
+            return Native(name, attend), refusals
+        refusals.append(f"{name}: {failure}")
+    known = [name for name, _ in _natives(ranks.device)]
+    raise ConfigError(
+        f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: "
+        f"{'; '.join(refusals) or 'there is none of that name'}. Known here: {', '.join(known)}."
+    )
+
+
+def _natives(device: torch.device) -> list[tuple[str, Callable[[], Attend]]]:
+    """Kernels and how to load them, the fastest first."""
+    if device.type == "cpu":
+        return [("cpu_flash", lambda: _cpu_flash)]
+    natives = {
+        "flash_attn_4": _flash_attn_4,
+        "torch_cudnn": lambda: _torch_cudnn,
+        "flash_attn_2": _flash_attn_2,
+        "torch_flash": lambda: _torch_flash,
+    }
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4"]
+    return [(name, natives[name]) for name in order]
+
+
+def _flash_attn_4() -> Attend:
+    from flash_attn.cute import flash_attn_func
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        result = flash_attn_func(q, k, v, causal=True)
+        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return out
+
+    return attend
+
+
+def _flash_attn_2() -> Attend:
+    from flash_attn.flash_attn_interface import flash_attn_func
+
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+
+
+def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    lengths = (None, None, q.shape[1], k.shape[1])
+    out: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False)[0]
+    return out
+
+
+def _torch_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True, 0.0, True)[0]
+    return out.transpose(1, 2)
+
+
+def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)[0]
+    return out.transpose(1, 2)
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> dict[str, torch.Tensor]:
+    """out, dq, dk and dv of causal attention, computed in fp64 one key head after another.
+
+    Args:
+        q, dout (`torch.Tensor` of shape `(B, S, Hq, D)`): Queries, and the gradient of the output.
+        k, v (`torch.Tensor` of shape `(B, S, Hkv, D)`): Keys and values.
+
+    Returns:
+        `dict` of fp64 tensors in the shapes of q, q, k and v.
+    """
+    parts = list(_exact_heads(*(tensor.double() for tensor in (q, k, v, dout))))
+    return dict(
+        zip(("out", "dq", "dk", "dv"), (torch.cat(part, dim=2) for part in zip(*parts, strict=True)), strict=True)
+    )
+
+
+def _exact_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    per_key = q.shape[2] // k.shape[2]
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+    for head in range(k.shape[2]):
+        rows = slice(head * per_key, (head + 1) * per_key)
+        inputs = [tensor.detach().requires_grad_() for tensor in (q[:, :, rows], k[:, :, [head]], v[:, :, [head]])]
+        scores = torch.einsum("bihd,bjxd->bhij", inputs[0], inputs[1]) * q.shape[3] ** -0.5
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        out = torch.einsum("bhij,bjxd->bihd", weights, inputs[2])
+        yield (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, rows]))
+
+
+def for_group(case: Case, group: dist.ProcessGroup | None) -> Case:
+    """The case with a contender's own messages."""
+    return replace(case, group=group)

@@ -1,0 +1,204 @@
+"""The processes of a benchmark: one device each, and how they go on together when a contender fails on some of them."""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+
+T = TypeVar("T")
+_GRACE_S = 30.0
+
+
+class PeerFailed(Exception):
+    """Another rank met an error, so what this rank waits for will not come."""
+
+
+class Ranks:
+    """All processes of a job that `torchrun` or `accelerate launch` started, or this one alone.
+
+    Contenders communicate over groups of their own, which are given up when they fail; what the ranks say to each other
+    about it travels over gloo, beside the devices.
+
+    Args:
+        device (`str`): `"cpu"`, `"cuda"` or `"auto"` for CUDA where there is one.
+        timeout_s (`float`): How long one call of a contender may take.
+    """
+
+    def __init__(self, device: str = "auto", timeout_s: float = 120.0) -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() and not _told_to_use_cpu() else "cpu"
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device cuda needs a GPU that torch sees; there is none. Use --device cpu.")
+        self.cuda = device == "cuda"
+        self.timeout_s = timeout_s
+        self.size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        if self.cuda and local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"Local rank {local} has no GPU: there are {torch.cuda.device_count()}. Start fewer processes."
+            )
+        self.device = torch.device("cuda", local) if self.cuda else torch.device("cpu")
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        self._opened = self.size > 1 and not dist.is_initialized()
+        if self._opened:
+            dist.init_process_group("nccl" if self.cuda else "gloo", timeout=timedelta(seconds=2 * timeout_s + 60))
+        # patient: others reach it only after they have given up a call
+        self._control = self._new_group("gloo", 4 * timeout_s + 120) if self.size > 1 else None
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._calls = 0
+
+    def group(self, family: str) -> dist.ProcessGroup | None:
+        """The process group of a family of contenders, all ranks; `None` for one process. Called by all ranks alike."""
+        if self.size == 1:
+            return None
+        if family not in self._groups:
+            self._groups[family] = self._new_group("nccl" if self.cuda else "gloo", self.timeout_s)
+        return self._groups[family]
+
+    def attempt(self, function: Callable[[], T], family: str = "") -> tuple[T | None, str | None]:
+        """Calls a function on every rank: its result, and `None` or what went wrong, alike on all ranks.
+
+        Args:
+            function (`Callable`): What may fail.
+            family (`str`, *optional*): Over whose group it communicates, which is given up if it fails.
+
+        Where it fails on some ranks only, the others wait in vain for messages: on CPU until the group's time limit, on
+        GPUs until they hear of it, when the group is aborted.
+        """
+        self._calls += 1
+        result: T | None = None
+        problem: tuple[float, str] | None = None
+        try:
+            result = function()
+            self._finish(family)
+        except Exception as error:
+            self._tell()
+            problem = (time.time(), _sentence(error))
+        failure = self.agree(problem)
+        if failure is not None:
+            result = None
+            self._give_up(family)
+        return result, failure
+
+    def agree(self, problem: tuple[float, str] | None) -> str | None:
+        """What any rank found wrong and when, the first first; `None` if no rank did. One answer on all ranks."""
+        if self.size == 1:
+            return problem[1] if problem else None
+        flag = torch.tensor([float(problem is not None)], dtype=torch.float64)
+        if self.largest(flag)[0] == 0:
+            return None
+        reports: list[Any] = [None] * self.size
+        dist.all_gather_object(reports, problem, group=self._control)
+        told = sorted((*report, rank) for rank, report in enumerate(reports) if report)
+        if len(told) == self.size and len({text for _, text, _ in told}) == 1:
+            return str(told[0][1])
+        return "; ".join(f"rank {rank}: {text}" for _, text, rank in told)
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise maximum over the ranks of a CPU tensor."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, in rank order."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def align(self) -> None:
+        """Starts the next call of all ranks at one time: the hosts by a barrier, the devices by a tiny all-reduce."""
+        if self.size == 1:
+            if self.cuda:
+                torch.cuda.synchronize()
+            return
+        if self.cuda:
+            dist.barrier(device_ids=[self.device.index])
+            torch.cuda.synchronize()
+            dist.all_reduce(torch.zeros(1, device=self.device))
+        else:
+            dist.barrier(group=self._control)
+
+    def say(self, text: str) -> None:
+        """A line of progress, from rank 0 to stderr."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._opened:
+            dist.destroy_process_group()
+
+    def _new_group(self, backend: str, timeout_s: float) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
+        return group
+
+    def _finish(self, family: str) -> None:
+        """Waits for the device, not longer than allowed, nor once another rank has failed."""
+        if not self.cuda:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        start, heard = time.perf_counter(), 0.0
+        while not event.query():
+            waited = time.perf_counter() - start
+            if waited > self.timeout_s:
+                self._abort(family, event)
+                raise TimeoutError(f"the GPU did not finish within {self.timeout_s:.0f} s")
+            if self.size > 1 and waited - heard > 0.5:
+                heard = waited
+                if self._store().check([self._key()]):
+                    self._abort(family, event)
+                    raise PeerFailed("waited for a rank that failed")
+        torch.cuda.synchronize()  # raises what the device found wrong
+
+    def _abort(self, family: str, event: torch.cuda.Event) -> None:
+        """Ends the messages of a family; if the device is stuck even so, the job."""
+        self._tell()
+        if family in self._groups:
+            self._groups.pop(family).abort()
+        start = time.perf_counter()
+        while not event.query():
+            if time.perf_counter() - start > _GRACE_S:
+                print(f"rank {self.rank}: the GPU is stuck in {family}; the benchmark ends here", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(1)
+            time.sleep(0.1)
+
+    def _give_up(self, family: str) -> None:
+        """Drops the group of a failed contender, in whatever state its messages are, and what its errors held."""
+        group = self._groups.pop(family, None)
+        if group is not None and self.cuda:
+            group.abort()
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def _tell(self) -> None:
+        if self.size > 1:
+            self._store().set(self._key(), "1")
+
+    def _key(self) -> str:
+        return f"hf_burst_bench/failed/{self._calls}"
+
+    def _store(self) -> Any:
+        return dist.distributed_c10d._get_default_store()
+
+
+def _told_to_use_cpu() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on")
+
+
+def _sentence(error: Exception) -> str:
+    text = (str(error) or repr(error)).strip().splitlines()[0]
+    return f"{type(error).__name__}: {text}"[:500]

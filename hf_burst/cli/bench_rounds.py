@@ -1,0 +1,338 @@
+"""How contenders are measured: checked, warmed up, then called in turn, round after round, by the slowest rank."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .bench_contenders import Attend, Case, Contender, Prepared, exact_attention, for_group
+from .bench_ranks import Ranks
+
+PASSES = ("forward", "backward", "both")
+_INPUTS = ("q", "k", "v", "dout")
+_CHECK_SEED = 20240314
+# how much larger than the plain kernel's an error may be; a missing block or gradient is a hundred times larger still
+_TOLERANCE = 8.0
+_WARMUP_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        warmup (`int`): Calls before the first round, of each contender; fewer where one takes long, two at least.
+        rounds (`tuple[int, int]`): Fewest and most rounds.
+        seconds (`float`): The time that the rest of the lengths may take, this one included.
+        share (`float`): This length's share of it.
+    """
+
+    warmup: int
+    rounds: tuple[int, int]
+    seconds: float
+    share: float
+
+
+@dataclass
+class Measured:
+    """What one contender did in one case: its times, or why there are none."""
+
+    contender: Contender
+    case: Case
+    storage: dict[str, torch.Tensor]
+    status: str = "ok"
+    reason: str = ""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    peak_bytes: int | None = None
+    outside_bytes: int | None = None
+    prepared: Prepared | None = None
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    group: dist.ProcessGroup | None = None
+    said: list[str] = field(default_factory=list)
+
+    def fail(self, status: str, reason: str) -> None:
+        self.status, self.reason, self.prepared, self.inputs = status, reason, None, []
+
+
+def check(contenders: Sequence[Contender], case: Case, ranks: Ranks) -> list[dict[str, Any]]:
+    """Compares out, dq, dk and dv of every contender with attention in fp64, on equal inputs of a small length.
+
+    Returns:
+        For each contender its status (`"ok"`, `"wrong"`, `"unavailable"` or `"failed"`), the reason, what hf_burst
+        logged about its choices, and the relative errors (Frobenius norm over a rank's part, worst rank) beside those
+        of the plain kernel.
+    """
+    inputs = _whole_inputs(case)
+    exact = exact_attention(*inputs)
+    plain, failure = ranks.attempt(lambda: _results(case.native.attend, *inputs))
+    if plain is None:
+        raise RuntimeError(f"The kernel {case.native.name} cannot compute {case}: {failure}")
+    kernel = _errors(plain, exact)
+    verdicts = [_verdict(contender, case, ranks, inputs, exact, kernel) for contender in contenders]
+    for verdict in verdicts:
+        if verdict["status"] != "ok":
+            ranks.say(f"  {verdict['contender']} {verdict['status']}: {verdict['reason']}")
+    return verdicts
+
+
+def _verdict(
+    contender: Contender,
+    case: Case,
+    ranks: Ranks,
+    inputs: Sequence[torch.Tensor],
+    exact: dict[str, torch.Tensor],
+    kernel: dict[str, float],
+) -> dict[str, Any]:
+    own = for_group(case, ranks.group(contender.family))
+    verdict = {"contender": contender.name, "status": "ok", "reason": ""}
+    prepared, failure = ranks.attempt(lambda: contender.build(own))
+    if prepared is None:
+        return verdict | {"status": "unavailable", "reason": failure}
+    with _listening() as said:
+        errors, failure = ranks.attempt(lambda: _own_errors(prepared, inputs, exact), contender.family)
+    if errors is None:
+        return verdict | {"status": "failed", "reason": failure, "said": said}
+    worst = ranks.largest(torch.tensor(list(errors.values()), dtype=torch.float64)).tolist()
+    errors = dict(zip(errors, worst, strict=True))
+    allowed = {name: _TOLERANCE * max(kernel[name], torch.finfo(case.dtype).eps) for name in errors}
+    wrong = [name for name, error in errors.items() if not error <= allowed[name]]
+    if wrong:
+        reason = ", ".join(f"error of {name} {errors[name]:.1e}, allowed {allowed[name]:.1e}" for name in wrong)
+        verdict |= {"status": "wrong", "reason": reason}
+    return verdict | {"said": said, "errors": errors, "kernel_errors": kernel}
+
+
+def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: Effort) -> list[Measured]:
+    """Times every contender that can run, all of them in each round, in a rotating order.
+
+    A call is a forward pass and, through autograd, its backward pass. Each starts on all ranks at one time; the slowest
+    rank counts.
+    """
+    start = time.perf_counter()
+    storage = _storage(case)
+    found = [Measured(contender, case, storage) for contender in contenders]
+    for measured in found:
+        _prepare(measured, ranks)
+        if measured.prepared is not None:
+            _first_calls(measured, ranks)
+    running = [measured for measured in found if measured.prepared is not None]
+    budget = max(effort.seconds, 0.0) * effort.share
+    _warm_up(running, ranks, effort.warmup, budget)
+    running = [measured for measured in running if measured.prepared is not None]
+    if not running:
+        return found
+    pace = [sum(measured.seconds["both"][-1] for measured in running), time.perf_counter() - start]
+    once, spent = ranks.largest(torch.tensor(pace, dtype=torch.float64)).tolist()
+    fewest, most = effort.rounds
+    rounds = int(min(max((budget - spent) / once, fewest), most))
+    ranks.say(f"  {rounds} rounds of {len(running)} contenders, about {rounds * once:.1f} s")
+    for measured in running:
+        measured.seconds = {name: [] for name in PASSES}
+    for number in range(rounds):
+        for measured in _order(running, number):
+            if measured.prepared is not None:
+                _call(measured, ranks)
+    done = [measured for measured in running if measured.status == "ok"]
+    if done:
+        _slowest(done, ranks)
+    return found
+
+
+def _prepare(measured: Measured, ranks: Ranks) -> None:
+    """Makes a contender ready, over the group that its family has now."""
+    own = for_group(measured.case, ranks.group(measured.contender.family))
+
+    def prepare() -> tuple[Prepared, list[torch.Tensor]]:
+        prepared = measured.contender.build(own)
+        return prepared, [_placed(prepared, measured.storage[name], own, name in ("q", "dout")) for name in _INPUTS]
+
+    ready, failure = ranks.attempt(prepare)
+    if ready is None:
+        measured.fail("unavailable", failure or "")
+        ranks.say(f"  {measured.contender.name}: not available: {failure}")
+        return
+    measured.prepared, measured.inputs = ready
+    measured.group = own.group
+
+
+def _first_calls(measured: Measured, ranks: Ranks) -> None:
+    """Two calls: one that opens connections and compiles, and one whose memory counts."""
+    measured.seconds = {name: [] for name in PASSES}
+    before = _outside_bytes(ranks)
+    with _listening() as measured.said:
+        _call(measured, ranks)
+    after = _outside_bytes(ranks)
+    if before is not None and after is not None:
+        measured.outside_bytes = max(after - before, 0)
+    if measured.prepared is None:
+        return
+    base = 0
+    if ranks.cuda:
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+    _call(measured, ranks)
+    if ranks.cuda:
+        measured.peak_bytes = torch.cuda.max_memory_allocated() - base
+
+
+def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: float) -> None:
+    for measured in running:
+        last = measured.seconds["both"][-1] if measured.seconds["both"] else 0.0
+        slow = float(ranks.largest(torch.tensor([last], dtype=torch.float64))[0])
+        affordable = int(_WARMUP_SHARE * budget / len(running) / max(slow, 1e-9))
+        for _ in range(min(calls, affordable) - 2):
+            if measured.prepared is not None:
+                _call(measured, ranks)
+
+
+def _order(running: Sequence[Measured], number: int) -> list[Measured]:
+    """A rotation, read backwards in every second round, so that nobody always follows the same one."""
+    first = number % len(running)
+    turned = [*running[first:], *running[:first]]
+    return turned[::-1] if number % 2 else turned
+
+
+def _call(measured: Measured, ranks: Ranks) -> None:
+    """One timed call, forward and backward; a failure ends the contender, on all ranks alike."""
+    family = measured.contender.family
+    if ranks.group(family) is not measured.group:  # another contender of the family failed, and its messages with it
+        _prepare(measured, ranks)
+    prepared = measured.prepared
+    if prepared is None:
+        return
+    clock = None
+    with ExitStack() as stack:
+        _, failure = ranks.attempt(lambda: stack.enter_context(prepared.around()), family)
+        if failure is None:
+            ranks.align()
+            clock, failure = ranks.attempt(lambda: _timed(prepared.attend, measured.inputs, ranks.cuda), family)
+    if clock is None:
+        measured.fail("failed", failure or "")
+        ranks.say(f"  {measured.contender.name}: failed: {failure}")
+        return
+    for name, seconds in zip(PASSES, clock.seconds(), strict=True):
+        measured.seconds[name].append(seconds)
+
+
+class _Clock:
+    """Three moments: before, between and after the two passes; on GPUs by events on the stream."""
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if not self.cuda:
+            self.marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Of the forward pass, the backward pass and both; once the device has finished."""
+        first, middle, last = self.marks
+        if self.cuda:
+            return (first.elapsed_time(middle) / 1e3, middle.elapsed_time(last) / 1e3, first.elapsed_time(last) / 1e3)
+        return middle - first, last - middle, last - first
+
+
+def _timed(attend: Attend, inputs: Sequence[torch.Tensor], cuda: bool) -> _Clock:
+    q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
+    clock = _Clock(cuda)
+    clock.mark()
+    out = attend(q, k, v)
+    clock.mark()
+    torch.autograd.grad(out, (q, k, v), inputs[3])
+    clock.mark()
+    return clock
+
+
+def _slowest(done: Sequence[Measured], ranks: Ranks) -> None:
+    """Replaces every rank's times by those of the slowest rank, call by call."""
+    own = torch.tensor([[measured.seconds[name] for name in PASSES] for measured in done], dtype=torch.float64)
+    for measured, times in zip(done, ranks.largest(own).tolist(), strict=True):
+        measured.seconds = dict(zip(PASSES, times, strict=True))
+
+
+def _storage(case: Case) -> dict[str, torch.Tensor]:
+    """Random numbers that all contenders read, each in its own form."""
+    generator = torch.Generator(case.device).manual_seed(case.rank)
+
+    def numbers(heads: int) -> torch.Tensor:
+        share = max(case.tokens * heads, case.length * max(heads // case.ranks, 1))
+        size = case.batch * share * case.head_dim
+        return torch.randn(size, generator=generator, dtype=case.dtype, device=case.device)
+
+    heads = {"q": case.q_heads, "k": case.kv_heads, "v": case.kv_heads, "dout": case.q_heads}
+    return {name: numbers(heads[name]) for name in _INPUTS}
+
+
+def _placed(prepared: Prepared, storage: torch.Tensor, case: Case, queries: bool) -> torch.Tensor:
+    """Stored numbers in the form that a contender wants."""
+    heads = case.q_heads if queries else case.kv_heads
+    whole = torch.empty(case.batch, case.length, heads, case.head_dim, dtype=case.dtype, device="meta")
+    form = prepared.cut(whole)
+    return storage.as_strided(form.shape, form.stride())
+
+
+def _whole_inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v and dout of the whole sequence, the same on all ranks."""
+    generator = torch.Generator().manual_seed(_CHECK_SEED)
+    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
+    shapes = [(case.batch, case.length, count, case.head_dim) for count in heads]
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(case.device, case.dtype) for shape in shapes)
+    return q, k, v, dout
+
+
+def _results(
+    attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out = attend(*leaves)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True))
+
+
+def _own_errors(prepared: Prepared, inputs: Sequence[torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    with prepared.around():
+        found = _results(prepared.attend, *(prepared.cut(tensor) for tensor in inputs))
+    wanted = {name: prepared.cut(exact[name]) for name in prepared.complete}
+    return _errors({name: found[name] for name in wanted}, wanted)
+
+
+def _errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Relative errors in the Frobenius norm."""
+    for name, tensor in found.items():
+        if tensor.shape != exact[name].shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(exact[name].shape)}")
+    return {name: float((found[name].double() - exact[name]).norm() / exact[name].norm()) for name in found}
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """What hf_burst logs about its choices; it says each of them once."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_burst")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _outside_bytes(ranks: Ranks) -> int | None:
+    """Bytes of the device in use outside of torch's allocator: connections, compiled kernels, symmetric buffers."""
+    if not ranks.cuda:
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()

@@ -1,0 +1,209 @@
+"""The attention of other packages, as their users call it, each in the layout that it wants.
+
+* Plain Ulysses (DeepSpeed Ulysses, arXiv 2309.14509): all-to-alls around the kernel of the limit.
+* ring-flash-attn: `zigzag_ring_flash_attn_func` and `llama3_flash_attn_varlen_func`, on flash-attn 2.
+* torch: `context_parallel` around `scaled_dot_product_attention`, on cuDNN or its flash kernels, K and V by all-gather
+  or all-to-all.
+* axolotl-ringmaster: `zigzag_ring_attention`, what its balanced ring (`load_balance=head_tail`) calls, on flash-attn 2.
+
+Bytes sent are computed from what each of them sends, read in its source; n = tokens of a rank, e = bytes an element.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from hf_burst.cli.bench_contenders import Case, Contender, Prepared, Sent
+
+
+def peers() -> list[Contender]:
+    """All of them; those that cannot run say so when they are built."""
+    rotations = [(kernel, method) for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")]
+    return [
+        Contender("ulysses plain", "ulysses", _ulysses),
+        Contender("ring-flash-attn zigzag", "ring_flash_attn", _ring_flash_attn_zigzag),
+        Contender("ring-flash-attn llama3", "ring_flash_attn", _ring_flash_attn_llama3, {"heads_k_stride": "up to 4"}),
+        *(_torch_context_parallel(kernel, method) for kernel, method in rotations),
+        Contender("ringmaster zigzag", "ringmaster", _ringmaster_zigzag),
+    ]
+
+
+class _AllToAll(torch.autograd.Function):
+    """From a share of the tokens to a share of the heads, or back."""
+
+    @staticmethod
+    def forward(ctx, tensor: torch.Tensor, group: dist.ProcessGroup, to_heads: bool) -> torch.Tensor:
+        ctx.group, ctx.to_heads = group, to_heads
+        return _to_heads(tensor, group) if to_heads else _to_tokens(tensor, group)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        back = _to_tokens if ctx.to_heads else _to_heads
+        return back(gradient, ctx.group), None, None
+
+
+def _to_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`(B, n, H, D)` to `(B, P·n, H/P, D)`."""
+    batch, tokens, heads, size = tensor.shape
+    ranks = dist.get_world_size(group)
+    sent = tensor.reshape(batch, tokens, ranks, heads // ranks, size).permute(2, 0, 1, 3, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.transpose(0, 1).reshape(batch, ranks * tokens, heads // ranks, size)
+
+
+def _to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`(B, P·n, H/P, D)` to `(B, n, H, D)`."""
+    batch, tokens, heads, size = tensor.shape
+    ranks = dist.get_world_size(group)
+    sent = tensor.reshape(batch, ranks, tokens // ranks, heads, size).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.permute(1, 2, 0, 3, 4).reshape(batch, tokens // ranks, ranks * heads, size)
+
+
+def _ulysses(case: Case) -> Prepared:
+    group = _group(case)
+    if case.kv_heads % case.ranks:
+        raise ValueError(f"{case.kv_heads} key heads do not divide over {case.ranks} ranks")
+    layout = case.layout(contiguous=True)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (_AllToAll.apply(tensor, group, True) for tensor in (q, k, v))
+        return _AllToAll.apply(case.native.attend(q, k, v), group, False)
+
+    row = case.batch * case.tokens * case.head_dim * case.dtype.itemsize
+    each = 2 * row * (case.q_heads + case.kv_heads) * (case.ranks - 1) // case.ranks
+    return Prepared(
+        attend,
+        lambda whole: layout.shard(whole, case.rank),
+        Sent(each, each, "computed: 2·e·n·(Hq+Hkv)·D·(P-1)/P in each pass"),
+    )
+
+
+def _ring_flash_attn_zigzag(case: Case) -> Prepared:
+    group = _group(case)
+    ring_flash_attn = _import_ring_flash_attn()
+    layout = case.layout()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group)
+
+    hops, pair = case.ranks - 1, _kv_elements(case)
+    sent = Sent(
+        hops * pair * case.dtype.itemsize,
+        hops * pair * case.dtype.itemsize + case.ranks * pair * 4,
+        "computed: 2·e·n·Hkv·D·(P-1) forward, as much and 8·n·Hkv·D·P backward (fp32 gradients, P hops)",
+    )
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank), sent)
+
+
+def _ring_flash_attn_llama3(case: Case) -> Prepared:
+    group = _group(case)
+    ring_flash_attn = _import_ring_flash_attn()
+    if case.batch != 1:
+        raise ValueError("takes packed sequences only: --batch 1")
+    bounds = torch.tensor([0, case.length], dtype=torch.int32, device=case.device)
+    lengths = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)
+    *lengths, local_k_slice = lengths
+    stride = next(count for count in (4, 3, 2, 1) if case.kv_heads % count == 0)
+    layout = case.layout(contiguous=True)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_flash_attn.llama3_flash_attn_varlen_func(
+            q, k, v, *lengths, heads_k_stride=stride, local_k_slice=local_k_slice, causal=True, group=group
+        )
+
+    each = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
+    sent = Sent(each, 2 * each, "computed: 2·e·n·Hkv·D·(P-1) forward, twice as much backward")
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0), sent)
+
+
+def _import_ring_flash_attn() -> types.ModuleType:
+    """The package without its adapters, which import names that Transformers no longer has (version 0.1.8)."""
+    if "ring_flash_attn" not in sys.modules:
+        adapters = types.ModuleType("ring_flash_attn.adapters")
+        adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None  # type: ignore[attr-defined]
+        sys.modules["ring_flash_attn.adapters"] = adapters
+    import ring_flash_attn
+
+    return ring_flash_attn
+
+
+def _torch_context_parallel(kernel: str, method: str) -> Contender:
+    def build(case: Case) -> Prepared:
+        group = _group(case)
+        if case.device.type != "cuda":
+            raise ValueError("context_parallel knows CUDA kernels only")
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("cp",))
+        backend = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}[kernel]
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            set_rotate_method(method)
+            buffer = torch.zeros(1, 2 * case.ranks, device=case.device)  # torch 2.11 wants one
+            with sdpa_kernel(backend), context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+                yield
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            grouped = case.q_heads != case.kv_heads
+            # looked up at each call: the context replaces the function
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+        layout = case.layout()
+        hops, pair = case.ranks - 1, _kv_elements(case)
+        sent = Sent(
+            hops * pair * case.dtype.itemsize,
+            hops * pair * case.dtype.itemsize + case.ranks * pair * 4,
+            "computed: 2·e·n·Hkv·D·(P-1) forward, as much and 8·n·Hkv·D·P backward (fp32 gradients, P hops)",
+        )
+        # heads before tokens and contiguous, which saves it a copy
+        return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), sent, around)
+
+    return Contender(f"torch {kernel} {method}", "torch_context_parallel", build)
+
+
+def _ringmaster_zigzag(case: Case) -> Prepared:
+    """The function under `RingmasterConfig(backend="ring", load_balance="head_tail")`, which needs no runtime."""
+    group = _group(case)
+    if case.device.type != "cuda":
+        raise ValueError("its zigzag ring knows CUDA kernels only")
+    from ringmaster.ring.p2p_attn import _flash_ops
+    from ringmaster.ring.zigzag import zigzag_ring_attention
+
+    if _flash_ops() is None:
+        raise ImportError("Transformers finds no flash-attn 2 for it")
+    layout = case.layout()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return zigzag_ring_attention(q, k, v, group=group, scaling=None).transpose(1, 2)
+
+    hops, pair, itemsize = case.ranks - 1, _kv_elements(case), case.dtype.itemsize
+    sent = Sent(
+        hops * pair * itemsize,
+        2 * case.ranks * pair * itemsize,
+        "computed: 2·e·n·Hkv·D·(P-1) forward, 4·e·n·Hkv·D·P backward (gradients in the inputs' dtype, P hops)",
+    )
+    # heads before tokens in shape, tokens before heads in memory: as Transformers hands them over
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2), sent)
+
+
+def _group(case: Case) -> dist.ProcessGroup:
+    if case.group is None:
+        raise ValueError("needs at least 2 processes")
+    return case.group
+
+
+def _kv_elements(case: Case) -> int:
+    """Elements of a rank's K and V."""
+    return 2 * case.batch * case.tokens * case.kv_heads * case.head_dim

@@ -1,0 +1,148 @@
+"""Draws results of attention.py: the share of the limit against the tokens of the whole sequence.
+
+    python recipes/benchmarks/plot.py recipes/benchmarks/results/*.json --ranks 4 --out attention.png
+
+One panel for each number of key heads. `--markdown` prints the same numbers as tables.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+from hf_burst.cli.bench_report import markdown
+
+OURS, FAINT = "#c8102e", "#999999"
+THEIRS = ("#1f4e79", "#3a9bd5", "#5d737e", "#2e7d6b", "#7a5c99", "#b07d12", "#8a3b12", "#4c9a2a")
+LABEL_GAP = 0.046
+Row = dict[str, Any]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of attention.py or hf-burst bench attention")
+    parser.add_argument("--out", type=Path, help="the picture")
+    parser.add_argument("--ranks", type=int, help="draw runs of this many ranks; the most there are by default")
+    parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'hf_burst auto'")
+    parser.add_argument("--part", choices=("both", "forward", "backward"), default="both", help="of which passes")
+    parser.add_argument("--markdown", action="store_true", help="print tables for a README")
+    return parser.parse_args()
+
+
+def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
+    """One panel for each number of key heads, each line labelled at its right end."""
+    heads = sorted({row["kv_heads"] for row in rows})
+    figure = Figure(figsize=(6.4 * len(heads), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(heads), sharey=True, squeeze=False)[0]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    theirs = [name for name in names if not name.startswith("hf_burst")]
+    for axes, kv_heads in zip(panels, heads, strict=True):
+        own = [row for row in rows if row["kv_heads"] == kv_heads]
+        ends = []
+        for name in names:
+            line = sorted((row["length"], row["share_of_limit"][part]) for row in own if row["contender"] == name)
+            if not line:
+                continue
+            first = name == "hf_burst auto"
+            color = OURS if name.startswith("hf_burst") else THEIRS[theirs.index(name) % len(THEIRS)]
+            width, style = (2.6, "-") if first else (1.3, "--" if name.startswith("hf_burst") else "-")
+            axes.plot(*zip(*line, strict=True), style, color=color, linewidth=width, marker="o", markersize=3)
+            ends.append((*line[-1], name, color, first))
+        _label(axes, ends)
+        _dress(axes, sorted({row["length"] for row in own}), f"{own[0]['q_heads']} query, {kv_heads} key heads")
+    passes = "forward + backward" if part == "both" else part
+    panels[0].set_ylabel(f"share of the limit, {passes}")
+    figure.suptitle(f"Causal attention over {rows[0]['ranks']} x {device}, {rows[0]['dtype']}", fontsize=12)
+    return figure
+
+
+def _label(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
+    """Names right of the lines, moved apart where they would overlap, each tied to the end of its line."""
+    ordered = sorted(ends, key=lambda end: end[1])
+    heights = spread([share for _, share, *_ in ordered], LABEL_GAP, 1.05)
+    right = max((end[0] for end in ends), default=1) * 1.35
+    for (length, share, name, color, first), height in zip(ordered, heights, strict=True):
+        axes.annotate(
+            name,
+            xy=(length, share),
+            xytext=(right, height),
+            color=color,
+            fontsize=8.5,
+            fontweight="bold" if first else "normal",
+            verticalalignment="center",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.5,
+                "alpha": 0.5,
+                "shrinkA": 1,
+                "shrinkB": 2,
+                "relpos": (0, 0.5),
+            },
+            annotation_clip=False,
+        )
+
+
+def spread(wanted: Sequence[float], gap: float, ceiling: float) -> list[float]:
+    """Ascending numbers moved apart to `gap` and under `ceiling`, by as little as possible (isotonic regression)."""
+    blocks: list[list[float]] = []  # sum and count of neighbours that move together, each height less its gaps
+    for index, height in enumerate(wanted):
+        blocks.append([height - index * gap, 1])
+        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
+            total, count = blocks.pop()
+            blocks[-1][0] += total
+            blocks[-1][1] += count
+    heights = [total / count for total, count in blocks for _ in range(int(count))]
+    highest = ceiling - gap * (len(wanted) - 1)
+    return [min(height, highest) + index * gap for index, height in enumerate(heights)]
+
+
+def _dress(axes: Axes, lengths: Sequence[int], title: str) -> None:
+    axes.axhline(1, color=FAINT, linewidth=1)
+    axes.text(lengths[0], 1.012, "no communication", color=FAINT, fontsize=8, verticalalignment="bottom")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length // 1024}K" if length % 1024 == 0 else str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
+    axes.set_ylim(0, 1.08)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_xlabel("tokens of the whole sequence")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(axis="y", color="#eeeeee")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> int:
+    args = parse_args()
+    found = [json.loads(path.read_text()) for path in args.results]
+    if args.markdown:
+        print("\n".join(markdown(result) for result in found))
+    if args.out is None:
+        return 0
+    rows = [
+        row
+        for result in found
+        for row in result["results"]
+        if row["status"] == "ok" and row["share_of_limit"] and row["contender"] != "limit"
+    ]
+    ranks = args.ranks or max((row["ranks"] for row in rows), default=0)
+    rows = [row for row in rows if row["ranks"] == ranks]
+    rows = [row for row in rows if any(fnmatch(row["contender"], pattern) for pattern in args.contenders)]
+    if not rows:
+        print(f"Nothing to draw for {ranks} ranks and {args.contenders}.", file=sys.stderr)
+        return 1
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(rows, args.part, found[0]["hardware"]["device"]).savefig(args.out, dpi=150)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
