@@ -8,6 +8,7 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +20,9 @@ from .kernels import Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
 from .plan import Shapes, cheaper_visitor
-from .ring import HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
+from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
+from .ring.replay import Recorded, recurs
+from .ring.symmetric import Arena, Symmetric
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +122,11 @@ def attention(
     members = _members(group)
     sizes = _sizes(q, k, v)
     work = _routed(q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
-    return work.forward(open_exchange(transport, members, q.device), q, k, v, sinks)
+    exchange = open_exchange(transport, members, q.device)
+    if isinstance(exchange, Symmetric) and sinks is None and recurs(work.masks, q):
+        out, lse, *kept = _recorded(work, exchange.arena, None, tuple(q.shape), tuple(k.shape))((q, k, v))
+        return out, lse, kept
+    return work.forward(exchange, q, k, v, sinks)
 
 
 @attention.register_fake
@@ -163,7 +170,31 @@ def attention_backward(
     work = _routed(dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
     delta = row_products(dout, out, dlse)
     exchange = open_exchange(transport, members, dout.device)
-    return work.backward(exchange, sizes, dout, inputs, out if dlse is None else None, lse, delta)
+    known = out if dlse is None else None
+    if isinstance(exchange, Symmetric) and dlse is None and recurs(work.masks, dout):
+        run = _recorded(work, exchange.arena, sizes, tuple(dout.shape), ())
+        dq, dk, dv = run((dout, out, lse, delta, *inputs))
+        return dq, dk, dv
+    return work.backward(exchange, sizes, dout, inputs, known, lse, delta)
+
+
+@lru_cache(maxsize=16)
+def _recorded(
+    work: Routed, arena: Arena, sizes: HeadSizes | None, shape: tuple[int, ...], kv_shape: tuple[int, ...]
+) -> Recorded:
+    """A pass that recurs; without `sizes` a forward pass."""
+
+    def run_forward(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        q, k, v = inputs
+        out, lse, kept = work.forward(exchange, q, k, v)
+        return [out, lse, *kept]
+
+    def run_backward(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert sizes is not None
+        dout, out, lse, delta, *rest = inputs
+        return work.backward(exchange, sizes, dout, list(rest), out, lse, delta)
+
+    return Recorded(arena, run_forward if sizes is None else run_backward)
 
 
 @attention_backward.register_fake

@@ -8,6 +8,7 @@ the time limit of the process group, so that the ranks that are left do not hang
 """
 
 import logging
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class _Segments:
         self.size, self.published = size, 0
         self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
-        self.free = torch.cuda.Event()
+        self.free: torch.cuda.Event | None = None
         self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def place(self, peer: int, turn: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Arena:
     """
 
     def __init__(self, group: ContextGroup, device: torch.device, seconds: float) -> None:
-        self.group, self.device, self.milliseconds = group, device, int(1000 * seconds)
+        self.group, self.device, self.seconds = group, device, seconds
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.channels: dict[Channel, _Segments] = {}
 
@@ -76,6 +77,21 @@ class Arena:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
             found = self.channels[channel] = _Segments(self.group, self.device, -(-nbytes // _GRANULE) * _GRANULE)
         return found
+
+
+    def twin(self) -> "Arena":
+        """Another one for the same ranks."""
+        return Arena(self.group, self.device, self.seconds)
+
+    def restart(self) -> None:
+        """Forgets what was published: the next to use it waits for nobody."""
+        for segments in self.channels.values():
+            segments.published, segments.free = 0, None
+
+    def meet(self) -> None:
+        """Waits on the current stream until all ranks are here."""
+        segments = next(iter(self.channels.values()))
+        segments.handle.barrier(channel=1, timeout_ms=int(1000 * self.seconds))
 
 
 @dataclass
@@ -96,12 +112,15 @@ class Symmetric:
 
     arena: Arena
     sent: Traffic = field(default_factory=Traffic)
+    held: list[torch.Tensor] = field(default_factory=list)  # until the current stream has waited for the copies
 
     def room(self, channel: Channel, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """See [`Exchange.room`]; every rank asks for as much."""
-        offsets, total = _offsets(shapes)
-        segments = self.arena.segments(channel, total)
-        torch.cuda.current_stream().wait_event(segments.free)
+        offsets, _ = _offsets(tuple(shapes))
+        total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        segments = self.arena.segments(channel, _capacity(total, len(shapes)))
+        if segments.free is not None:
+            torch.cuda.current_stream().wait_event(segments.free)
         me, turn = self.arena.group.rank, segments.published
         return [
             segments.place(me, turn, offset, shape, dtype)
@@ -112,7 +131,7 @@ class Symmetric:
         """See [`Exchange.publish`]."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         offsets, _ = _offsets(shapes)
-        segments = self.arena.segments(channel, most + _ALIGNMENT * len(tensors))
+        segments = self.arena.segments(channel, _capacity(most, len(tensors)))
         stream, turn = self.arena.stream, segments.published
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -120,8 +139,9 @@ class Symmetric:
                 place = segments.place(self.arena.group.rank, turn, offset, shape, dtype)
                 if place.data_ptr() != tensor.data_ptr():
                     place.copy_(tensor, non_blocking=True)
-                    tensor.record_stream(stream)
-            segments.handle.barrier(channel=0, timeout_ms=self.arena.milliseconds)
+                    self.held.append(tensor)
+            segments.handle.barrier(channel=0, timeout_ms=int(1000 * self.arena.seconds))
+            segments.free = torch.cuda.Event()
             segments.free.record(stream)
         segments.published += 1
 
@@ -156,16 +176,17 @@ class Symmetric:
         return _Copies(list(into), done)
 
 
+def _capacity(nbytes: int, tensors: int) -> int:
+    return nbytes + tensors * _ALIGNMENT
+
+
 @lru_cache(maxsize=1024)
 def _offsets(shapes: tuple[Shape, ...]) -> tuple[list[int], int]:
     """Where in a segment each tensor begins, in bytes, and how many bytes they take."""
     offsets, total = [], 0
     for shape, dtype in shapes:
         offsets.append(total)
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
     return offsets, total
 
 
