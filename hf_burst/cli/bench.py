@@ -157,15 +157,17 @@ def _lengths(
     from .bench_report import rows
     from .bench_rounds import Effort, measure
 
-    start = time.perf_counter()
+    start, warm = time.perf_counter(), frozenset[str]()
     lengths = sorted(set(arguments.lengths))
     for index, length in enumerate(lengths):
         passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
         share = length / sum(lengths[index:])
-        effort = Effort(arguments.warmup, tuple(arguments.rounds), arguments.seconds - passed, share)
+        effort = Effort(arguments.warmup, tuple(arguments.rounds), arguments.seconds - passed, share, warm)
         ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
         at_length = replace(case, length=length)
-        result["results"] += rows(measure(contenders, at_length, ranks, effort), at_length)
+        found = measure(contenders, at_length, ranks, effort)
+        warm |= {measured.contender.name for measured in found if measured.status == "ok"}
+        result["results"] += rows(found, at_length)
         if arguments.out is not None and ranks.rank == 0:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
