@@ -174,11 +174,13 @@ def arguments(*options: str) -> argparse.Namespace:
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
-    assert bench.run(arguments(*options, "--commit", "abc", "--out", str(out))) == 0
+    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--out", str(out)]
+    assert bench.run(arguments(*options)) == 0
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
     assert [row["status"] for row in result["results"]] == ["ok", "ok"]
+    assert result["results"][1]["config"] == {"schedule": "burst", "logits_limit_gib": 2.5}
     assert "hf_burst burst" in capsys.readouterr().out
 
 

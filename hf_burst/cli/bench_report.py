@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+import hf_burst
+
 from .bench_contenders import Case
 from .bench_ranks import Ranks
 from .bench_rounds import PASSES, Measured
@@ -27,7 +28,7 @@ _PACKAGES = (
 def environment(ranks: Ranks, command: Sequence[str], commit: str | None) -> dict[str, Any]:
     """Where and with what a benchmark ran."""
     hosts = ranks.gather(socket.gethostname())
-    versions = {"python": platform.python_version(), "hf_burst": __version__, "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "hf_burst": hf_burst.__version__, "torch": torch.__version__}
     versions |= {name: found for name in _PACKAGES if (found := _version(name))}
     hardware: dict[str, Any] = {"device": platform.processor() or platform.machine(), "memory_gib": None}
     if ranks.cuda:
