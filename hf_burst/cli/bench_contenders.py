@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..config import BurstConfig, Route
 from ..errors import ConfigError
+from ..kernels import select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
@@ -183,7 +184,8 @@ def _planned(schedule: str, case: Case) -> Sent:
     layout = case.layout()
     plan = make_plan(layout.masks(True, None), layout.sharding)
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    returned = itemsize if case.device.type == "cuda" else accumulator  # the CPU kernel's gradients are wide
+    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)  # type: ignore[arg-type]
+    returned = accumulator if kernel.card.wide else itemsize
     shapes = Shapes(case.q_heads, case.kv_heads, case.head_dim, case.head_dim, itemsize, accumulator, returned)
     forward = max(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(case.ranks))
     visitor = visitors[route.around]
