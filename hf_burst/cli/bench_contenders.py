@@ -184,7 +184,7 @@ def _planned(schedule: str, case: Case) -> Sent:
     layout = case.layout()
     plan = make_plan(layout.masks(True, None), layout.sharding)
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)  # type: ignore[arg-type]
+    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
     returned = accumulator if kernel.card.wide else itemsize
     shapes = Shapes(case.q_heads, case.kv_heads, case.head_dim, case.head_dim, itemsize, accumulator, returned)
     forward = max(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(case.ranks))
