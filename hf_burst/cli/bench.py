@@ -42,6 +42,9 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for all that let one choose")
+    parser.add_argument(
+        "--burst", type=_setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
+    )
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'limit' 'torch*'")
     parser.add_argument("--seconds", type=float, default=180.0, help="time for the lengths of one number of key heads")
     parser.add_argument("--rounds", type=int, nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
@@ -89,6 +92,17 @@ def benchmark(arguments: argparse.Namespace, peers: Sequence["Contender"] = ()) 
     return 0
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    """`name=value`, the value as JSON where it is JSON."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def _validate(arguments: argparse.Namespace) -> None:
     counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds")
     for name in counts:
@@ -115,7 +129,7 @@ def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: 
     dtype = getattr(torch, arguments.dtype)
     native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
-    every = [limit(), *(hf_burst(schedule) for schedule in arguments.schedules), *peers]
+    every = [limit(), *(hf_burst(schedule, dict(arguments.burst)) for schedule in arguments.schedules), *peers]
     contenders = [one for one in every if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
@@ -157,15 +171,17 @@ def _lengths(
     from .bench_report import rows
     from .bench_rounds import Effort, measure
 
-    start = time.perf_counter()
+    start, warm = time.perf_counter(), frozenset[str]()
     lengths = sorted(set(arguments.lengths))
     for index, length in enumerate(lengths):
         passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
         share = length / sum(lengths[index:])
-        effort = Effort(arguments.warmup, tuple(arguments.rounds), arguments.seconds - passed, share)
+        effort = Effort(arguments.warmup, tuple(arguments.rounds), arguments.seconds - passed, share, warm)
         ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
         at_length = replace(case, length=length)
-        result["results"] += rows(measure(contenders, at_length, ranks, effort), at_length)
+        found = measure(contenders, at_length, ranks, effort)
+        warm |= {measured.contender.name for measured in found if measured.status == "ok"}
+        result["results"] += rows(found, at_length)
         if arguments.out is not None and ranks.rank == 0:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -6,12 +6,14 @@ Every contender does causal attention of one sequence that lies over the ranks, 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..config import BurstConfig, Route
 from ..errors import ConfigError
+from ..kernels import select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
@@ -130,7 +132,7 @@ class Contender:
     name: str
     family: str
     build: Callable[[Case], Prepared]
-    config: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def limit() -> Contender:
@@ -155,11 +157,12 @@ def limit() -> Contender:
     return Contender("limit", "limit", build)
 
 
-def hf_burst(schedule: str) -> Contender:
-    """[`burst_attention`] over zigzag shards, by a schedule of [`BurstConfig`]."""
+def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender:
+    """[`burst_attention`] over zigzag shards, by a schedule of [`BurstConfig`], and further settings of it."""
+    settings = settings or {}
 
     def build(case: Case) -> Prepared:
-        config = BurstConfig(schedule=schedule, kernel=case.kernel)  # type: ignore[arg-type]
+        config = BurstConfig.from_dict({"kernel": case.kernel, **settings, "schedule": schedule})
         layout, members = case.layout(), ContextGroup.from_mesh(case.group) if case.group else ContextGroup()
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -167,7 +170,7 @@ def hf_burst(schedule: str) -> Contender:
 
         return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _planned(schedule, case))
 
-    return Contender(f"hf_burst {schedule}", "hf_burst", build, {"schedule": schedule})
+    return Contender(f"hf_burst {schedule}", "hf_burst", build, {**settings, "schedule": schedule})
 
 
 def _planned(schedule: str, case: Case) -> Sent:
@@ -181,7 +184,8 @@ def _planned(schedule: str, case: Case) -> Sent:
     layout = case.layout()
     plan = make_plan(layout.masks(True, None), layout.sharding)
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    returned = itemsize if case.device.type == "cuda" else accumulator  # the CPU kernel's gradients are wide
+    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
+    returned = accumulator if kernel.card.wide else itemsize
     shapes = Shapes(case.q_heads, case.kv_heads, case.head_dim, case.head_dim, itemsize, accumulator, returned)
     forward = max(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(case.ranks))
     visitor = visitors[route.around]
@@ -228,30 +232,37 @@ def _natives(device: torch.device) -> list[tuple[str, Callable[[], Attend]]]:
         return [("cpu_flash", lambda: _cpu_flash)]
     natives = {
         "flash_attn_4": _flash_attn_4,
+        "flash_attn_3": _flash_attn_3,
         "torch_cudnn": lambda: _torch_cudnn,
         "flash_attn_2": _flash_attn_2,
         "torch_flash": lambda: _torch_flash,
     }
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4"]
+    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4", "flash_attn_3"]
     return [(name, natives[name]) for name in order]
 
 
 def _flash_attn_4() -> Attend:
     from flash_attn.cute import flash_attn_func
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        result = flash_attn_func(q, k, v, causal=True)
-        out: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out
+    return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=True))
 
-    return attend
+
+def _flash_attn_3() -> Attend:
+    from flash_attn_interface import flash_attn_func
+
+    return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=True))
 
 
 def _flash_attn_2() -> Attend:
     from flash_attn.flash_attn_interface import flash_attn_func
 
-    return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+    return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=True))
+
+
+def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The output, which some versions return with the log-sum-exp."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

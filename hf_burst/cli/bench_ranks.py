@@ -15,6 +15,7 @@ from ..errors import ConfigError
 
 T = TypeVar("T")
 _GRACE_S = 30.0
+_POLL_S = 2e-5
 
 
 class PeerFailed(Exception):
@@ -62,7 +63,9 @@ class Ranks:
         if self.size == 1:
             return None
         if family not in self._groups:
-            self._groups[family] = self._new_group("nccl" if self.cuda else "gloo", self.timeout_s)
+            # on GPUs this class gives up a call itself, before NCCL's watchdog would end the process
+            backend, limit_s = ("nccl", 4 * self.timeout_s + 120) if self.cuda else ("gloo", self.timeout_s)
+            self._groups[family] = self._new_group(backend, limit_s)
         return self._groups[family]
 
     def attempt(self, function: Callable[[], T], family: str = "") -> tuple[T | None, str | None]:
@@ -160,13 +163,14 @@ class Ranks:
                 if self._store().check([self._key()]):
                     self._abort(family, event)
                     raise PeerFailed("waited for a rank that failed")
+            time.sleep(_POLL_S)
         torch.cuda.synchronize()  # raises what the device found wrong
 
     def _abort(self, family: str, event: torch.cuda.Event) -> None:
         """Ends the messages of a family; if the device is stuck even so, the job."""
         self._tell()
         if family in self._groups:
-            self._groups.pop(family).abort()
+            dist.distributed_c10d._abort_process_group(self._groups.pop(family))
         start = time.perf_counter()
         while not event.query():
             if time.perf_counter() - start > _GRACE_S:
@@ -179,7 +183,7 @@ class Ranks:
         """Drops the group of a failed contender, in whatever state its messages are, and what its errors held."""
         group = self._groups.pop(family, None)
         if group is not None and self.cuda:
-            group.abort()
+            dist.distributed_c10d._abort_process_group(group)
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()

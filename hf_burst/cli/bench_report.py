@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+import hf_burst
+
 from .bench_contenders import Case
 from .bench_ranks import Ranks
 from .bench_rounds import PASSES, Measured
@@ -27,7 +28,7 @@ _PACKAGES = (
 def environment(ranks: Ranks, command: Sequence[str], commit: str | None) -> dict[str, Any]:
     """Where and with what a benchmark ran."""
     hosts = ranks.gather(socket.gethostname())
-    versions = {"python": platform.python_version(), "hf_burst": __version__, "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "hf_burst": hf_burst.__version__, "torch": torch.__version__}
     versions |= {name: found for name in _PACKAGES if (found := _version(name))}
     hardware: dict[str, Any] = {"device": platform.processor() or platform.machine(), "memory_gib": None}
     if ranks.cuda:
@@ -111,14 +112,9 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
 def table(result: dict[str, Any]) -> str:
     """Text for a terminal: TF/s per GPU of both passes, and the share of the limit."""
     lines = []
-    for ranks, q_heads, kv_heads in _matrices(result["results"]):
-        part = [row for row in result["results"] if _matrix(row) == (ranks, q_heads, kv_heads)]
+    for title, part in _matrices([result]):
         lengths = sorted({row["length"] for row in part})
-        kernel = part[0]["limit_kernel"]
-        lines.append(
-            f"{ranks} x {result['hardware']['device']}, {q_heads} query and {kv_heads} key heads, limit by {kernel}: "
-            "TF/s per GPU forward+backward (share of the limit)"
-        )
+        lines.append(f"{title}: TF/s per GPU forward+backward (share of the limit)")
         names = list(dict.fromkeys(row["contender"] for row in part))
         width = max(map(len, names))
         lines.append(" " * width + "".join(f"{_tokens(length):>13}" for length in lengths))
@@ -129,14 +125,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *_reasons(result)])
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The same as Markdown, for a README."""
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """The same as Markdown, for a README, of several results together; the last counts where they overlap."""
     lines = []
-    for ranks, q_heads, kv_heads in _matrices(result["results"]):
-        part = [row for row in result["results"] if _matrix(row) == (ranks, q_heads, kv_heads)]
+    for title, part in _matrices(results):
         lengths = sorted({row["length"] for row in part})
-        lines += [f"{ranks} x {result['hardware']['device']}, {q_heads} query and {kv_heads} key heads", ""]
-        lines.append("| TF/s per GPU (share of the limit) | " + " | ".join(map(_tokens, lengths)) + " |")
+        lines += [f"{title}:", "", "| TF/s per GPU (share of the limit) | " + " | ".join(map(_tokens, lengths)) + " |"]
         lines.append("|---|" + "---:|" * len(lengths))
         for name in dict.fromkeys(row["contender"] for row in part):
             cells = " | ".join(_cell(part, name, length) for length in lengths)
@@ -145,12 +139,17 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _matrix(row: dict[str, Any]) -> tuple[int, int, int]:
-    return row["ranks"], row["q_heads"], row["kv_heads"]
-
-
-def _matrices(found: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
-    return sorted({_matrix(row) for row in found})
+def _matrices(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Rows that belong into one table, under its title."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        for row in result["results"]:
+            title = (
+                f"{row['ranks']} x {result['hardware']['device']}, {row['q_heads']} query and {row['kv_heads']} key "
+                f"heads, {row['dtype']}, limit by {row['limit_kernel']}"
+            )
+            tables.setdefault(title, []).append(row)
+    return list(tables.items())
 
 
 def _tokens(length: int) -> str:
@@ -158,7 +157,7 @@ def _tokens(length: int) -> str:
 
 
 def _cell(part: Sequence[dict[str, Any]], name: str, length: int) -> str:
-    row = next((row for row in part if row["contender"] == name and row["length"] == length), None)
+    row = next((row for row in reversed(part) if row["contender"] == name and row["length"] == length), None)
     if row is None:
         return ""
     if row["status"] != "ok":

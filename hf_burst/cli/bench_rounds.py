@@ -26,16 +26,18 @@ class Effort:
     """How long to measure.
 
     Args:
-        warmup (`int`): Calls before the first round, of each contender; fewer where one takes long, two at least.
+        warmup (`int`): Calls before the first round, of each contender; fewer where one takes long, one at least.
         rounds (`tuple[int, int]`): Fewest and most rounds.
         seconds (`float`): The time that the rest of the lengths may take, this one included.
         share (`float`): This length's share of it.
+        warm (`frozenset[str]`): Contenders that have run before, at another length.
     """
 
     warmup: int
     rounds: tuple[int, int]
     seconds: float
     share: float
+    warm: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -119,7 +121,7 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
     for measured in found:
         _prepare(measured, ranks)
         if measured.prepared is not None:
-            _first_calls(measured, ranks)
+            _first_calls(measured, ranks, measured.contender.name in effort.warm)
     running = [measured for measured in found if measured.prepared is not None]
     budget = max(effort.seconds, 0.0) * effort.share
     _warm_up(running, ranks, effort.warmup, budget)
@@ -160,24 +162,22 @@ def _prepare(measured: Measured, ranks: Ranks) -> None:
     measured.group = own.group
 
 
-def _first_calls(measured: Measured, ranks: Ranks) -> None:
-    """Two calls: one that opens connections and compiles, and one whose memory counts."""
+def _first_calls(measured: Measured, ranks: Ranks, warm: bool) -> None:
+    """A call whose memory counts; before it, of a contender that has not run yet, one that compiles."""
     measured.seconds = {name: [] for name in PASSES}
-    before = _outside_bytes(ranks)
+    outside = _outside_bytes(ranks)
     with _listening() as measured.said:
-        _call(measured, ranks)
-    after = _outside_bytes(ranks)
-    if before is not None and after is not None:
-        measured.outside_bytes = max(after - before, 0)
-    if measured.prepared is None:
-        return
-    base = 0
-    if ranks.cuda:
-        torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_allocated()
-    _call(measured, ranks)
-    if ranks.cuda:
+        if not warm:
+            _call(measured, ranks)
+        base = 0
+        if ranks.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated()
+        if measured.prepared is not None:
+            _call(measured, ranks)
+    if ranks.cuda and measured.prepared is not None:
         measured.peak_bytes = torch.cuda.max_memory_allocated() - base
+        measured.outside_bytes = max((_outside_bytes(ranks) or 0) - (outside or 0), 0)
 
 
 def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: float) -> None:
@@ -185,7 +185,7 @@ def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: floa
         last = measured.seconds["both"][-1] if measured.seconds["both"] else 0.0
         slow = float(ranks.largest(torch.tensor([last], dtype=torch.float64))[0])
         affordable = int(_WARMUP_SHARE * budget / len(running) / max(slow, 1e-9))
-        for _ in range(min(calls, affordable) - 2):
+        for _ in range(min(calls, affordable) - len(measured.seconds["both"])):
             if measured.prepared is not None:
                 _call(measured, ranks)
 

@@ -31,6 +31,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of attention.py or hf-burst bench attention")
     parser.add_argument("--out", type=Path, help="the picture")
     parser.add_argument("--ranks", type=int, help="draw runs of this many ranks; the most there are by default")
+    parser.add_argument("--kernel", help="draw runs with this kernel of the limit; that of the first file by default")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'hf_burst auto'")
     parser.add_argument("--part", choices=("both", "forward", "backward"), default="both", help="of which passes")
     parser.add_argument("--markdown", action="store_true", help="print tables for a README")
@@ -124,7 +125,7 @@ def main() -> int:
     args = parse_args()
     found = [json.loads(path.read_text()) for path in args.results]
     if args.markdown:
-        print("\n".join(markdown(result) for result in found))
+        print(markdown(found))
     if args.out is None:
         return 0
     rows = [
@@ -134,10 +135,12 @@ def main() -> int:
         if row["status"] == "ok" and row["share_of_limit"] and row["contender"] != "limit"
     ]
     ranks = args.ranks or max((row["ranks"] for row in rows), default=0)
-    rows = [row for row in rows if row["ranks"] == ranks]
+    kernel = args.kernel or found[0]["kernel"]
+    rows = [row for row in rows if (row["ranks"], row["limit_kernel"]) == (ranks, kernel)]
+    rows = list({(row["contender"], row["length"], row["kv_heads"]): row for row in rows}.values())
     rows = [row for row in rows if any(fnmatch(row["contender"], pattern) for pattern in args.contenders)]
     if not rows:
-        print(f"Nothing to draw for {ranks} ranks and {args.contenders}.", file=sys.stderr)
+        print(f"Nothing to draw for {ranks} ranks, {kernel} and {args.contenders}.", file=sys.stderr)
         return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, args.part, found[0]["hardware"]["device"]).savefig(args.out, dpi=150)

@@ -1,0 +1,208 @@
+"""`hf-burst bench attention` and the side-by-side recipe: what is written is right, and nothing that fails hangs."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_burst.cli import bench
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
+PEERS_ON_GPUS = {
+    *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
+    *(f"torch {kernel} {method}" for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")),
+}
+
+# contenders that are wrong or fail, on one rank only or on all; run by two processes
+FAILING = """
+import argparse, sys, time
+import torch, torch.distributed as dist
+from hf_burst.cli.bench import add_attention_arguments, benchmark
+from hf_burst.cli.bench_contenders import Contender, Prepared, hf_burst
+
+SETTINGS = argparse.ArgumentParser()
+add_attention_arguments(SETTINGS)
+
+def spoiled(name, spoil, when="call", family="spoiled"):
+    def build(case):
+        if when == "build":
+            spoil(case)
+        good = hf_burst("kv_ring").build(case)
+        def attend(q, k, v):
+            if when == "call":
+                spoil(case)
+            out = good.attend(q, k, v)
+            return out * 1.01 if when == "result" and case.rank == 1 else out
+        return Prepared(attend, good.cut, good.sent)
+    return Contender(name, family, build)
+
+def on_one(case):
+    if case.rank == 1:
+        raise RuntimeError("only here")
+
+def on_one_later(case):
+    if case.rank == 1 and case.length > 64:
+        raise torch.OutOfMemoryError("too long")
+
+def on_all(case):
+    raise MemoryError("everywhere")
+
+def silent(case):
+    pass
+
+contenders = [
+    spoiled("healthy before", silent),
+    spoiled("build of one rank", on_one, "build"),
+    spoiled("call of one rank", on_one),
+    spoiled("long call of one rank", on_one_later),
+    spoiled("call of all ranks", on_all),
+    spoiled("one percent", silent, "result"),
+    spoiled("healthy after", silent),
+]
+sys.exit(benchmark(SETTINGS.parse_args(), contenders))
+"""
+
+
+def launch(script: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *TINY, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def assert_follows_schema(result: dict[str, Any]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((ROOT / "recipes/benchmarks/schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(result, schema)
+
+
+def assert_numbers_agree(row: dict[str, Any], limit: dict[str, Any]) -> None:
+    """Everything that is derived follows from the times of the rounds."""
+    flops = 2 * row["length"] ** 2 * row["q_heads"] * row["head_dim"] / row["ranks"]
+    for part, factor in (("forward", 1), ("backward", 2.5), ("both", 3.5)):
+        seconds = row["seconds"][part]
+        assert row["median_s"][part] == statistics.median(seconds)
+        assert 0 <= row["iqr_s"][part] <= max(seconds) - min(seconds)
+        assert row["tflops_per_gpu"][part] == pytest.approx(factor * flops / row["median_s"][part] / 1e12)
+        assert row["share_of_limit"][part] == pytest.approx(limit["median_s"][part] / row["median_s"][part])
+        assert len(seconds) == len(limit["seconds"][part]), "all take part in every round"
+    assert row["median_s"]["both"] >= max(row["median_s"]["forward"], row["median_s"]["backward"])
+
+
+def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "result.json"
+    options = ["--lengths", "64", "128", "--kv-heads", "2", "4", "--schedules", "auto", "kv_ring", "burst"]
+    options += ["--seconds", "4", "--rounds", "3", "6", "--warmup", "3", "--out", str(out)]
+    done = launch("recipes/benchmarks/attention.py", *options)
+    result = json.loads(out.read_text())
+    assert_follows_schema(result)
+
+    ours = {"hf_burst auto", "hf_burst kv_ring", "hf_burst burst"}
+    right = {check["contender"] for check in result["checks"] if check["status"] == "ok"}
+    assert right == {"limit", "ulysses plain"} | ours
+    missing = {check["contender"]: check["reason"] for check in result["checks"] if check["status"] == "unavailable"}
+    assert set(missing) == PEERS_ON_GPUS
+    assert all(missing.values())
+    assert all(check["errors"]["dk"] < 1e-5 for check in result["checks"] if check["status"] == "ok")
+
+    rows = {(row["contender"], row["length"], row["kv_heads"]): row for row in result["results"]}
+    assert set(rows) == {(name, length, heads) for name in right for length in (64, 128) for heads in (2, 4)}
+    for (_, length, heads), row in rows.items():
+        assert 3 <= len(row["seconds"]["both"]) <= 6
+        assert_numbers_agree(row, rows["limit", length, heads])
+    # over two ranks in zigzag, rank 0 needs all keys of rank 1, which needs one half of those of rank 0 and returns the
+    # gradients of that half; Ulysses sends one half of q, k, v and out
+    shard = 32 * 4 * 16 * 4
+    ring = {"forward": 2 * shard, "backward": 2 * shard + shard, "source": "plan"}
+    assert rows["hf_burst kv_ring", 64, 4]["bytes_sent"] == ring
+    assert rows["ulysses plain", 64, 4]["bytes_sent"]["backward"] == 4 * shard // 2
+    assert rows["limit", 64, 4]["bytes_sent"]["forward"] == 0
+    assert "TF/s per GPU" in done.stdout
+    assert len(done.stdout.splitlines()) <= 100
+
+    picture = tmp_path / "picture.png"
+    command = [sys.executable, "recipes/benchmarks/plot.py", str(out), "--out", str(picture), "--markdown"]
+    drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "| hf_burst auto | " in drawn.stdout
+
+
+def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    script, out = tmp_path / "failing.py", tmp_path / "result.json"
+    script.write_text(FAILING)
+    options = ["--lengths", "64", "128", "--kv-heads", "4", "--schedules", "kv_ring", "--timeout", "4"]
+    options += ["--seconds", "2", "--rounds", "2", "3", "--warmup", "2", "--out", str(out)]
+    done = launch(script, *options)
+    result = json.loads(out.read_text())
+    assert_follows_schema(result)
+    checks = {check["contender"]: check for check in result["checks"]}
+    assert checks["build of one rank"]["status"] == "unavailable"
+    assert checks["build of one rank"]["reason"] == "rank 1: RuntimeError: only here"
+    assert checks["call of one rank"]["status"] == "failed"
+    assert checks["call of one rank"]["reason"].startswith("rank 1: RuntimeError: only here; rank 0: ")
+    assert checks["call of all ranks"]["status"] == "failed"
+    assert checks["call of all ranks"]["reason"] == "MemoryError: everywhere"
+    assert checks["one percent"]["status"] == "wrong"
+    assert "error of out" in checks["one percent"]["reason"]
+
+    status = {(row["contender"], row["length"]): row["status"] for row in result["results"]}
+    good = {"limit", "hf_burst kv_ring", "healthy before", "healthy after"}
+    assert {name for name, _ in status} == good | {"long call of one rank"}, "nothing wrong is timed"
+    assert all(status[name, length] == "ok" for name in good for length in (64, 128))
+    assert status["long call of one rank", 64] == "ok"
+    assert status["long call of one rank", 128] == "failed"
+    assert "one percent wrong" in done.stdout
+
+
+def arguments(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(["attention", *TINY, *options])
+
+
+def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
+    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--out", str(out)]
+    assert bench.run(arguments(*options)) == 0
+    result = json.loads(out.read_text())
+    assert_follows_schema(result)
+    assert result["git_commit"] == "abc"
+    assert [row["status"] for row in result["results"]] == ["ok", "ok"]
+    assert result["results"][1]["config"] == {"schedule": "burst", "logits_limit_gib": 2.5}
+    assert "hf_burst burst" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--kv-heads", "3"], "--q-heads 4 is no whole multiple of --kv-heads 3"),
+        (["--kv-heads", "2", "--lengths", "63"], "63 tokens cannot be cut into 2 x 1 equal chunks"),
+        (["--kv-heads", "2", "--kernel", "flash_attn_9"], "there is none of that name"),
+        (["--kv-heads", "2", "--rounds", "5", "2"], "--rounds is 5 2"),
+        (["--kv-heads", "2", "--head-dim", "-1"], "--head-dim is -1"),
+    ],
+)
+def test_settings_that_cannot_be_used(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run(arguments("--lengths", "64", *options)) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
+    pytest.importorskip("matplotlib")
+    from recipes.benchmarks.plot import spread
+
+    assert spread([0.1, 0.5], 0.05, 1.0) == pytest.approx([0.1, 0.5])
+    assert spread([0.5, 0.5, 0.5], 0.1, 1.0) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread([0.99, 0.995], 0.05, 1.0) == pytest.approx([0.95, 1.0])
