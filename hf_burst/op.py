@@ -173,7 +173,7 @@ def attention_backward(
     known = out if dlse is None else None
     if isinstance(exchange, Symmetric) and dlse is None and recurs(work.masks, dout):
         run = _recorded(work, exchange.arena, sizes, tuple(dout.shape), ())
-        dq, dk, dv = run((dout, out, lse, delta, *inputs))
+        dq, dk, dv = run((dout, lse, delta, *inputs))
         return dq, dk, dv
     return work.backward(exchange, sizes, dout, inputs, known, lse, delta)
 
@@ -191,8 +191,8 @@ def _recorded(
 
     def run_backward(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert sizes is not None
-        dout, out, lse, delta, *rest = inputs
-        return work.backward(exchange, sizes, dout, list(rest), out, lse, delta)
+        dout, lse, delta, *rest = inputs
+        return work.backward(exchange, sizes, dout, list(rest), None, lse, delta)
 
     return Recorded(arena, run_forward if sizes is None else run_backward)
 

@@ -26,6 +26,7 @@ class Recorded:
 
     def __init__(self, arena: Arena, run: Pass) -> None:
         self.arena, self.run, self.seen = arena, run, 0
+        self.own: Arena | None = None  # what is recorded reads and writes it
         self.graph = torch.cuda.CUDAGraph()
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
@@ -39,10 +40,12 @@ class Recorded:
             self._record(inputs)
         torch._foreach_copy_(self.inputs, list(inputs), non_blocking=True)
         self.graph.replay()
-        return [output.clone() for output in self.outputs]
+        results = [torch.empty_like(output) for output in self.outputs]
+        torch._foreach_copy_(results, self.outputs, non_blocking=True)
+        return results
 
     def _record(self, inputs: Sequence[torch.Tensor]) -> None:
-        own = self.arena.twin()
+        self.own = own = self.arena.twin()
         self.inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
         self.run(Symmetric(own), self.inputs)  # takes the memory that recording must not take
         torch.cuda.current_stream().wait_stream(own.stream)
