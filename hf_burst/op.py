@@ -138,7 +138,7 @@ def _(
     schedule, _, group = settings[-3:]
     sizes = _sizes(q, k, v)
     route = _route(schedule, sizes, q.dtype, _members(group))
-    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, *q.shape[:2], sizes)]
+    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, q.shape[0], q.shape[1], sizes, q.device)]
 
 
 @torch.library.custom_op("hf_burst::attention_backward", mutates_args=())

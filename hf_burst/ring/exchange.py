@@ -28,7 +28,6 @@ class Part:
         shapes (`tuple`): Shape and dtype of every tensor that the peer has published.
         index (`int`): Which of them.
         start, stop (`int`): Its rows, the second dimension.
-        batch (`tuple[int, int]`, *optional*): Of which sequences, the first dimension; all by default.
     """
 
     peer: int
@@ -36,13 +35,53 @@ class Part:
     index: int
     start: int
     stop: int
-    batch: tuple[int, int] | None = None
 
     @property
     def shape(self) -> Shape:
         (batch, _, *rest), dtype = self.shapes[self.index]
-        first, last = self.batch or (0, batch)
-        return (last - first, self.stop - self.start, *rest), dtype
+        return (batch, self.stop - self.start, *rest), dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows and heads of a tensor of shape `(B, S, H, D)` that go to or come from a peer.
+
+    Args:
+        peer (`int`): A rank of the group, possibly this one.
+        index (`int`): Which of the tensors published.
+        rows, heads (`tuple[int, int]`): `[start, stop)` of them.
+    """
+
+    peer: int
+    index: int
+    rows: tuple[int, int]
+    heads: tuple[int, int]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor."""
+        return tensor[:, slice(*self.rows), slice(*self.heads)]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A block, and where it goes: rows and heads of the destination of the same index."""
+
+    source: Block
+    rows: tuple[int, int]
+    heads: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """One round of an exchange in which every rank publishes tensors of the same shapes.
+
+    Args:
+        given (`tuple[Block, ...]`): What peers take of this rank's tensors, in their order.
+        taken (`tuple[Move, ...]`): What this rank takes, itself included.
+    """
+
+    given: tuple[Block, ...]
+    taken: tuple[Move, ...]
 
 
 class Posted(Protocol):
@@ -61,10 +100,6 @@ class Exchange(Protocol):
     """
 
     sent: Traffic
-
-    def room(self, channel: Channel, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """Where to put what is published next: writing it there saves a copy."""
-        ...
 
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
@@ -97,6 +132,26 @@ class Exchange(Protocol):
         """
         ...
 
+    def move(
+        self,
+        channel: Channel,
+        moves: Moves,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        tag: int,
+    ) -> Posted:
+        """Starts a round in which heads are exchanged.
+
+        Args:
+            channel (`str`): Where `sources` were published.
+            moves ([`Moves`]): What goes where.
+            sources (sequence of `torch.Tensor` of shape `(B, S, H, D)`): What this rank has published; equal shapes
+                and dtypes on all ranks.
+            into (sequence of `torch.Tensor` of shape `(B, S', H', D)`): The destinations, of any strides.
+            tag (`int`): Tells the rounds apart.
+        """
+        ...
+
 
 @dataclass
 class _Messages:
@@ -124,10 +179,6 @@ class PeerToPeer:
     group: ContextGroup
     device: torch.device
     sent: Traffic = field(default_factory=Traffic)
-
-    def room(self, channel: Channel, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """See [`Exchange.room`]."""
-        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
 
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
@@ -157,3 +208,24 @@ class PeerToPeer:
         self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Messages(works, tensors, landing, list(into))
+
+    def move(
+        self,
+        channel: Channel,
+        moves: Moves,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        tag: int,
+    ) -> _Messages:
+        """See [`Exchange.move`]."""
+        sends = [(block.of(sources[block.index]), block.peer) for block in moves.given if block.peer != self.group.rank]
+        places, shapes, receives = [], tuple((tuple(t.shape), t.dtype) for t in sources), []
+        for move in moves.taken:
+            block = move.source
+            place = into[block.index][:, slice(*move.rows), slice(*move.heads)]
+            if block.peer == self.group.rank:
+                place.copy_(block.of(sources[block.index]))
+                continue
+            places.append(place)
+            receives.append(Part(block.peer, shapes, block.index, *block.rows))
+        return self.fetch(channel, sends, receives, tag, places)

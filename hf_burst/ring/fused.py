@@ -3,6 +3,8 @@
 Tensors are `(B, S, H, D)` with adjacent elements of a head, log-sum-exps `(B, S, H)`, both of any other strides.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -116,3 +118,80 @@ def _product(
     if less:
         found -= tl.load(dlse + b * l_b + s * l_s + h * l_h, mask=here, other=0.0)
     tl.store(delta + b * d_b + s * d_s + h * d_h, found, mask=here)
+
+
+class Table:
+    """Many strided copies as one kernel: what is fixed about them, on the device.
+
+    Sources are the memory of peers or one's own and stay where they are; destinations are given with each run.
+
+    Args:
+        pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the
+            destination `index`. Adjacent are either the elements of all heads of a row, or the rows of a head (D = 1).
+        into (sequence of `torch.Tensor`): At most four destinations.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]], into: Sequence[torch.Tensor]) -> None:
+        entries = []
+        for source, place, index in pairs:
+            rows, heads, dim = source.shape[1:]
+            if source.stride(3) == place.stride(3) == 1 and source.stride(2) == place.stride(2) == dim:
+                outer, inner, steps = rows, heads * dim, (source.stride(1), place.stride(1))
+            elif dim == 1 and source.stride(1) == place.stride(1) == 1:
+                outer, inner, steps = heads, rows, (source.stride(2), place.stride(2))
+            else:
+                raise ValueError(f"no adjacent elements in {source.stride()} and {place.stride()}")
+            size = source.element_size()
+            for b in range(source.shape[0]):
+                ahead = place[b].data_ptr() - into[index].data_ptr()
+                numbers = (source[b].data_ptr(), ahead, inner * size, steps[0] * size, steps[1] * size)
+                entries.append((*numbers, outer, index, 0))
+        bases = [tensor.data_ptr() for tensor in into]
+        bytes_of = [number for entry in entries for number in entry[:5]]
+        self.unit = next(unit for unit in (16, 8, 4, 2, 1) if all(number % unit == 0 for number in [*bytes_of, *bases]))
+        self.word = min(self.unit, 8)
+        self.kind = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.word]
+        words = [entry[2] // self.word for entry in entries]
+        self.width = min(256, triton.next_power_of_2(min(words)))
+        self.height = max(1, 2048 // self.width)
+        tiles = [
+            triton.cdiv(w, self.width) * triton.cdiv(e[5], self.height) for w, e in zip(words, entries, strict=True)
+        ]
+        self.grid = (max(tiles), len(entries))
+        self.table = torch.tensor(entries, dtype=torch.int64).to(into[0].device)
+
+    def run(self, into: Sequence[torch.Tensor]) -> None:
+        """Copies into these destinations, which are laid out as those that the table was made with."""
+        given = [tensor.data_ptr() for tensor in into]
+        places = [*given, *given[:1] * (4 - len(given))]
+        with torch.cuda.device(into[0].device):
+            _copy[self.grid](
+                *(self.table, *places),
+                kind=self.kind,
+                word=self.word,
+                aligned=self.unit,
+                width=self.width,
+                height=self.height,
+            )
+
+
+@triton.jit(do_not_specialize=["first", "second", "third", "fourth"])
+def _copy(
+    table, first, second, third, fourth,
+    kind: tl.constexpr, word: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, height: tl.constexpr,
+):  # fmt: skip
+    entry = table + tl.program_id(1) * 8
+    source, ahead, inner = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) // word
+    source_step, place_step = tl.load(entry + 3) // word, tl.load(entry + 4) // word
+    outer, index = tl.load(entry + 5), tl.load(entry + 6)
+    base = tl.where(index == 0, first, tl.where(index == 1, second, tl.where(index == 2, third, fourth)))
+    columns = tl.cdiv(inner, width)
+    row = tl.program_id(0) // columns * height + tl.arange(0, height)
+    column = tl.program_id(0) % columns * width + tl.arange(0, width)
+    here = (row < outer)[:, None] & (column < inner)[None]
+    start = tl.multiple_of(source.to(tl.pointer_type(kind)), aligned)
+    stop = tl.multiple_of((base + ahead).to(tl.pointer_type(kind)), aligned)
+    if aligned == 16:
+        source_step, place_step = tl.multiple_of(source_step, 2), tl.multiple_of(place_step, 2)
+    values = tl.load(start + row[:, None] * source_step + column[None], mask=here)
+    tl.store(stop + row[:, None] * place_step + column[None], values, mask=here)

@@ -5,16 +5,18 @@ The heads go in slices, so that the next slice is on its way while one is comput
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from ..plan import Sharding
-from .exchange import Exchange, Part, Posted, Shape
+from .exchange import Block, Exchange, Move, Moves, Posted
 
 
+@dataclass(frozen=True)
 class Mates:
-    """The ranks that exchange heads, and where their tokens lie in the shard that they have together.
+    """The ranks that exchange heads.
 
     Args:
         sharding ([`Sharding`]): Who of the whole group holds what.
@@ -23,24 +25,36 @@ class Mates:
         ulysses (`int`): How many ranks exchange heads.
     """
 
-    def __init__(self, sharding: Sharding, together: Sharding, rank: int, ulysses: int) -> None:
-        self.place, self.member = divmod(rank, ulysses)
-        self.ranks = tuple(range(self.place * ulysses, (self.place + 1) * ulysses))
-        shared = together.runs(self.place)
-        # for each mate: where its rows go, from which row on, how many
-        self.spans: list[list[tuple[int, int, int]]] = []
-        for mate in self.ranks:
-            spans = []
-            for run in sharding.runs(mate):
-                home = next(whole for whole in shared if whole.start <= run.start < whole.stop)
-                spans.append((home.local + run.start - home.start, run.local, run.size))
-            self.spans.append(spans)
-        self.tokens = together.tokens(self.place)
+    sharding: Sharding
+    together: Sharding
+    rank: int
+    ulysses: int
 
     @property
-    def own(self) -> list[tuple[int, int, int]]:
-        """The spans of this rank."""
-        return self.spans[self.member]
+    def tokens(self) -> int:
+        """How many tokens the mates have together."""
+        return self.together.tokens(self.rank // self.ulysses)
+
+    @property
+    def member(self) -> int:
+        """Which of the mates this rank is."""
+        return self.rank % self.ulysses
+
+    @property
+    def ranks(self) -> range:
+        """The mates as the group numbers them."""
+        first = self.rank - self.member
+        return range(first, first + self.ulysses)
+
+    def spans(self, mate: int) -> list[tuple[int, int, int]]:
+        """Where the tokens of a rank lie in the shard that the mates have together: first row there, first row of the
+        rank's own shard, how many."""
+        shared = self.together.runs(self.rank // self.ulysses)
+        found = []
+        for run in self.sharding.runs(mate):
+            home = next(whole for whole in shared if whole.start <= run.start < whole.stop)
+            found.append((home.local + run.start - home.start, run.local, run.size))
+        return found
 
 
 class HeadsIn:
@@ -49,89 +63,19 @@ class HeadsIn:
     Args:
         exchange ([`Exchange`]): The messages.
         mates ([`Mates`]): Who exchanges.
-        groups (sequence of sequences of `torch.Tensor` of shape `(B, n, H, D)`): What is exchanged; tensors of a group
-            have one dtype and travel together.
+        tensors (sequence of `torch.Tensor` of shape `(B, n, H, D)`): What is exchanged.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(self, exchange: Exchange, mates: Mates, groups: Sequence[Sequence[torch.Tensor]], slices: int) -> None:
-        self.exchange, self.mates, self.slices = exchange, mates, slices
-        self.batch, self.rows = groups[0][0].shape[:2]
-        self.pieces = len(mates.ranks) * slices  # a piece is what one rank gets in one slice
-        self.sizes = [[(t.shape[2] // self.pieces, t.shape[3]) for t in group] for group in groups]
-        widths = [sum(heads * dim for heads, dim in sizes) for sizes in self.sizes]
-        self.shapes: tuple[Shape, ...] = tuple(
-            ((self.pieces * self.batch, self.rows, width), group[0].dtype)
-            for width, group in zip(widths, groups, strict=True)
-        )
-        self.packed = exchange.room("heads in", self.shapes)
-        for packed, group, sizes in zip(self.packed, groups, self.sizes, strict=True):
-            ahead = 0
-            for tensor, (heads, dim) in zip(group, sizes, strict=True):
-                # (slice, mate, B, n, ...) from heads in the order (mate, slice, ...)
-                source = tensor.unflatten(2, (len(mates.ranks), slices, heads)).permute(3, 2, 0, 1, 4, 5)
-                width = heads * dim
-                place = packed[..., ahead : ahead + width].unflatten(2, (heads, dim))
-                place.unflatten(0, (slices, len(mates.ranks), self.batch)).copy_(source)
-                ahead += width
-        exchange.publish("heads in", self.packed, sum(tensor.nbytes for tensor in self.packed))
+    def __init__(self, exchange: Exchange, mates: Mates, tensors: Sequence[torch.Tensor], slices: int) -> None:
+        self.exchange, self.mates, self.tensors, self.slices = exchange, mates, tensors, slices
+        self.heads = tuple(tensor.shape[2] // mates.ulysses // slices for tensor in tensors)
+        exchange.publish("heads in", tensors, sum(tensor.nbytes for tensor in tensors))
 
-    def fetch(self, index: int) -> "Arriving":
-        """Starts to fetch a slice."""
-        mates, sends, receives = self.mates, [], []
-        landing = [
-            torch.empty(self.batch, mates.tokens, shape[2], dtype=dtype, device=packed.device)
-            for packed, (shape, dtype) in zip(self.packed, self.shapes, strict=True)
-        ]
-        into = []
-        for mate, rank in enumerate(mates.ranks):
-            given, wanted = self._piece(index, mate), self._piece(index, mates.member)
-            for which, packed in enumerate(self.packed):
-                if mate == mates.member:
-                    for there, here, size in mates.own:
-                        source = packed[slice(*wanted), here : here + size]
-                        landing[which][:, there : there + size].copy_(source)
-                    continue
-                sends += [(packed[slice(*given), here : here + size], rank) for _, here, size in mates.own]
-                for there, here, size in mates.spans[mate]:
-                    receives.append(Part(rank, self.shapes, which, here, here + size, wanted))
-                    into.append(landing[which][:, there : there + size])
-        posted = self.exchange.fetch("heads in", sends, receives, tag=2 * index, into=into)
-        return Arriving(posted, landing, self.sizes)
-
-    def _piece(self, index: int, mate: int) -> tuple[int, int]:
-        first = (index * len(self.mates.ranks) + mate) * self.batch
-        return first, first + self.batch
-
-
-class Arriving:
-    """A slice under way.
-
-    Args:
-        posted ([`Posted`]): Its messages.
-        landing (sequence of `torch.Tensor` of shape `(B, N, width)`): Where each group lands.
-        sizes (sequence): Heads and head size of every tensor of every group.
-    """
-
-    def __init__(
-        self, posted: Posted, landing: Sequence[torch.Tensor], sizes: Sequence[Sequence[tuple[int, int]]]
-    ) -> None:
-        self.posted, self.landing, self.sizes = posted, landing, sizes
-
-    def wait(self) -> list[torch.Tensor]:
-        """All tensors of all groups, `(B, N, H / ranks / slices, D)`, views of `landing`."""
-        self.posted.wait()
-        return [
-            tensor for landed, sizes in zip(self.landing, self.sizes, strict=True) for tensor in unpack(landed, sizes)
-        ]
-
-
-def unpack(packed: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """The tensors of `(heads, dim)` that lie side by side in the last dimension."""
-    ends = [0]
-    for heads, dim in sizes:
-        ends.append(ends[-1] + heads * dim)
-    return [packed[..., a:b].unflatten(2, size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
+    def fetch(self, index: int, into: Sequence[torch.Tensor]) -> Posted:
+        """Starts to fetch a slice into tensors of shape `(B, N, H / ranks / slices, D)`."""
+        moves = _moves_in(self.mates, self.heads, self.slices, index)
+        return self.exchange.move("heads in", moves, self.tensors, into, tag=2 * index)
 
 
 class HeadsOut:
@@ -140,47 +84,53 @@ class HeadsOut:
     Args:
         exchange ([`Exchange`]): The messages.
         mates ([`Mates`]): Who exchanges.
-        results (sequence of `torch.Tensor` of shape `(B, n, H, D)`): Where results go, of any strides.
+        results (sequence of `torch.Tensor` of shape `(B, n, H, D)`): Where results go.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
     def __init__(self, exchange: Exchange, mates: Mates, results: Sequence[torch.Tensor], slices: int) -> None:
         self.exchange, self.mates, self.results, self.slices = exchange, mates, results, slices
-        self.under_way: tuple[int, Posted, list[torch.Tensor]] | None = None
+        self.under_way: list[Posted] = []
 
     def send(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`, and puts those of the slice
-        before in place."""
-        mates = self.mates
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
         self.exchange.publish("heads out", tensors, sum(tensor.nbytes for tensor in tensors))
-        landing = [
-            tensor.new_empty(len(mates.ranks), tensor.shape[0], result.shape[1], *tensor.shape[2:])
-            for tensor, result in zip(tensors, self.results, strict=True)
-        ]
-        sends, receives, into = [], [], []
-        for mate, rank in enumerate(mates.ranks):
-            for which, tensor in enumerate(tensors):
-                if mate == mates.member:
-                    for there, here, size in mates.own:
-                        landing[which][mate][:, here : here + size].copy_(tensor[:, there : there + size])
-                    continue
-                sends += [(tensor[:, there : there + size], rank) for there, _, size in mates.spans[mate]]
-                for there, here, size in mates.own:
-                    receives.append(Part(rank, shapes, which, there, there + size))
-                    into.append(landing[which][mate][:, here : here + size])
-        posted = self.exchange.fetch("heads out", sends, receives, tag=2 * index + 1, into=into)
-        self.finish()
-        self.under_way = index, posted, landing
+        moves = _moves_out(self.mates, tuple(tensor.shape[2] for tensor in tensors), self.slices, index)
+        self.under_way.append(self.exchange.move("heads out", moves, tensors, self.results, tag=2 * index + 1))
 
     def finish(self) -> None:
-        """Puts in place what is still under way."""
-        if self.under_way is None:
-            return
-        index, posted, landing = self.under_way
-        posted.wait()
-        for result, landed in zip(self.results, landing, strict=True):
-            heads = landed.shape[3]
-            place = result.unflatten(2, (len(self.mates.ranks), self.slices, heads))[:, :, :, index]
-            place.copy_(landed.permute(1, 2, 0, 3, 4))
-        self.under_way = None
+        """Waits for what is still under way."""
+        for posted in self.under_way:
+            posted.wait()
+        self.under_way = []
+
+
+@lru_cache(maxsize=256)
+def _moves_in(mates: Mates, heads: tuple[int, ...], slices: int, index: int) -> Moves:
+    """What each mate fetches of a slice; `heads` of every tensor are in it."""
+    given, taken = [], []
+    for mate, rank in enumerate(mates.ranks):
+        for which, count in enumerate(heads):
+            wanted = (mates.member * slices + index) * count
+            offered = (mate * slices + index) * count
+            for _, row, size in mates.spans(mates.rank):
+                given.append(Block(rank, which, (row, row + size), (offered, offered + count)))
+            for there, row, size in mates.spans(rank):
+                source = Block(rank, which, (row, row + size), (wanted, wanted + count))
+                taken.append(Move(source, (there, there + size), (0, count)))
+    return Moves(tuple(given), tuple(taken))
+
+
+@lru_cache(maxsize=256)
+def _moves_out(mates: Mates, heads: tuple[int, ...], slices: int, index: int) -> Moves:
+    """As [`_moves_in`], the other way round."""
+    given, taken = [], []
+    for mate, rank in enumerate(mates.ranks):
+        for which, count in enumerate(heads):
+            place = (mate * slices + index) * count
+            for there, _, size in mates.spans(rank):
+                given.append(Block(rank, which, (there, there + size), (0, count)))
+            for there, row, size in mates.spans(mates.rank):
+                source = Block(rank, which, (there, there + size), (0, count))
+                taken.append(Move(source, (row, row + size), (place, place + count)))
+    return Moves(tuple(given), tuple(taken))

@@ -1,6 +1,8 @@
 """A route: heads over neighbouring ranks, the sequence over the rest, and what happens between these."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -11,14 +13,16 @@ from ..kernels import Kernel, Scores
 from ..mesh import ContextGroup
 from ..plan import Mask, make_plan, make_sharding
 from ..plan.schedule import Visitor
-from .exchange import Exchange, PeerToPeer
+from .exchange import Exchange, PeerToPeer, Posted
 from .execute import Attention, backward, forward
 from .gather import gather_backward, gather_forward
-from .heads import HeadsIn, HeadsOut, Mates, unpack
+from .heads import HeadsIn, HeadsOut, Mates
 from .merge import accumulation_dtype, heads_first
 from .symmetric import Arena, Symmetric, open_arena
 
 _SLICES = 4
+_BLOCK_ROWS = 128
+_BLOCKS = 512
 
 
 class HeadSizes(NamedTuple):
@@ -45,19 +49,39 @@ class HeadSizes(NamedTuple):
         return [(heads // pieces, dim) for _, _, heads, dim in self.shapes(0, 0)]
 
 
-def head_slices(route: Route, kv_heads: int) -> int:
-    """Into how many slices the key heads of a rank are cut, so that one travels while another is computed."""
-    heads = kv_heads // route.ulysses
-    return next(count for count in range(_SLICES, 0, -1) if heads % count == 0)
+def head_slices(route: Route, sizes: HeadSizes, tokens: int, device: torch.device) -> int:
+    """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs no more
+    than leave enough blocks of rows for all multiprocessors.
+
+    Args:
+        route ([`Route`]): With `ulysses` ranks that exchange heads.
+        sizes ([`HeadSizes`]): Heads of all ranks.
+        tokens (`int`): Tokens of one rank.
+        device (`torch.device`): Where it is computed.
+    """
+    heads = sizes.kv_heads // route.ulysses
+    blocks = sizes.q_heads * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
+    most = _SLICES if device.type == "cpu" else max(1, min(_SLICES, blocks // _BLOCKS))
+    return next(count for count in range(most, 0, -1) if heads % count == 0)
 
 
-def kept_shapes(route: Route, batch: int, tokens: int, sizes: HeadSizes) -> list[tuple[int, int, int]]:
+def kept_shapes(
+    route: Route, batch: int, tokens: int, sizes: HeadSizes, device: torch.device
+) -> list[tuple[int, int, int]]:
     """What the forward pass of a route keeps instead of q, k and v, if it does."""
     if route.ulysses == 1:
         return []
-    slices = head_slices(route, sizes.kv_heads)
+    slices = head_slices(route, sizes, int(tokens), device)
     width = sum(heads * dim for heads, dim in sizes.piece(route.ulysses * slices))
     return [(batch, tokens * route.ulysses, width)] * slices
+
+
+def unpack(packed: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The tensors of `(heads, dim)` that lie side by side in the last dimension."""
+    ends = [0]
+    for heads, dim in sizes:
+        ends.append(ends[-1] + heads * dim)
+    return [packed[..., a:b].unflatten(2, size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -103,20 +127,24 @@ class Routed:
         """
         if self.route.ulysses == 1:
             return *self._forward(exchange, q, k, v, sinks), []
-        mates, slices = self._mates(), head_slices(self.route, k.shape[2])
-        arriving = HeadsIn(exchange, mates, [(q, k, v)], slices)
+        sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        mates, slices = self._mates(), head_slices(self.route, sizes, q.shape[1], q.device)
+        arriving = HeadsIn(exchange, mates, (q, k, v), slices)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsOut(exchange, mates, (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.route.ulysses)[mates.member].chunk(slices)
-        kept: list[torch.Tensor] = []
-        now = arriving.fetch(0)
+        kept = [q.new_empty(shape) for shape in kept_shapes(self.route, q.shape[0], q.shape[1], sizes, q.device)]
+        some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
+        now = arriving.fetch(0, some[0])
         for index in range(slices):
-            some = now.wait()
-            kept += now.landing
+            now.wait()
             if index + 1 < slices:
-                now = arriving.fetch(index + 1)
-            part, part_lse = self._forward(exchange, *some, None if own_sinks is None else own_sinks[index])
+                now = arriving.fetch(index + 1, some[index + 1])
+            own_q, own_k, own_v = some[index]
+            part, part_lse = self._forward(
+                exchange, own_q, own_k, own_v, None if own_sinks is None else own_sinks[index]
+            )
             leaving.send(index, (part, part_lse.unsqueeze(3)))
         leaving.finish()
         return out, lse, kept
@@ -145,20 +173,28 @@ class Routed:
         if self.route.ulysses == 1:
             q, k, v = inputs
             return self._backward(exchange, dout, q, k, v, out, lse, delta)
-        mates, slices = self._mates(), head_slices(self.route, sizes.kv_heads)
-        arriving = HeadsIn(exchange, mates, [(dout,), (lse.unsqueeze(3), delta.unsqueeze(3))], slices)
-        dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(*dout.shape[:2]))
+        mates, slices = self._mates(), len(inputs)
+        batch, tokens = dout.shape[:2]
+        arriving = HeadsIn(exchange, mates, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
+        dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(batch, tokens))
         leaving = HeadsOut(exchange, mates, (dq, dk, dv), slices)
-        now = arriving.fetch(0)
+        pieces = self.route.ulysses * slices
+        heads = sizes.q_heads // pieces
+
+        def fetch(index: int) -> tuple[Posted, torch.Tensor, list[torch.Tensor]]:
+            own_dout = dout.new_empty(batch, mates.tokens, heads, sizes.value_dim)
+            scalars = [heads_first((batch, mates.tokens, heads), lse.dtype, dout.device) for _ in range(2)]
+            posted = arriving.fetch(index, (own_dout, *(tensor.unsqueeze(3) for tensor in scalars)))
+            return posted, own_dout, scalars
+
+        now = fetch(0)
         for index, packed in enumerate(inputs):
-            some_dout, *scalars = now.wait()
+            posted, own_dout, (own_lse, own_delta) = now
+            posted.wait()
             if index + 1 < slices:
-                now = arriving.fetch(index + 1)
-            some_lse, some_delta = (
-                tensor.squeeze(3).transpose(1, 2).contiguous().transpose(1, 2) for tensor in scalars
-            )
-            q, k, v = unpack(packed, sizes.piece(self.route.ulysses * slices))
-            leaving.send(index, self._backward(exchange, some_dout, q, k, v, None, some_lse, some_delta))
+                now = fetch(index + 1)
+            q, k, v = unpack(packed, sizes.piece(pieces))
+            leaving.send(index, self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta))
         leaving.finish()
         return dq, dk, dv
 

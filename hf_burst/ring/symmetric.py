@@ -13,6 +13,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,10 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
-from .exchange import Channel, Part, Shape
+from .exchange import Channel, Moves, Part, Shape
+
+if TYPE_CHECKING:
+    from .fused import Table
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +46,14 @@ class _Segments:
         self.size, self.published = size, 0
         self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
-        self.free: torch.cuda.Event | None = None
+        self.tables: dict[tuple[Moves, int, tuple[tuple[int, ...], ...]], "Table"] = {}
         self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def place(self, peer: int, turn: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the segment that a peer publishes in turn `turn`, `offset` bytes from its start."""
+    def place(
+        self, peer: int, turn: int, offset: int, shape: Sequence[int], dtype: torch.dtype, transposed: bool = False
+    ) -> torch.Tensor:
+        """A tensor in the segment that a peer publishes in turn `turn`, `offset` bytes from its start; `transposed` if
+        rows lie next to each other (scalars of rows, heads first)."""
         base = self.bases.get((peer, dtype))
         if base is None:
             count = 2 * self.size // dtype.itemsize
@@ -53,6 +61,8 @@ class _Segments:
         strides = [1] * len(shape)
         for dim in range(len(shape) - 2, -1, -1):
             strides[dim] = strides[dim + 1] * shape[dim + 1]
+        if transposed:
+            strides[1], strides[2] = 1, shape[1]
         return base.as_strided(shape, strides, (turn % 2 * self.size + offset) // dtype.itemsize)
 
 
@@ -78,7 +88,6 @@ class Arena:
             found = self.channels[channel] = _Segments(self.group, self.device, -(-nbytes // _GRANULE) * _GRANULE)
         return found
 
-
     def twin(self) -> "Arena":
         """Another one for the same ranks."""
         return Arena(self.group, self.device, self.seconds)
@@ -86,7 +95,7 @@ class Arena:
     def restart(self) -> None:
         """Forgets what was published: the next to use it waits for nobody."""
         for segments in self.channels.values():
-            segments.published, segments.free = 0, None
+            segments.published = 0
 
     def meet(self) -> None:
         """Waits on the current stream until all ranks are here."""
@@ -114,19 +123,6 @@ class Symmetric:
     sent: Traffic = field(default_factory=Traffic)
     held: list[torch.Tensor] = field(default_factory=list)  # until the current stream has waited for the copies
 
-    def room(self, channel: Channel, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """See [`Exchange.room`]; every rank asks for as much."""
-        offsets, _ = _offsets(tuple(shapes))
-        total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-        segments = self.arena.segments(channel, _capacity(total, len(shapes)))
-        if segments.free is not None:
-            torch.cuda.current_stream().wait_event(segments.free)
-        me, turn = self.arena.group.rank, segments.published
-        return [
-            segments.place(me, turn, offset, shape, dtype)
-            for offset, (shape, dtype) in zip(offsets, shapes, strict=True)
-        ]
-
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -136,13 +132,10 @@ class Symmetric:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for tensor, offset, (shape, dtype) in zip(tensors, offsets, shapes, strict=True):
-                place = segments.place(self.arena.group.rank, turn, offset, shape, dtype)
-                if place.data_ptr() != tensor.data_ptr():
-                    place.copy_(tensor, non_blocking=True)
-                    self.held.append(tensor)
+                place = segments.place(self.arena.group.rank, turn, offset, shape, dtype, _is_transposed(tensor))
+                place.copy_(tensor, non_blocking=True)
+                self.held.append(tensor)
             segments.handle.barrier(channel=0, timeout_ms=int(1000 * self.arena.seconds))
-            segments.free = torch.cuda.Event()
-            segments.free.record(stream)
         segments.published += 1
 
     def fetch(
@@ -167,17 +160,64 @@ class Symmetric:
                 offset = _offsets(part.shapes)[0][part.index]
                 shape, dtype = part.shapes[part.index]
                 whole = segments.place(part.peer, turn, offset, shape, dtype)
-                if part.batch is not None:
-                    whole = whole[slice(*part.batch)]
                 place.copy_(whole[:, part.start : part.stop], non_blocking=True)
             done = torch.cuda.Event()
             done.record(stream)
         self.sent += Traffic(len(sends), sum(tensor.nbytes for tensor, _ in sends))
         return _Copies(list(into), done)
 
+    def move(
+        self,
+        channel: Channel,
+        moves: Moves,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+        tag: int,
+    ) -> _Copies:
+        """See [`Exchange.move`]; one kernel reads from all peers."""
+        segments, stream = self.arena.channels[channel], self.arena.stream
+        turn = segments.published - 1
+        key = (moves, turn % 2, tuple(tensor.stride() for tensor in into))
+        table = segments.tables.get(key)
+        if table is None:
+            table = segments.tables[key] = self._table(segments, turn, moves, sources, into)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            table.run(into)
+            done = torch.cuda.Event()
+            done.record(stream)
+        others = [block for block in moves.given if block.peer != self.arena.group.rank]
+        self.sent += Traffic(len(others), sum(block.of(sources[block.index]).nbytes for block in others))
+        return _Copies(list(into), done)
+
+    def _table(
+        self,
+        segments: _Segments,
+        turn: int,
+        moves: Moves,
+        sources: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor],
+    ) -> "Table":
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in sources)
+        offsets, _ = _offsets(shapes)
+        pairs = []
+        for move in moves.taken:
+            index = move.source.index
+            whole = segments.place(
+                move.source.peer, turn, offsets[index], *shapes[index], _is_transposed(sources[index])
+            )
+            place = into[index][:, slice(*move.rows), slice(*move.heads)]
+            pairs.append((move.source.of(whole), place, index))
+        return Table(pairs, into)
+
 
 def _capacity(nbytes: int, tensors: int) -> int:
     return nbytes + tensors * _ALIGNMENT
+
+
+def _is_transposed(tensor: torch.Tensor) -> bool:
+    """Whether it is `(B, S, H, 1)` with adjacent rows."""
+    return tensor.ndim == 4 and tensor.shape[3] == 1 and tensor.stride(1) == 1
 
 
 @lru_cache(maxsize=1024)
@@ -223,6 +263,8 @@ def open_arena(group: ContextGroup, device: torch.device) -> Arena | str:
 def _refusal(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"symmetric memory is for GPUs, not for {device.type}"
+    if find_spec("triton") is None:
+        return "symmetric memory needs Triton"
     if torch.version.hip is not None:
         return "symmetric memory was not tried on ROCm"
     return None
