@@ -38,6 +38,7 @@ def seen_from_bottom_right(rows: int, columns: int, left: int | None, right: int
 
 
 def seen_from_top_left(rows: int, columns: int, causal: bool) -> torch.Tensor:
+    assert rows == columns or not causal, "from which corner others are counted depends on the version"
     whole = torch.ones(rows, columns, dtype=torch.bool)
     return whole.tril() if causal else whole
 
@@ -216,7 +217,9 @@ class FlashAttn4:
         sizes = {tensor.shape[-1] for tensor in tensors}
         assert all(64 <= size <= 256 for size in sizes)
         tensors = tuple(
-            tensor if tensor.stride(-1) == 1 and all(s % 8 == 0 for s in tensor.stride()[:-1]) else tensor.contiguous()
+            tensor
+            if tensor.stride(-1) == 1 and all(s % 8 == 0 for s in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+            else tensor.clone(memory_format=torch.contiguous_format)
             for tensor in tensors
         )
         check_tensors(*tensors, ndim=3 if documents.packed else 4)

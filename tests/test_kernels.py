@@ -334,7 +334,7 @@ STRIDES = {
 def test_strides_do_not_matter(kernel, dtype, strides, segments):
     spare(kernel, dtype)
     shape = Shape(13, 13, Band(0, None, segments))
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    tensors = make_tensors(shape, dtype, 64)  # which no kernel pads
     if strides == "expanded batch":
         tensors = Tensors(*(t[:1].repeat(2, 1, 1, 1) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)), 0.37)
     tensors = tensors.to(device=device_of(kernel))  # which would make what is strided contiguous
