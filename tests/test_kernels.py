@@ -1,7 +1,13 @@
 """One contract for every kernel: a tile of attention, forward and backward, against attention written out in fp64."""
 
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +16,28 @@ from hypothesis import strategies as st
 
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
-from hf_burst.kernels import KERNELS, Band, Card, Kernel, Scores, project_out, reference, select_kernel
+from hf_burst.kernels import (
+    KERNELS,
+    Band,
+    Card,
+    Kernel,
+    Scores,
+    explain_kernels,
+    make_kernels,
+    project_out,
+    reference,
+    select_kernel,
+)
+from hf_burst.kernels.flash import aligned
+from hf_burst.kernels.flash_attn_2 import FlashAttn2Kernel
+from hf_burst.kernels.flash_attn_3 import FlashAttn3Kernel
+from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_burst.kernels.head_size import PaddedHeads
+from hf_burst.kernels.library import gpu_refusal, package_refusal
+from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
+from hf_burst.kernels.torch_flash import TorchFlashKernel
 from hf_burst.ring import accumulation_dtype, merge_
+from tests import flash_libraries
 from tests.oracle import relative_error, softmax_attention
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -20,12 +46,36 @@ LSE_ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-4,
 CPU_KERNELS = [kernel for kernel in KERNELS if "cpu" in kernel.card.devices]
 
 
+def on_a_stand_in(kernel: Kernel, name: str) -> Kernel:
+    """A kernel whose library is one of `tests.flash_libraries`."""
+    kernel.card = replace(kernel.card, name=f"{name} on a stand-in", devices=("cpu",))
+    return PaddedHeads(kernel)
+
+
+STAND_INS = [
+    on_a_stand_in(FlashAttn4Kernel(library=flash_libraries.FlashAttn4()), "flash_attn_4"),
+    on_a_stand_in(FlashAttn3Kernel(library=flash_libraries.FlashAttn3()), "flash_attn_3"),
+    on_a_stand_in(FlashAttn3Kernel(library=flash_libraries.OldFlashAttn3()), "flash_attn_3, old"),
+    on_a_stand_in(FlashAttn2Kernel(library=flash_libraries.FlashAttn2()), "flash_attn_2"),
+    on_a_stand_in(TorchFlashKernel(library=flash_libraries.Aten()), "torch_flash"),
+    on_a_stand_in(TorchCudnnKernel(library=flash_libraries.Aten()), "torch_cudnn"),
+]
+ALL_KERNELS = [*KERNELS, *STAND_INS]
+
+
 def device_of(kernel: Kernel) -> str:
     if "cpu" in kernel.card.devices:
         return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    pytest.skip(f"{kernel.card.name} runs on {kernel.card.devices}, which this machine lacks")
+    missing = kernel.unavailable(64, 64)
+    if missing is not None:
+        pytest.skip(f"{kernel.card.name} {missing}")
+    return "cuda"
+
+
+def spare(kernel: Kernel, dtype: torch.dtype, kept: bool = True) -> None:
+    """Leaves out cases for libraries that compile or plan each kind of call, up to two seconds at a time."""
+    if kernel.card.name in ("flash_attn_4", "torch_cudnn") and not (kept and dtype == torch.bfloat16):
+        pytest.skip(f"{kernel.card.name} compiles each kind of call")
 
 
 def head_size_of(card: Card) -> int:
@@ -35,12 +85,12 @@ def head_size_of(card: Card) -> int:
 def kernels_and_dtypes() -> list:
     return [
         pytest.param(kernel, dtype, id=f"{kernel.card.name}-{str(dtype)[6:]}")
-        for kernel in KERNELS
+        for kernel in ALL_KERNELS
         for dtype in kernel.card.dtypes
     ]
 
 
-def kernels(chosen: tuple[Kernel, ...] | list[Kernel] = KERNELS) -> list:
+def kernels(chosen: list[Kernel] = ALL_KERNELS) -> list:
     return [pytest.param(kernel, id=kernel.card.name) for kernel in chosen]
 
 
@@ -100,6 +150,23 @@ SHAPES = {
 }
 
 
+WINDOWS = {
+    "causal from the bottom right",
+    "the diagonal",
+    "causal window",
+    "two-sided window",
+    "window, more columns than rows",
+    "only an upper bound",
+    "an upper bound below zero",
+    "the last rows see nothing",
+    "rows at both ends see nothing",
+    "documents with a window",
+    "documents with a two-sided window",
+    "long, windowed",
+    "long, offset band",
+}
+
+
 @dataclass
 class Tensors:
     q: torch.Tensor
@@ -147,6 +214,17 @@ class Answer:
         return list(vars(self).items())
 
 
+def refuse_or_go_on(kernel: Kernel, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+    """Ends a test of head sizes that the kernel does not compute; it says which."""
+    device = device_of(kernel)
+    refusal = kernel.card.refusal(device, dtype, head_dim, value_dim)
+    if refusal is None and device == "cuda":
+        refusal = kernel.unavailable(head_dim, value_dim)
+    if refusal is not None:
+        assert str(max(head_dim, value_dim)) in refusal
+        pytest.skip(f"{kernel.card.name} {refusal}")
+
+
 def written_out(tensors: Tensors, seen: torch.Tensor, dlse: torch.Tensor | None = None) -> Answer:
     """The oracle, in the dtype of the tensors."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in (tensors.q, tensors.k, tensors.v)]
@@ -163,7 +241,7 @@ def product(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def by_kernel(kernel: Kernel, tensors: Tensors, band: Band) -> Answer:
-    """A tile that is all of an attention."""
+    """A tile that is all of an attention; its backward pass is given `out` only if it must be."""
     device = device_of(kernel)
     tensors = tensors.to(device=device)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
@@ -201,7 +279,15 @@ def test_a_kernel_computes_a_tile_as_written_out(kernel, dtype, name):
     shape = SHAPES[name]
     if shape.rows > 512 and dtype not in (torch.float32, torch.bfloat16):
         pytest.skip("long tiles in fp32 and bf16 only")
+    spare(kernel, dtype)
+    if kernel.card.name == "flash_attn_4" and shape.rows < 512 and "to 1" not in name:
+        shape = replace(shape, heads=(4, 2))
     tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    if not kernel.card.windows and name in WINDOWS:
+        device = device_of(kernel)
+        with pytest.raises(KernelError, match=r"whole tiles and causal squares, not .* Set BurstConfig"):
+            by_kernel(kernel, tensors.to(device=device), shape.band)
+        return
     answer = by_kernel(kernel, tensors, shape.band)
     allowed = {accumulation_dtype(dtype)} if kernel.card.wide else {dtype, accumulation_dtype(dtype)}
     assert {tensor.dtype for tensor in (answer.out, answer.dq, answer.dk, answer.dv)} <= allowed
@@ -227,7 +313,7 @@ def test_a_row_that_sees_nothing_weighs_nothing(kernel):
 
 
 def in_a_larger_one(tensor: torch.Tensor) -> torch.Tensor:
-    larger = torch.full((tensor.shape[0] + 1, tensor.shape[1] + 5, *tensor.shape[2:]), torch.nan, dtype=tensor.dtype)
+    larger = tensor.new_full((tensor.shape[0] + 1, tensor.shape[1] + 5, *tensor.shape[2:]), torch.nan)
     larger[1:, 2:-3] = tensor
     return larger[1:, 2:-3]
 
@@ -236,27 +322,33 @@ STRIDES = {
     "heads first": lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2),
     "in a larger one": in_a_larger_one,
     "every other element": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
+    "odd steps": lambda tensor: torch.cat([tensor, tensor[..., :1]], -1)[..., :-1],
+    "odd offset": lambda tensor: torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape),
     "expanded batch": lambda tensor: tensor[:1].expand(2, -1, -1, -1),
 }
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
 @pytest.mark.parametrize("strides", STRIDES)
-def test_strides_do_not_matter(kernel, dtype, strides):
-    shape = Shape(13, 13, Band(0, None, (0, 4, 13)))
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+@pytest.mark.parametrize("segments", [(), (0, 4, 13)], ids=["dense", "documents"])
+def test_strides_do_not_matter(kernel, dtype, strides, segments):
+    spare(kernel, dtype)
+    shape = Shape(13, 13, Band(0, None, segments))
+    tensors = make_tensors(shape, dtype, 64)  # which no kernel pads
     if strides == "expanded batch":
         tensors = Tensors(*(t[:1].repeat(2, 1, 1, 1) for t in (tensors.q, tensors.k, tensors.v, tensors.dout)), 0.37)
+    tensors = tensors.to(device=device_of(kernel))  # which would make what is strided contiguous
     straight = by_kernel(kernel, tensors, shape.band)
     changed = Tensors(*map(STRIDES[strides], (tensors.q, tensors.k, tensors.v, tensors.dout)), tensors.scale)
-    assert not changed.q.is_contiguous()
+    assert not changed.q.is_contiguous() or changed.q.storage_offset() % 2
     for name, got in by_kernel(kernel, changed, shape.band).items():
         assert relative_error(got, getattr(straight, name).double()) <= (1e-2 if dtype in LOW_PRECISION else 1e-6), name
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
 def test_inputs_of_a_kernel_stay_as_they_are(kernel, dtype):
-    shape = Shape(13, 13, Band(0, 4))
+    spare(kernel, dtype)
+    shape = Shape(13, 13, Band(0, 4) if kernel.card.windows else Band(0))
     device = device_of(kernel)
     tensors = make_tensors(shape, dtype, head_size_of(kernel.card)).to(device=device)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scores)
@@ -268,10 +360,13 @@ def test_inputs_of_a_kernel_stay_as_they_are(kernel, dtype):
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, before, strict=True))
 
 
-@pytest.mark.parametrize("given_out", ["true", "projected"])
+@pytest.mark.parametrize("given_out", ["true", "none or projected"])
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
 @pytest.mark.parametrize("window", [None, 6])
 def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, given_out):
+    spare(kernel, dtype)
+    if window is not None and not kernel.card.windows:
+        pytest.skip(f"{kernel.card.name} computes no windows")
     rows, cut = 21, 8
     shape = Shape(rows, rows, Band(0, window), heads=(4, 2))
     tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
@@ -290,8 +385,11 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
         merge_(out, lse, *kernel.forward(t.q, t.k[:, columns], t.v[:, columns], band, t.scores))
     out = out.to(dtype)
     delta = product(t.dout, out)
-    dout, given = (t.dout, out) if given_out == "true" else project_out(t.dout, delta)
-    given = given if kernel.card.wants_out else None
+    dout, given = t.dout, None
+    if given_out == "true":
+        given = out
+    elif kernel.card.wants_out:
+        dout, given = project_out(t.dout, delta)
     parts = [
         kernel.backward(dout, t.q, t.k[:, columns], t.v[:, columns], given, lse, delta, band, t.scores)
         for columns, band in halves
@@ -303,13 +401,17 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
     check(answer, exact, dtype, rough)
 
 
-@pytest.mark.parametrize("kernel", kernels([kernel for kernel in KERNELS if kernel.card.own_value_dim]))
-@pytest.mark.parametrize("sizes", [(6, 10), (24, 16), (5, 5)])
+@pytest.mark.parametrize("kernel", kernels([kernel for kernel in ALL_KERNELS if kernel.card.own_value_dim]))
+@pytest.mark.parametrize("sizes", [(6, 10), (24, 16), (5, 5), (192, 128)])
 @pytest.mark.parametrize("band", [Band(-5), Band(0, None, (0, 4, 13))], ids=["band", "documents"])
-def test_values_of_another_head_size(kernel, sizes, band):
-    shape = Shape(13, 13, band)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_values_of_another_head_size(kernel, sizes, band, heads):
     dtype = kernel.card.dtypes[0]
+    spare(kernel, dtype, kept=(sizes, heads, bool(band.segments)) == ((6, 10), (4, 2), False) or sizes == (192, 128))
+    refuse_or_go_on(kernel, dtype, *sizes)
+    shape = Shape(13, 13, band if kernel.card.windows or band.segments else Band(0), heads=heads)
     tensors = make_tensors(shape, dtype, *sizes)
+    tensors.scale = sizes[0] ** -0.5
     seen = admitted(shape.band, 13, 13)
     rough = written_out(tensors, seen) if dtype in LOW_PRECISION else None
     check(by_kernel(kernel, tensors, shape.band), written_out(tensors.to(torch.float64), seen), dtype, rough)
@@ -319,6 +421,7 @@ def test_values_of_another_head_size(kernel, sizes, band):
 @pytest.mark.parametrize("name", ["causal 4 to 1", "two-sided window", "the first rows see nothing", "documents"])
 @pytest.mark.parametrize("softcap", [0.3, 5.0])
 def test_scores_are_soft_capped(kernel, dtype, name, softcap):
+    spare(kernel, dtype, kept=softcap == 5.0 and name in ("two-sided window", "documents"))
     shape = SHAPES[name]
     tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
     tensors.softcap = softcap
@@ -337,6 +440,44 @@ def test_the_reference_is_the_same_in_blocks(monkeypatch, name, block):
     check(by_kernel(reference.ReferenceKernel(), tensors, shape.band), written_out(tensors, seen), torch.float64)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [pair for pair in kernels_and_dtypes() if pair.values[1] in LOW_PRECISION]
+)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_head_sizes(kernel, dtype, head_dim):
+    spare(kernel, torch.bfloat16 if head_dim in (64, 128) else dtype)
+    refuse_or_go_on(kernel, dtype, head_dim, head_dim)
+    shape = Shape(67, 67, Band(0))
+    tensors = make_tensors(shape, dtype, head_dim)
+    tensors.scale = head_dim**-0.5
+    seen = admitted(shape.band, 67, 67)
+    rough = written_out(tensors, seen)
+    check(by_kernel(kernel, tensors, shape.band), written_out(tensors.to(torch.float64), seen), dtype, rough)
+
+
+@pytest.mark.parametrize("kernel", kernels(list(make_kernels(True))))
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("band", [Band(0), Band(0, 100), Band(0, None, (0, 300, 517))], ids=str)
+def test_a_deterministic_kernel_gives_the_same_bits_each_time(kernel, heads, band):
+    card = kernel.card
+    device = device_of(kernel)
+    if not card.deterministic:
+        with pytest.raises(
+            KernelError, match=f"{card.name} cannot give the same bits each time.* Deterministic ones are"
+        ):
+            select_kernel(card.name, device, card.dtypes[0], 64, 64, deterministic=True)
+        return
+    dtype = torch.bfloat16
+    spare(kernel, dtype, kept=heads == (8, 2))
+    shape = Shape(517, 517, band, heads=heads, batch=1)
+    tensors = make_tensors(shape, dtype, 64)
+    tensors.scale = 0.125
+    first = by_kernel(kernel, tensors, band)
+    for _ in range(3):
+        for name, again in by_kernel(kernel, tensors, band).items():
+            assert torch.equal(again, getattr(first, name)), name
+
+
 @pytest.mark.parametrize("kernel", kernels())
 def test_scores_far_from_zero_do_not_overflow(kernel):
     shape = Shape(13, 13, Band(0))
@@ -349,6 +490,127 @@ def test_scores_far_from_zero_do_not_overflow(kernel):
     for name, value in got.items():
         plain = relative_error(getattr(rough, name), getattr(exact, name))
         assert relative_error(value, getattr(exact, name)) <= max(1e-4, 2 * plain), name
+
+
+def flash_kernels() -> list:
+    named = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash")
+    return kernels([kernel for kernel in ALL_KERNELS if kernel.card.name.startswith(named)])
+
+
+@pytest.mark.parametrize("kernel", flash_kernels())
+@pytest.mark.parametrize(
+    ("band", "batch"),
+    [(Band(0), 2), (Band(-3), 2), (Band(0, None, (0, 4, 13)), 1)],
+    ids=["causal", "band", "documents"],
+)
+def test_a_flash_kernel_returns_its_lse_as_it_stored_it(kernel, band, batch):
+    tensors = make_tensors(Shape(13, 13, band, batch=batch), torch.bfloat16, 64).to(device=device_of(kernel))
+    _, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
+    assert lse.shape == (batch, 13, 4)
+    assert lse.transpose(1, 2).is_contiguous()
+
+
+@pytest.fixture
+def flash_attn_4() -> tuple[FlashAttn4Kernel, list[dict[str, Any]]]:
+    """The kernel, and what its backward calls are given."""
+    library = flash_libraries.FlashAttn4()
+    return FlashAttn4Kernel(library=library), library.backward_calls
+
+
+def backward_inputs(batch: int) -> tuple[Tensors, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tensors = make_tensors(Shape(24, 24, Band(0), batch=batch), torch.bfloat16, 64)
+    out = torch.randn(tensors.dout.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    lse = torch.full((batch, 4, 24), 8.0).transpose(1, 2)
+    return tensors, out, lse, product(tensors.dout, out)
+
+
+@pytest.mark.parametrize(("segments", "batch"), [((), 2), ((0, 8, 24), 1)], ids=["dense", "documents"])
+def test_flash_attn_4_reads_out_or_delta_without_a_copy(flash_attn_4, segments, batch):
+    kernel, calls = flash_attn_4
+    t, out, lse, delta = backward_inputs(batch)
+    found = [
+        kernel.backward(t.dout, t.q, t.k, t.v, given, lse, delta, Band(0, None, segments), t.scores)
+        for given in (out, None)
+    ]
+    for by_out, by_delta in zip(*found, strict=True):
+        assert relative_error(by_delta, by_out.double()) < 1e-5
+    with_out, with_delta = calls
+    assert with_out["dlse"] is None
+    assert with_out["out"].data_ptr() == out.data_ptr()
+    assert set(with_delta["out"].stride()[:-1]) == {0}, "one vector, expanded"
+    assert (with_delta["out"] == 0).all()
+    assert with_delta["dlse"].is_contiguous()
+    assert torch.equal(with_delta["dlse"].flatten(), -delta.transpose(1, 2).flatten())
+    assert {call["lse"].data_ptr() for call in calls} == {lse.data_ptr()}
+
+
+def test_flash_attn_4_cuts_rows_out_of_a_log_sum_exp_that_is_stored_by_head_without_a_copy(flash_attn_4):
+    kernel, calls = flash_attn_4
+    t, out, lse, delta = backward_inputs(2)
+    rows = slice(12, 24)
+    kernel.backward(
+        *(t.dout[:, rows], t.q[:, rows], t.k, t.v, out[:, rows], lse[:, rows], delta[:, rows], Band(), t.scores)
+    )
+    assert calls[0]["lse"].data_ptr() == lse[:, rows].data_ptr()
+    assert calls[0]["lse"].stride(-1) == 1
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_flash_attn_4_takes_the_heads_of_deepseek_as_they_are_if_none_are_shared(heads):
+    library = flash_libraries.FlashAttn4()
+    kernel = PaddedHeads(FlashAttn4Kernel(library=library))
+    tensors = make_tensors(Shape(13, 13, Band(0), heads=heads), torch.bfloat16, 192, 128)
+    out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, Band(0), tensors.scores)
+    assert out.shape[3] == 128
+    kernel.backward(
+        *(tensors.dout, tensors.q, tensors.k, tensors.v, None, lse, product(tensors.dout, out)), Band(0), tensors.scores
+    )
+    assert library.backward_calls[0]["out"].shape[3] == (128 if heads == (4, 4) else 192)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("segments", [(), (0, 8, 24)], ids=["dense", "documents"])
+def test_libraries_are_asked_for_determinism(deterministic, segments):
+    fourth, second, aten = flash_libraries.FlashAttn4(), flash_libraries.FlashAttn2(), flash_libraries.Aten()
+    t, out, lse, delta = backward_inputs(1)
+    for kernel in (
+        FlashAttn4Kernel(deterministic, fourth),
+        FlashAttn2Kernel(deterministic, second),
+        TorchFlashKernel(deterministic, aten),
+    ):
+        kernel.backward(t.dout, t.q, t.k, t.v, out, lse, delta, Band(0, None, segments), t.scores)
+    asked = [fourth.backward_calls[0]["deterministic"], *second.deterministic, *aten.deterministic]
+    assert asked == [deterministic] * 3
+
+
+@pytest.mark.parametrize(("enabled", "warns"), [(False, False), (True, True), (True, False)])
+def test_the_switch_of_torch_is_put_back(monkeypatch, enabled, warns):
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    aten = flash_libraries.Aten()
+    t, out, lse, delta = backward_inputs(1)
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+    try:
+        TorchFlashKernel(True, aten).backward(t.dout, t.q, t.k, t.v, out, lse, delta, Band(0), t.scores)
+        monkeypatch.setattr(aten, "_flash_attention_backward", None)
+        with pytest.raises(TypeError):
+            TorchFlashKernel(True, aten).backward(t.dout, t.q, t.k, t.v, out, lse, delta, Band(0), t.scores)
+        assert torch.are_deterministic_algorithms_enabled() is enabled
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    assert aten.deterministic == [True]
+
+
+def test_aligned_copies_only_what_is_not():
+    tensor = torch.randn(2, 6, 4, 16).bfloat16()
+    for fine in (tensor, tensor[:, 1:3], tensor[:, :, 1:], tensor[..., :8], tensor[:1].expand(3, -1, -1, -1)):
+        assert aligned(fine) is fine
+    for name in ("every other element", "odd steps", "odd offset"):
+        changed = STRIDES[name](tensor)
+        copy = aligned(changed)
+        assert torch.equal(copy, changed)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 16 == 0
 
 
 @settings(max_examples=60)
@@ -480,6 +742,176 @@ def test_a_choice_is_logged_once(chosen, caplog):
     assert caplog.text == log
 
 
+def test_auto_on_a_cpu_does_not_speak_of_gpus(chosen):
+    _, log = chosen("auto", "cpu", torch.float32, 64, 64)
+    assert "flash_attn" not in log
+    assert "the fastest for this device" in log
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with a Hopper GPU, as far as one can tell before anything runs on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(module, library)` installs a library, or for `None` makes sure that it is not."""
+
+    def install(module: str, library: object) -> None:
+        monkeypatch.setitem(sys.modules, module, library)
+        package_refusal.cache_clear()
+
+    yield install
+    package_refusal.cache_clear()
+
+
+LIBRARIES: dict[str, tuple[str, Callable[[], object]]] = {
+    "flash_attn_4": ("flash_attn.cute.interface", flash_libraries.FlashAttn4),
+    "flash_attn_3": ("flash_attn_interface", flash_libraries.FlashAttn3),
+    "flash_attn_2": ("flash_attn.flash_attn_interface", flash_libraries.FlashAttn2),
+}
+
+
+@pytest.fixture
+def all_installed(installed):
+    for module, library in LIBRARIES.values():
+        installed(module, library())
+
+
+def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_installed, chosen):
+    for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
+        kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128)
+        assert kernel.card.name == name
+        installed(LIBRARIES[name][0], None)
+    kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128)
+    assert kernel.card.name == "torch_flash"
+    assert "flash_attn_4 needs the package flash-attn-4, and flash_attn.cute.interface cannot be imported (" in log
+    assert "torch_cudnn is taken by name only, since it computes no windows" in log
+    assert "flash_attn_2 needs the package flash-attn, " in log
+    assert "cpu_flash" not in log
+    assert chosen("torch_cudnn", "cuda", torch.bfloat16, 128, 128)[0].card.name == "torch_cudnn"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((torch.float16, 128, 128), "flash_attn_4"),
+        ((torch.bfloat16, 128, 128, True), "flash_attn_4"),
+        ((torch.bfloat16, 192, 128, False, True, True), "flash_attn_4"),
+        ((torch.bfloat16, 5, 256), "flash_attn_4"),
+        ((torch.float32, 64, 64), "reference"),
+        ((torch.bfloat16, 512, 512), "reference"),
+    ],
+)
+def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
+    assert chosen("auto", "cuda", *arguments)[0].card.name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "sizes", "names"),
+    [
+        ((7, 5), (64, 64), ["reference"]),
+        ((8, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
+        ((8, 9), (208, 208), ["reference"]),
+        ((8, 9), (256, 256), ["flash_attn_2", "torch_flash", "reference"]),
+        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "reference"]),
+        ((10, 0), (128, 128), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
+        ((10, 0), (100, 192), ["flash_attn_2", "torch_flash", "reference"]),
+        ((12, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
+    ],
+)
+def test_gpus_have_their_kernels(monkeypatch, hopper, all_installed, capability, sizes, names):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    explained = explain_kernels("cuda", torch.bfloat16, *sizes)
+    assert [name for name, _ in explained] == [kernel.card.name for kernel in KERNELS]
+    assert [name for name, refusal in explained if refusal is None] == names
+    assert all(refusal for name, refusal in explained if name not in names)
+
+
+def test_determinism_is_had_or_refused(hopper, all_installed, chosen):
+    kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128, False, True)
+    assert kernel.card.name == "flash_attn_4"
+    assert kernel.kernel.deterministic
+    assert "deterministic" in log
+    assert not chosen("auto", "cuda", torch.bfloat16, 128, 128)[0].kernel.deterministic
+    with pytest.raises(KernelError) as caught:
+        select_kernel("torch_cudnn", "cuda", torch.bfloat16, 128, 128, deterministic=True)
+    assert "torch_cudnn cannot give the same bits each time" in str(caught.value)
+    able = "flash_attn_4, flash_attn_3, flash_attn_2, torch_flash, cpu_flash, reference"
+    assert f"Deterministic ones are {able}." in str(caught.value)
+    with pytest.raises(KernelError, match="flash_attn_3 cannot give the same bits each time with head size 256"):
+        select_kernel("flash_attn_3", "cuda", torch.bfloat16, 256, 256, deterministic=True)
+
+
+def test_windows_are_refused_by_what_knows_none(hopper):
+    with pytest.raises(KernelError, match="and a sliding window: torch_cudnn computes no windows"):
+        select_kernel("torch_cudnn", "cuda", torch.bfloat16, 128, 128, window=True)
+
+
+def test_old_cudnn_is_refused(monkeypatch, hopper):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8907)
+    with pytest.raises(KernelError, match="torch_cudnn needs cuDNN 90000 or above, torch has 8907"):
+        select_kernel("torch_cudnn", "cuda", torch.bfloat16, 96, 96)
+
+
+def test_a_library_that_is_not_the_one_that_was_read_is_refused(installed):
+    calls = (("attend", ("q", "k", "scale")),)
+
+    def refusal(library: object, complete: bool = True) -> str | None:
+        installed("some_module", library)
+        return package_refusal("some-package", "some_module", calls, complete)
+
+    def module(function: Callable) -> SimpleNamespace:
+        return SimpleNamespace(attend=function)
+
+    @torch.library.custom_op("hf_burst_tests::attend", mutates_args=())
+    def operator(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        return q @ k * scale
+
+    assert refusal(module(lambda q, k, *, scale=None, more=0: 0)) is None
+    assert refusal(module(operator)) is None
+    release = "the some-package that is installed"
+    assert refusal(SimpleNamespace()) == f"needs some_module.attend, which {release} does not have: reinstall it"
+    unknown = f"passes k, scale to some_module.attend, which {release} does not know: reinstall it"
+    assert refusal(module(lambda q: 0)) == unknown
+    asked = f"passes no mask to some_module.attend, which {release} asks for: reinstall it"
+    assert refusal(module(lambda q, k, scale, mask: 0)) == asked
+    assert refusal(module(lambda q, k, scale, mask: 0), complete=False) is None
+    missing = "needs the package some-package, and some_module cannot be imported (ModuleNotFoundError: "
+    assert (refusal(None) or "").startswith(missing)
+
+
+def test_a_library_that_breaks_while_it_is_imported_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a_broken_module.py").write_text("raise OSError('undefined symbol: x\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    refusal = package_refusal("broken", "a_broken_module", ())
+    assert refusal == "needs the package broken, and a_broken_module cannot be imported (OSError: undefined symbol: x)"
+
+
+def test_importing_hf_burst_imports_no_library(tmp_path):
+    for name in ("flash_attn", "flash_attn_interface"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')")
+    program = "import hf_burst.kernels, sys; assert not {'flash_attn', 'flash_attn_interface'} & set(sys.modules)"
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": paths})
+
+
+def test_gpu_refusals(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_refusal((8, 0)) == "needs a GPU, and torch can use none here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert gpu_refusal((8, 0)) is None
+    assert gpu_refusal((9, 0)) == "needs compute capability 9.0 or above, this GPU has 8.6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    wanted = "needs compute capability 9.0 or above and below 12.0, this GPU has 12.0"
+    assert gpu_refusal((9, 0), (12, 0)) == wanted
+
+
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -506,6 +938,9 @@ def test_a_card_refuses_head_sizes_out_of_step():
     alike = replace(card, own_value_dim=False)
     assert alike.refusal("cpu", torch.float32, 64, 256) == "needs one head size, got 64 for q and k and 256 for v"
     assert card.refusal("cpu", torch.float32, 64, 64, softcap=True) == "knows no soft-capping of scores"
+    assert card.refusal("cpu", torch.float32, 64, 64, deterministic=True) == "cannot give the same bits each time"
+    assert replace(card, windows=False).refusal("cpu", torch.float32, 64, 64, window=True) == "computes no windows"
+    assert replace(alike, value_dims=((192, 128),)).refusal("cpu", torch.float32, 192, 128) is None
     for size in (4, 12, 264):
         for sizes in ((size, 64), (64, size)):
             refusal = card.refusal("cpu", torch.float32, *sizes)

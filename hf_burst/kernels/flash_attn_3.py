@@ -1,7 +1,7 @@
 """FlashAttention-3 (arXiv 2407.08608) from its module, `flash_attn_interface`: for Hopper.
 
 Written from its source, for the form that takes `window_size` and the later one that takes `window_size_left`. Nobody
-has run it: there is no package of it for the machines at hand. The contract test does wherever the module is importable.
+has run it, for want of a package. The contract test does wherever the module can be imported.
 """
 
 from importlib import import_module

@@ -1,7 +1,8 @@
 """FlashAttention-4 (CuTe) from its package, `flash-attn-4`: the fastest on Hopper and Blackwell.
 
 Read in version 4.0.0b36, whose `_flash_attn_fwd` and `_flash_attn_bwd` are private: another version that names its
-parameters otherwise is refused. It compiles a kernel for each kind of call, in a second or two. Its backward takes the
+parameters otherwise is refused, and so is the old copy of the same module that the package `flash-attn` brings along:
+install that one first. It compiles a kernel for each kind of call, in a second or two. Its backward takes the
 gradient of the log-sum-exp and subtracts it from `rowsum(dout * out)`, so `out` = 0 and `dlse` = -delta stand for a
 delta whose output is elsewhere; that `out` is one vector of zeros, expanded.
 """

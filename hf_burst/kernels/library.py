@@ -31,14 +31,16 @@ def package_refusal(package: str, module: str, calls: Calls, complete: bool = Tr
     for name, passed in calls:
         function = getattr(library, name, None)
         if function is None:
-            return f"needs {module}.{name}, which {_release(package)} does not have"
+            return f"needs {module}.{name}, which {_release(package)} does not have: reinstall it"
         names = parameters(function)
         unknown = [wanted for wanted in passed if wanted not in names]
         if unknown:
-            return f"passes {', '.join(unknown)} to {module}.{name}, which {_release(package)} does not know"
+            return (
+                f"passes {', '.join(unknown)} to {module}.{name}, which {_release(package)} does not know: reinstall it"
+            )
         more = [wanted for wanted, required in names.items() if required and wanted not in passed]
         if more and complete:
-            return f"passes no {', '.join(more)} to {module}.{name}, which {_release(package)} asks for"
+            return f"passes no {', '.join(more)} to {module}.{name}, which {_release(package)} asks for: reinstall it"
     return None
 
 

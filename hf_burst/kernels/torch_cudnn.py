@@ -15,6 +15,7 @@ import torch
 
 from ..errors import KernelError
 from .base import Band, Card, Scores
+from .flash import aligned
 from .library import gpu_refusal
 from .pieces import Piece, backward_pieces, crop, forward_pieces
 from .reference import ReferenceKernel
@@ -109,8 +110,8 @@ class TorchCudnnKernel:
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """`(B, H, S, D)`, contiguous as `(B, S, H, D)`."""
-    return tensor.contiguous().transpose(1, 2)
+    """`(B, H, S, D)`, contiguous as `(B, S, H, D)` and aligned."""
+    return aligned(tensor.contiguous()).transpose(1, 2)
 
 
 def _pieces(band: Band, rows: int, columns: int) -> Iterator[Piece]:
