@@ -1,0 +1,415 @@
+"""What a schedule costs on a machine: the seconds, bytes and memory of one attention layer on its slowest rank.
+
+A pass is a row of stages, each of which computes beside messages under way: `max(kernels + other + drag, messages)`
+seconds, where other is what copies, merges and launches take. Rings have a stage for every step of the plan; schedules
+that exchange heads or gather keys have one for every slice of the heads, in which the next slice comes and the last one
+leaves. What no kernel runs beside is added.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import zip_longest
+
+from ..config import Chunking, Route, Transport
+from ..errors import ConfigError
+from .machine import Link, Machine
+from .mask import Mask
+from .schedule import Plan, Step, Transfer, Visitor, make_plan
+from .sharding import make_sharding
+from .traffic import Pass, Shapes, step_traffic
+from .work import Call, Round, busiest, pairs_of_ranks, rounds
+
+MOST_SLICES = 4
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer and the batch that it is given.
+
+    Args:
+        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
+        ranks (`int`): Ranks of the group.
+        chunking (`str`): `"zigzag"` or `"contiguous"`.
+        shapes ([`Shapes`]): Heads and bytes.
+    """
+
+    masks: tuple[Mask, ...]
+    ranks: int
+    chunking: Chunking
+    shapes: Shapes
+
+    def plan(self, ulysses: int) -> Plan:
+        """The plan of the ring when `ulysses` ranks exchange heads for tokens and are one place of it."""
+        return make_plan(self.masks, make_sharding(self.masks[0].length, self.ranks // ulysses, self.chunking))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layer costs under one schedule, on the rank that has the most to compute.
+
+    Args:
+        forward_s (`float`): Seconds of the forward pass.
+        backward_s (`float`): Seconds of the backward pass.
+        kernels_s (`float`): Seconds in which the attention kernel runs, in both passes.
+        exposed_s (`float`): Seconds by which messages make the passes longer.
+        other_s (`float`): Seconds of copies, merges, sums and launches.
+        sent_bytes (`int`): Bytes that leave the rank, or arrive if that is more, in both passes.
+        memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
+        launches (`int`): Kernel calls and copies of both passes.
+        transport (`str`): `"p2p"` or `"symmetric"`: what carries messages inside a host.
+        slices (`int`): Into how many parts the heads of a rank are cut, one after another.
+    """
+
+    forward_s: float
+    backward_s: float
+    kernels_s: float
+    exposed_s: float
+    other_s: float
+    sent_bytes: int
+    memory_bytes: int
+    launches: int
+    transport: Transport
+    slices: int
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of both passes."""
+        return self.forward_s + self.backward_s
+
+
+@lru_cache(maxsize=1024)
+def estimate(
+    route: Route, layer: Layer, machine: Machine, transport: Transport = "auto", slices: int | None = None
+) -> Cost:
+    """The cost of a layer under a schedule.
+
+    Args:
+        route ([`Route`]): The schedule; its Ulysses degree divides the ranks and the heads.
+        layer ([`Layer`]): What is computed.
+        machine ([`Machine`]): On what.
+        transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the faster of them.
+        slices (`int`, *optional*): Into how many slices the heads are cut; by default the fastest of
+            [`slices_of`].
+
+    Raises:
+        ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
+    """
+    within = machine.symmetric is not None and layer.ranks <= machine.ranks_per_host
+    if transport == "symmetric" and not within:
+        raise ConfigError(
+            f"Symmetric memory does not reach {layer.ranks} ranks with {machine.ranks_per_host} on a host of "
+            f"{machine.device}. Take the transport 'p2p', or 'auto'."
+        )
+    ways: list[Transport] = [transport] if transport != "auto" else _transports(machine, within)
+    counts = [slices] if slices else slices_of(route, layer.ranks, layer.shapes.kv_heads)
+    load = _load(route, layer)
+    costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways for count in counts]
+    return min(costs, key=lambda cost: cost.total_s)
+
+
+def _transports(machine: Machine, within: bool) -> list[Transport]:
+    """Those that may win: of two links, not the one that is worse in every number."""
+    first, second = machine.symmetric, machine.p2p
+    if first is None or not within:
+        return ["p2p"]
+    better = first.latency <= second.latency and first.bandwidth >= second.bandwidth and first.drag <= second.drag
+    return ["symmetric"] if better else ["symmetric", "p2p"]
+
+
+def slices_of(route: Route, ranks: int, kv_heads: int) -> list[int]:
+    """Into how many slices the key heads of a rank may be cut: at most 4, so that kernel calls stay large."""
+    if route.ulysses == 1 and (route.around != "all_gather" or ranks == 1):
+        return [1]
+    heads = kv_heads // route.ulysses
+    return [count for count in range(1, MOST_SLICES + 1) if heads % count == 0]
+
+
+@dataclass(frozen=True)
+class _Busy:
+    """Messages under way: how long, and by how much they hold up a kernel beside them, in seconds."""
+
+    seconds: float = 0.0
+    drag: float = 0.0
+
+    def __add__(self, other: "_Busy") -> "_Busy":
+        return _Busy(self.seconds + other.seconds, self.drag + other.drag)
+
+
+@dataclass
+class _Tally:
+    """A pass, or one slice of it, as it adds up."""
+
+    seconds: float = 0.0
+    kernels: float = 0.0
+    other: float = 0.0
+    busy: float = 0.0
+    sent: int = 0
+    memory: int = 0
+    launches: int = 0
+
+    def stage(self, kernels: float, other: float, busy: _Busy) -> None:
+        """Kernels and copies beside messages."""
+        self.seconds += max(kernels + other + busy.drag, busy.seconds)
+        self.kernels += kernels
+        self.other += other
+        self.busy += busy.seconds
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What the slowest rank computes under a route, whatever the machine.
+
+    Args:
+        ranks (`int`): Ranks of the group.
+        places (`int`): Places of the ring.
+        batch (`int`): Rows of the batch.
+        rows (`int`): Tokens of a place, all rows of the batch together.
+        shapes ([`Shapes`]): Heads of the layer.
+        rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
+        pairs (`int`): The pairs of its queries, in `calls` calls if keys are gathered.
+        calls (`int`): One a run of tokens and a kind of mask.
+    """
+
+    ranks: int
+    places: int
+    batch: int
+    rows: int
+    shapes: Shapes
+    rings: dict[Pass, tuple[Round, ...]]
+    pairs: int
+    calls: int
+
+
+def _visitor(route: Route, direction: Pass) -> Visitor:
+    return "q" if route.around == "burst" and direction == "backward" else "kv"
+
+
+def _load(route: Route, layer: Layer) -> _Load:
+    plan = layer.plan(route.ulysses)
+    passes: tuple[Pass, Pass] = ("forward", "backward")
+    rings: dict[Pass, tuple[Round, ...]] = {}
+    if route.around != "all_gather":
+        visitors = {direction: _visitor(route, direction) for direction in passes}
+        rings = {direction: rounds(plan, busiest(plan, visitor), visitor) for direction, visitor in visitors.items()}
+    kinds = 1 + sum(one != other for one, other in zip(plan.masks, plan.masks[1:], strict=False))
+    return _Load(
+        ranks=layer.ranks,
+        places=plan.sharding.ranks,
+        batch=len(plan.masks),
+        rows=len(plan.masks) * -(-plan.sharding.length // plan.sharding.ranks),
+        shapes=layer.shapes,
+        rings=rings,
+        pairs=max(pairs_of_ranks(plan)),
+        calls=kinds * len(plan.sharding.runs(busiest(plan, "kv"))),
+    )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What is priced."""
+
+    route: Route
+    load: _Load
+    machine: Machine
+    transport: Transport
+    slices: int
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Those of one slice on one rank."""
+        shapes, parts = self.load.shapes, self.route.ulysses * self.slices
+        return replace(shapes, q_heads=shapes.q_heads // parts, kv_heads=shapes.kv_heads // parts)
+
+    @property
+    def inside(self) -> Link:
+        """The link inside a host."""
+        symmetric = self.machine.symmetric if self.transport == "symmetric" else None
+        return symmetric or self.machine.p2p
+
+    def hop(self, size: float) -> _Busy:
+        """Every place sends to another one at the same distance, so some cross hosts wherever there are several."""
+        several = self.load.ranks > self.machine.ranks_per_host
+        link = self.machine.between_hosts if several else self.inside
+        return _Busy(link.seconds(size), link.drag * link.seconds(size))
+
+    def spread(self, size: float, places: int, stride: int, shared: bool) -> _Busy:
+        """`size` bytes to each of `places - 1` peers that lie `stride` ranks apart; those on other hosts are reached
+        at the same time, once for all ranks of a host if the bytes are `shared` by them (a gather)."""
+        near = min(places, max(1, self.machine.ranks_per_host // stride))
+        busy = _Busy(self.inside.seconds(size * ((places if shared else near) - 1)))
+        if places > near:
+            outside = self.machine.between_hosts.seconds(size * (places - near) / (near if shared else 1))
+            busy = _Busy(max(busy.seconds, outside))
+        return _Busy(busy.seconds, busy.seconds * self.inside.drag)
+
+    def kernel(self, pairs: float, backward: bool) -> float:
+        """Seconds of one call: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
+        shapes = self.shapes
+        scores = pairs * shapes.q_heads
+        both = 3 * shapes.head_dim + 2 * shapes.value_dim if backward else shapes.head_dim + shapes.value_dim
+        return self.machine.kernel_seconds(scores, scores * 2 * both, backward)
+
+    def other(self, size: float, launches: int) -> float:
+        """Seconds in which `size` bytes of memory are read or written by some calls."""
+        return size / self.machine.memory_bandwidth + launches * self.machine.launch
+
+
+def _cost(setting: _Setting) -> Cost:
+    forward, backward = _pass(setting, "forward"), _pass(setting, "backward")
+    kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
+    return Cost(
+        forward_s=forward.seconds,
+        backward_s=backward.seconds,
+        kernels_s=kernels,
+        exposed_s=max(0.0, forward.seconds + backward.seconds - kernels - other),
+        other_s=other,
+        sent_bytes=forward.sent + backward.sent,
+        memory_bytes=max(forward.memory, backward.memory),
+        launches=forward.launches + backward.launches,
+        transport=setting.transport,
+        slices=setting.slices,
+    )
+
+
+def _pass(setting: _Setting, direction: Pass) -> _Tally:
+    """All slices of a pass: the first one comes and the last one leaves with nothing beside it."""
+    coming, leaving, inner = _Busy(), _Busy(), _Tally()
+    if setting.load.rings:
+        _ring(setting, direction, inner)
+    else:
+        coming, leaving = _gather(setting, direction, inner)
+    if setting.route.ulysses > 1:
+        first, last = _exchange(setting, direction, inner)
+        coming, leaving = first + coming, leaving + last
+    whole = _Tally(
+        seconds=coming.seconds + leaving.seconds,
+        sent=setting.slices * inner.sent,
+        memory=inner.memory,
+        launches=setting.slices * inner.launches,
+    )
+    idle = max(0.0, inner.seconds - inner.kernels - inner.other)
+    for index in range(setting.slices):
+        beside = (coming if index + 1 < setting.slices else _Busy()) + (leaving if index else _Busy())
+        whole.stage(inner.kernels, inner.other, _Busy(inner.busy + beside.seconds, idle + beside.drag))
+    return whole
+
+
+def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
+    """Steps of the plan: visitors of the next one come, and gradients of the last one return, beside its kernels."""
+    backward, steps = direction == "backward", setting.load.rings[direction]
+    visit, summed, lone = _row_bytes(_visitor(setting.route, direction), direction, setting.shapes)
+    alone = sum(len(step.calls) for step in steps) == 1
+    tensors = 4 if _visitor(setting.route, direction) == "q" else 2
+
+    def travel(*ways: tuple[Transfer | None, int]) -> _Busy:
+        """A round in which rows of some bytes leave and arrive: the longer way counts."""
+        size = setting.load.batch * max(way.rows * row if way else 0 for way, row in ways)
+        tally.sent += size
+        tally.launches += tensors if size else 0
+        tally.memory = max(tally.memory, size)
+        return setting.hop(size)
+
+    returning = visiting = _Busy()
+    for step, following in zip_longest(steps, steps[1:]):
+        if following:
+            visiting = travel((following.send, visit), (following.recv, visit))
+        ahead = following is not None and (step.ahead or not backward)
+        touched, launches = _touched(step.calls, setting.shapes, direction, alone)
+        kernels = sum(setting.kernel(call.pairs, backward) for call in step.calls)
+        tally.stage(kernels, setting.other(touched, launches), returning + visiting if ahead else returning)
+        tally.launches += launches
+        returning = _Busy()
+        if backward and (step.send or step.recv):
+            ways = [(way, lone if way and way.lone else summed) for way in (step.recv, step.send)]
+            returning = travel(*ways)
+        if following and not ahead:
+            tally.stage(0.0, 0.0, visiting)
+    tally.stage(0.0, 0.0, returning)
+    tally.memory *= 4 if backward else 2  # two slots of what comes, two of what returns
+    _ends(setting, direction, alone, tally)
+
+
+def _row_bytes(visitor: Visitor, direction: Pass, shapes: Shapes) -> tuple[int, int, int]:
+    """Bytes of a row that visits, of its gradient as a sum of several tiles, and as the kernel made it."""
+    visit = step_traffic(Step(1, (), send=Transfer(0, 0, 1, False)), direction, visitor, 1, shapes)
+    summed, lone = (
+        step_traffic(Step(1, (), recv=Transfer(0, 0, 1, lone)), direction, visitor, 1, shapes) for lone in (False, True)
+    )
+    return visit.bytes, summed.bytes, lone.bytes
+
+
+def _touched(calls: tuple[Call, ...], shapes: Shapes, direction: Pass, alone: bool) -> tuple[int, int]:
+    """Bytes of memory read and written beside the kernel's own, and calls: merges, or sums of gradients, which read
+    what the kernel wrote and read and write a sum."""
+    if alone:
+        return 0, len(calls)
+    added = shapes.itemsize + 2 * shapes.accumulator_itemsize
+    queries, keys = sum(call.q_rows for call in calls), sum(call.k_rows for call in calls)
+    if direction == "forward":
+        return queries * shapes.q_heads * (shapes.value_dim * added + 3 * shapes.accumulator_itemsize), 2 * len(calls)
+    sums = queries * shapes.q_heads * shapes.head_dim + keys * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    return sums * added, 4 * len(calls)
+
+
+def _ends(setting: _Setting, direction: Pass, alone: bool, tally: _Tally) -> None:
+    """What a ring does before its first and after its last step, and its memory: delta, sums to be cast, and for
+    symmetric memory a copy to where peers read it, between two barriers."""
+    shapes, rows = setting.shapes, setting.load.rows
+    wide, narrow = shapes.accumulator_itemsize, shapes.itemsize
+    outputs = rows * shapes.q_heads * shapes.value_dim
+    inputs = rows * (shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim))
+    touched, launches = 0, 0
+    if direction == "backward":
+        touched, launches = 2 * outputs * narrow + rows * shapes.q_heads * wide, 1
+        tally.memory += rows * shapes.q_heads * wide
+    if not alone:
+        sums, tensors = (outputs, 1) if direction == "forward" else (inputs, 3)
+        touched, launches = touched + sums * (wide + narrow), launches + tensors
+        tally.memory += sums * (wide + narrow)
+    if setting.transport == "symmetric" and setting.load.places > 1:
+        payload = 2 * rows * max(shapes.q_heads, shapes.kv_heads) * shapes.head_dim * narrow
+        touched, launches = touched + 2 * payload, launches + 4
+        tally.memory += payload
+        tally.stage(0.0, 0.0, _Busy(2 * setting.inside.latency))
+    tally.stage(0.0, setting.other(touched, launches), _Busy())
+    tally.launches += launches
+
+
+def _gather(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _Busy]:
+    """A slice of K and V of all places; backward, dK and dV of all places return and are summed where they belong."""
+    shapes, ulysses, load = setting.shapes, setting.route.ulysses, setting.load
+    places, calls, backward = load.places, load.calls, direction == "backward"
+    block = load.rows * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    gathered, wide = places * block * shapes.itemsize, places * block * shapes.accumulator_itemsize
+    coming = setting.spread(block * shapes.itemsize, places, ulysses, shared=True)
+    leaving, touched, launches = _Busy(), 2 * gathered, calls + 4
+    tally.sent, tally.memory = block * shapes.itemsize * (places - 1), min(2, setting.slices) * gathered
+    if backward:
+        leaving = setting.spread(block * shapes.accumulator_itemsize, places, ulysses, shared=True)
+        scalars = load.rows * shapes.q_heads
+        touched += gathered + 2 * wide + scalars * (2 * shapes.value_dim * shapes.itemsize)
+        launches += 2 * calls + 3
+        tally.sent += block * shapes.accumulator_itemsize * (places - 1)
+        tally.memory += min(2, setting.slices) * wide + gathered + scalars * shapes.accumulator_itemsize
+    kernels = calls * setting.kernel(load.pairs / calls, backward)
+    tally.stage(kernels, setting.other(touched, launches), _Busy())
+    tally.launches += launches
+    return coming, leaving
+
+
+def _exchange(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _Busy]:
+    """A slice of q, k and v that comes and of the output that leaves, or of dO and of dQ, dK and dV: what a rank holds
+    of it goes to the `ulysses` members of its place in equal parts."""
+    shapes, ulysses = setting.shapes, setting.route.ulysses
+    rows = setting.load.rows
+    outputs = rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
+    inputs = rows * shapes.itemsize
+    inputs *= shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    sizes = (inputs, outputs) if direction == "forward" else (outputs, inputs)
+    coming, leaving = (setting.spread(size / ulysses, ulysses, 1, shared=False) for size in sizes)
+    packs = 2 if setting.transport == "symmetric" else 4  # packed, read and written; p2p unpacks too
+    tally.sent += (inputs + outputs) * (ulysses - 1) // ulysses
+    tally.memory += min(2, setting.slices) * (inputs + outputs) * (1 if direction == "forward" else 2)
+    tally.launches += 8
+    tally.stage(0.0, setting.other(packs * (inputs + outputs), 8), _Busy())
+    return coming, leaving

@@ -1,0 +1,116 @@
+"""What the ranks of a plan compute: pairs counted in closed form, and the schedule of the rank that has the most."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from .mask import Mask
+from .schedule import Plan, Transfer, Visitor, goes_ahead
+from .tiles import Tile
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: its admitted pairs, its rows of queries and of keys, all of them summed over the batch."""
+
+    pairs: int
+    q_rows: int
+    k_rows: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """A step of a schedule, in numbers.
+
+    Args:
+        calls (`tuple[Call, ...]`): The kernel calls of its tiles.
+        send (`Transfer`, *optional*): As in [`Step`].
+        recv (`Transfer`, *optional*): As in [`Step`].
+        ahead (`bool`): Whether the visitors of the next step go before the gradients of this one, in a backward pass.
+    """
+
+    calls: tuple[Call, ...]
+    send: Transfer | None
+    recv: Transfer | None
+    ahead: bool
+
+
+def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
+    """How many pairs of a block have `low <= row - column <= high`; `None` is no bound."""
+
+    def triangle(side: int) -> int:
+        return side * (side + 1) // 2 if side > 0 else 0
+
+    def at_least(distance: int) -> int:
+        side = rows - distance
+        return triangle(side) - triangle(side - rows) - triangle(side - columns) + triangle(side - rows - columns)
+
+    admitted = rows * columns if low is None else at_least(low)
+    return admitted if high is None else admitted - at_least(high + 1)
+
+
+def tile_pairs(tile: Tile) -> int:
+    """How many pairs a tile admits in one row of the batch."""
+    if not tile.segments:
+        return band_pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.low, tile.high)
+    sizes = [stop - start for start, stop in pairwise(tile.segments)]
+    if tile.high is None and tile.low == 0:
+        return sum(size * (size + 1) for size in sizes) // 2
+    return sum(band_pairs(size, size, tile.low, tile.high) for size in sizes)
+
+
+def pairs_before(mask: Mask, token: int, keys: bool = False) -> int:
+    """How many pairs have their query (or their key) before a token."""
+    index = bisect_right(mask.documents, token) - 1
+    start = mask.documents[index]
+    if token == start:
+        return _cumulative_pairs(mask)[index]
+    size = mask.documents[index + 1] - start
+    rows, columns = (size, token - start) if keys else (token - start, size)
+    return _cumulative_pairs(mask)[index] + band_pairs(rows, columns, *mask.distances)
+
+
+@lru_cache(maxsize=256)
+def pairs_of_ranks(plan: Plan, keys: bool = False) -> tuple[int, ...]:
+    """How many pairs have their query (or their key) on each of the ranks."""
+    sharding = plan.sharding
+    before = [sum(pairs_before(mask, token, keys) for mask in plan.masks) for token in sharding.boundaries]
+    pairs = [0] * sharding.ranks
+    for owner, (first, last) in zip(sharding.owners, pairwise(before), strict=True):
+        pairs[owner] += last - first
+    return tuple(pairs)
+
+
+def busiest(plan: Plan, visitor: Visitor) -> int:
+    """The rank that computes the most when K and V, or queries, visit; the first of equals."""
+    pairs = pairs_of_ranks(plan, keys=visitor == "q")
+    return pairs.index(max(pairs))
+
+
+@lru_cache(maxsize=256)
+def rounds(plan: Plan, rank: int, visitor: Visitor) -> tuple[Round, ...]:
+    """The schedule of a rank with what its kernel calls compute."""
+    steps = plan.schedule(rank, visitor)
+    ahead = [goes_ahead(step, following, True) for step, following in pairwise(steps)]
+    return tuple(
+        Round(tuple(map(_call, step.tiles)), step.send, step.recv, early)
+        for step, early in zip(steps, [*ahead, True], strict=True)
+    )
+
+
+def _call(tile: Tile) -> Call:
+    batch = tile.batch[1] - tile.batch[0]
+    return Call(batch * tile_pairs(tile), batch * (tile.q[1] - tile.q[0]), batch * (tile.k[1] - tile.k[0]))
+
+
+@lru_cache(maxsize=64)
+def _cumulative_pairs(mask: Mask) -> tuple[int, ...]:
+    """The pairs of all documents that end at each of the mask's boundaries, or before."""
+    total, totals = 0, [0]
+    causal = mask.distances == (0, None)
+    for start, stop in pairwise(mask.documents):
+        size = stop - start
+        total += size * (size + 1) // 2 if causal else band_pairs(size, size, *mask.distances)
+        totals.append(total)
+    return tuple(totals)
