@@ -4,11 +4,29 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
-ORDER = ["errors", "config", "plan", "mesh", "layout", "kernels", "ring", "op", "loss", "hf"]
+ORDER = [
+    "errors",
+    "config",
+    "plan",
+    "mesh",
+    "layout",
+    "kernels",
+    "ring",
+    "calibrate",
+    "op",
+    "loss",
+    "hf",
+    "cli",
+    "__main__",
+]
 WITHIN = {
-    "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
+    "plan": [
+        *("mask", "sharding", "tiles", "schedule", "traffic", "verify", "machine", "work", "cost", "choose"),
+        "__init__",
+    ],
     "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
     "ring": ["merge", "exchange", "execute", "__init__"],
+    "cli": ["doctor", "bench", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),

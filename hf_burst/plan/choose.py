@@ -86,7 +86,7 @@ def choose(
     routes = candidates(ranks, shapes.q_heads, shapes.kv_heads, machine.ranks_per_host)
     if asked and asked not in routes:
         routes.append(asked)
-    costs = {route: estimate(route, layer, machine, transport) for route in routes}
+    costs = {route: estimate(route, layer, machine, transport, budget=budget) for route in routes}
     refused = {
         route: f"needs {_size(cost.memory_bytes - budget)} more memory than is free"
         for route, cost in costs.items()
@@ -158,10 +158,10 @@ def _table(costs: dict[Route, Cost], refused: dict[Route, str], layer: Layer, be
 def _lost(cost: Cost, best: Cost) -> str:
     """How much slower, and the largest part of the difference."""
     ratio = cost.total_s / best.total_s
+    if ratio < 0.995:
+        return f"{1 / ratio:.2f}x faster, but not what is taken"
     if ratio < 1.005:
-        return "as fast" if ratio >= 1 else f"{ratio:.2f}x, but another was asked for"
-    if ratio < 1:
-        return f"{ratio:.2f}x: faster, but another was asked for"
+        return "as fast"
     parts = {
         f"{cost.exposed_s * 1e3:.2f} ms of exchange is not hidden": cost.exposed_s - best.exposed_s,
         f"{cost.other_s * 1e3:.2f} ms of copies, sums and launches": cost.other_s - best.other_s,

@@ -6,6 +6,7 @@ that exchange heads or gather keys have one for every slice of the heads, in whi
 leaves. What no kernel runs beside is added.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -79,7 +80,12 @@ class Cost:
 
 @lru_cache(maxsize=1024)
 def estimate(
-    route: Route, layer: Layer, machine: Machine, transport: Transport = "auto", slices: int | None = None
+    route: Route,
+    layer: Layer,
+    machine: Machine,
+    transport: Transport = "auto",
+    slices: int | None = None,
+    budget: float = math.inf,
 ) -> Cost:
     """The cost of a layer under a schedule.
 
@@ -89,7 +95,9 @@ def estimate(
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the faster of them.
         slices (`int`, *optional*): Into how many slices the heads are cut; by default the fastest of
-            [`slices_of`].
+            [`slices_of`] that fits.
+        budget (`float`, defaults to `inf`): The most memory beside inputs and outputs, in bytes, where there is a
+            choice: transports and slices that fit go before faster ones.
 
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
@@ -104,7 +112,7 @@ def estimate(
     counts = [slices] if slices else slices_of(route, layer.ranks, layer.shapes.kv_heads)
     load = _load(route, layer)
     costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways for count in counts]
-    return min(costs, key=lambda cost: cost.total_s)
+    return min(costs, key=lambda cost: (max(cost.memory_bytes - budget, 0), cost.total_s))
 
 
 def _transports(machine: Machine, within: bool) -> list[Transport]:

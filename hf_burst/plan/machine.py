@@ -169,13 +169,13 @@ def h200(kernel: str = "flash4") -> Machine:
 
 
 def cpu(kernel: str = "cpu_flash") -> Machine:
-    """Processes of one core each that talk by gloo: an ordinary laptop or CI machine."""
+    """Processes of one core each that talk by gloo, as measured on a CI machine (fp32, heads of 64)."""
     return Machine(
         device="CPU",
         kernel=kernel,
-        rates=(KernelRate(3e4, 8e9, 8e9), KernelRate(5e5, 25e9, 20e9), KernelRate(8e6, 40e9, 30e9)),
-        launch=10e-6,
-        memory_bandwidth=8e9,
+        rates=(KernelRate(8e3, 9e9, 12e9), KernelRate(1.3e5, 25e9, 25e9), KernelRate(2.1e6, 26e9, 24e9)),
+        launch=4e-6,
+        memory_bandwidth=13e9,
         memory=8 * 10**9,
         p2p=Link(latency=0.3e-3, bandwidth=1e9, drag=0.5),
         between_hosts=Link(latency=0.5e-3, bandwidth=0.5e9, drag=0.5),
