@@ -23,8 +23,8 @@ import torch.distributed as dist
 from .kernels import Band, Kernel, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
-from .ring import Exchange
-from .ring.exchange import Expected
+from .ring import PeerToPeer
+from .ring.exchange import Part
 
 logger = logging.getLogger(__name__)
 
@@ -286,9 +286,9 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
     """Messages to the first of two peers and from the second, as the ring sends them."""
 
     def transport(size: int) -> Start:
-        block = torch.zeros(size, dtype=torch.uint8, device=device)
-        expected = Expected((size,), torch.uint8, peers[1])
-        return lambda: Exchange(group, device).post([(block, peers[0])], [expected], tag=0).wait
+        block = torch.zeros(1, size, dtype=torch.uint8, device=device)
+        part = Part(peers[1], (((1, size), torch.uint8),), 0, 0, size)
+        return lambda: PeerToPeer(group, device).fetch("visitors", [(block, peers[0])], [part], tag=0).wait
 
     return transport
 

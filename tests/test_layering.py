@@ -25,8 +25,8 @@ WITHIN = {
         "__init__",
     ],
     "kernels": ["base", "head_size", "pieces", "reference", "cpu_flash", "torch_flash", "select", "__init__"],
-    "ring": ["merge", "exchange", "execute", "__init__"],
-    "cli": ["doctor", "bench", "__init__"],
+    "ring": ["merge", "exchange", "heads", "execute", "gather", "routes", "__init__"],
+    "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),

@@ -8,14 +8,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 
 from ..errors import BurstError
 
-# words of a command: its module here, and what it does
+# a command is a module of this name; what it does
 _COMMANDS = {
-    ("doctor",): ("doctor", "what hf_burst can do on this machine, and which schedule it would take, and why"),
-    ("bench", "attention"): ("bench", "time attention over the ranks of this launch beside other libraries"),
+    "doctor": "what hf_burst can do on this machine, and which schedule it would take, and why",
+    "bench": "time attention over the ranks of this launch",
 }
 
 
@@ -30,31 +29,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         the process with 2 for words that it does not know.)
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser, module = _parser(words)
+    parser = argparse.ArgumentParser(prog="hf-burst", description="Exact attention over sequences that span GPUs.")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for name, purpose in _COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        if words[:1] == [name]:
+            module = import_module(f".{name}", __name__)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     arguments = parser.parse_args(words)
-    if module is None:
-        parser.print_help()
-        return 1
     try:
-        return int(module.run(arguments))
+        return int(arguments.run(arguments))
     except BurstError as problem:
         print(f"hf-burst: {problem}", file=sys.stderr)
         return 1
-
-
-def _parser(words: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    """The parser, with the arguments of the command that is called for, and its module."""
-    parser = argparse.ArgumentParser(prog="hf-burst", description="Exact attention over sequences that span GPUs.")
-    branches: dict[tuple[str, ...], argparse._SubParsersAction[argparse.ArgumentParser]] = {}
-    module = None
-    for path, (home, purpose) in _COMMANDS.items():
-        above = parser
-        for depth, word in enumerate(path):
-            if path[:depth] not in branches:
-                branches[path[:depth]] = above.add_subparsers(metavar="command", required=depth > 0)
-            last = depth + 1 == len(path)
-            above = branches[path[:depth]].add_parser(word, help=purpose, description=purpose if last else None)
-        if tuple(words[: len(path)]) == path:
-            module = import_module(f".{home}", __name__)
-            module.add_arguments(above)
-    return parser, module

@@ -79,9 +79,12 @@ def _launched() -> Iterator[tuple[ContextGroup, torch.device]]:
             dist.destroy_process_group()
 
 
-def explain_kernels(device: str, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
-    """Why each kernel cannot compute the example, by name; `None` for those that can, the fastest first."""
-    return {kernel.card.name: kernel.card.refusal(device, dtype, head_dim, head_dim) for kernel in KERNELS}
+def _explain_kernels(device: torch.device, head_dim: int) -> list[tuple[str, str | None]]:
+    """The kernels, the fastest first, and why each cannot compute the example; `None` for those that can."""
+    refusals = (
+        (kernel.card, kernel.card.refusal(device.type, _dtype(device), head_dim, head_dim)) for kernel in KERNELS
+    )
+    return [(card.name, refusal) for card, refusal in refusals]
 
 
 def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
@@ -100,9 +103,9 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
     elif device.type == "cuda" and not dist.is_nccl_available():
         problems.append("this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1.")
     if not problems:
-        refusals = explain_kernels(device.type, _dtype(device), arguments.head_dim)
-        if all(refusals.values()):
-            why = "; ".join(f"{name} {refusal}" for name, refusal in refusals.items())
+        refusals = _explain_kernels(device, arguments.head_dim)
+        if all(refusal for _, refusal in refusals):
+            why = "; ".join(f"{name} {refusal}" for name, refusal in refusals)
             problems.append(f"no kernel computes {_dtype(device)} on {device.type}: {why}. Take another --head-dim.")
     return problems
 
@@ -138,8 +141,7 @@ def _describe_place(group: ContextGroup, device: torch.device, head_dim: int) ->
     backends = [name for name in ("nccl", "gloo") if dist.is_available() and dist.is_backend_available(name)]
     lines.append(f"messages: {', '.join(backends) or 'none'}; {_symmetric_memory()}")
     lines.append(f"kernels for {_dtype(device)} and heads of {head_dim}, the fastest first:")
-    for name, refusal in explain_kernels(device.type, _dtype(device), head_dim).items():
-        lines.append(f"  {name}: {refusal or 'can'}")
+    lines += [f"  {name}: {refusal or 'can'}" for name, refusal in _explain_kernels(device, head_dim)]
     return lines
 
 

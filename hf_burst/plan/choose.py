@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from ..config import Route, Transport
 from ..errors import ConfigError
-from .cost import Cost, Layer, estimate
+from .cost import Cost, Layer, estimate, slices_of
 from .machine import Machine
 
 BUDGET_SHARE = 0.25
@@ -46,22 +46,17 @@ def candidates(ranks: int, q_heads: int, kv_heads: int, ranks_per_host: int) -> 
     for ulysses in range(2, ranks):
         if ranks_per_host % ulysses == 0 or ulysses % ranks_per_host == 0:
             routes += [Route("kv_ring", ulysses), Route("burst", ulysses), Route("all_gather", ulysses)]
-    return [route for route in routes if obstacle(route, ranks, q_heads, kv_heads) is None]
-
-
-def obstacle(route: Route, ranks: int, q_heads: int, kv_heads: int) -> str | None:
-    """Why a group cannot run a schedule; `None` if it can."""
-    if ranks % route.ulysses:
-        return f"{route.ulysses} does not divide {ranks} ranks"
-    for heads, kind in ((q_heads, "query"), (kv_heads, "key")):
-        if heads % route.ulysses:
-            return f"{heads} {kind} head{'s' * (heads > 1)} cannot be spread over {route.ulysses} ranks"
-    return None
+    return [route for route in routes if route.refusal(ranks, q_heads, kv_heads) is None]
 
 
 @lru_cache(maxsize=256)
 def choose(
-    schedule: str, layer: Layer, machine: Machine, transport: Transport = "auto", budget: int | None = None
+    schedule: str,
+    layer: Layer,
+    machine: Machine,
+    transport: Transport = "auto",
+    budget: int | None = None,
+    most_slices: bool = False,
 ) -> Choice:
     """The schedule of a layer. Depends on nothing but its arguments, so that all ranks choose alike.
 
@@ -72,6 +67,8 @@ def choose(
         transport (`str`, defaults to `"auto"`): What carries messages inside a host.
         budget (`int`, *optional*): The most memory that a layer may take beside its inputs and outputs, in bytes; a
             quarter of the device's by default.
+        most_slices (`bool`, defaults to `False`): Whether heads are always cut into as many slices as may be
+            ([`slices_of`]), and not into the number that is fastest.
 
     Raises:
         ConfigError: If the group cannot run the schedule asked for.
@@ -86,7 +83,8 @@ def choose(
     routes = candidates(ranks, shapes.q_heads, shapes.kv_heads, machine.ranks_per_host)
     if asked and asked not in routes:
         routes.append(asked)
-    costs = {route: estimate(route, layer, machine, transport, budget=budget) for route in routes}
+    counts = {route: slices_of(route, ranks, shapes.kv_heads)[-1] if most_slices else None for route in routes}
+    costs = {route: estimate(route, layer, machine, transport, counts[route], budget) for route in routes}
     refused = {
         route: f"needs {_size(cost.memory_bytes - budget)} more memory than is free"
         for route, cost in costs.items()
@@ -99,7 +97,7 @@ def choose(
         best, reason = asked, "asked for"
     elif fits:
         best = fits[0]
-        reason = f"{costs[best].total_s * 1e3:.2f} ms a layer by the cost model"
+        reason = f"{_time(costs[best].total_s)} a layer by the cost model"
         if len(fits) > 1:
             ratio = costs[fits[1]].total_s / costs[best].total_s
             reason += f", {name_of(fits[1], ranks)} is {ratio:.2f}x"
@@ -120,13 +118,13 @@ def _asked(schedule: str, layer: Layer) -> Route | None:
     if layer.ranks == 1:
         return None
     q_heads, kv_heads = layer.shapes.q_heads, layer.shapes.kv_heads
-    problem = obstacle(route, layer.ranks, q_heads, kv_heads)
+    problem = route.refusal(layer.ranks, q_heads, kv_heads)
     if problem is None:
         return route
     allowed = [
         degree
         for degree in range(1, layer.ranks + 1)
-        if obstacle(Route(route.around, degree), layer.ranks, q_heads, kv_heads) is None
+        if Route(route.around, degree).refusal(layer.ranks, q_heads, kv_heads) is None
     ]
     raise ConfigError(
         f"The schedule {schedule!r} cannot run: {problem}. The ranks that exchange heads must divide the {layer.ranks} "
@@ -142,11 +140,11 @@ def _table(costs: dict[Route, Cost], refused: dict[Route, str], layer: Layer, be
         cost = costs[route]
         times = (cost.forward_s, cost.backward_s, cost.total_s, cost.exposed_s)
         remark = f"taken: {reason}" if route == best else refused.get(route) or _lost(cost, costs[best])
-        line = [name_of(route, layer.ranks), *(f"{seconds * 1e3:.2f} ms" for seconds in times)]
+        line = [name_of(route, layer.ranks), *map(_time, times)]
         line += [f"{cost.sent_bytes / 1e6:.1f} MB", _size(cost.memory_bytes)]
         lines.append([*line, cost.transport if layer.ranks > 1 else "-", str(cost.slices), remark])
     for degree in range(2, layer.ranks + 1):
-        problem = obstacle(Route(ulysses=degree), layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads)
+        problem = Route(ulysses=degree).refusal(layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads)
         if layer.ranks % degree == 0 and problem:
             name = "ulysses" if degree == layer.ranks else f"ulysses_{degree}+..."
             lines.append([name, *["-"] * 8, problem])
@@ -163,9 +161,9 @@ def _lost(cost: Cost, best: Cost) -> str:
     if ratio < 1.005:
         return "as fast"
     parts = {
-        f"{cost.exposed_s * 1e3:.2f} ms of exchange is not hidden": cost.exposed_s - best.exposed_s,
-        f"{cost.other_s * 1e3:.2f} ms of copies, sums and launches": cost.other_s - best.other_s,
-        f"kernel calls take {(cost.kernels_s - best.kernels_s) * 1e3:.2f} ms longer, being smaller or less even": (
+        f"{_time(cost.exposed_s)} of exchange is not hidden": cost.exposed_s - best.exposed_s,
+        f"{_time(cost.other_s)} of copies, sums and launches": cost.other_s - best.other_s,
+        f"kernel calls, smaller or less even, take {_time(cost.kernels_s - best.kernels_s)} more": (
             cost.kernels_s - best.kernels_s
         ),
     }
@@ -174,3 +172,7 @@ def _lost(cost: Cost, best: Cost) -> str:
 
 def _size(size: float) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if abs(seconds) < 10 else f"{seconds:.1f} s"

@@ -18,9 +18,10 @@ from .mask import Mask
 from .schedule import Plan, Step, Transfer, Visitor, make_plan
 from .sharding import make_sharding
 from .traffic import Pass, Shapes, step_traffic
-from .work import Call, Round, busiest, pairs_of_ranks, rounds
+from .work import Call, Round, busiest, gathered_calls, rounds
 
 MOST_SLICES = 4
+_PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class _Tally:
     other: float = 0.0
     busy: float = 0.0
     sent: int = 0
+    received: int = 0
     memory: int = 0
     launches: int = 0
 
@@ -173,9 +175,11 @@ class _Load:
         batch (`int`): Rows of the batch.
         rows (`int`): Tokens of a place, all rows of the batch together.
         shapes ([`Shapes`]): Heads of the layer.
+        sequence (`int`): Tokens of all places, all rows of the batch together.
         rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
-        pairs (`int`): The pairs of its queries, in `calls` calls if keys are gathered.
-        calls (`int`): One a run of tokens and a kind of mask.
+        gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
+        fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
+        given (`int`): Rows of its own that others then fetch.
     """
 
     ranks: int
@@ -183,9 +187,11 @@ class _Load:
     batch: int
     rows: int
     shapes: Shapes
+    sequence: int
     rings: dict[Pass, tuple[Round, ...]]
-    pairs: int
-    calls: int
+    gathered: tuple[Call, ...]
+    fetched: int
+    given: int
 
 
 def _visitor(route: Route, direction: Pass) -> Visitor:
@@ -194,21 +200,27 @@ def _visitor(route: Route, direction: Pass) -> Visitor:
 
 def _load(route: Route, layer: Layer) -> _Load:
     plan = layer.plan(route.ulysses)
-    passes: tuple[Pass, Pass] = ("forward", "backward")
+    batch, places = len(plan.masks), plan.sharding.ranks
     rings: dict[Pass, tuple[Round, ...]] = {}
-    if route.around != "all_gather":
-        visitors = {direction: _visitor(route, direction) for direction in passes}
-        rings = {direction: rounds(plan, busiest(plan, visitor), visitor) for direction, visitor in visitors.items()}
-    kinds = 1 + sum(one != other for one, other in zip(plan.masks, plan.masks[1:], strict=False))
+    gathered: tuple[Call, ...] = ()
+    fetched = given = 0
+    if route.around == "all_gather" and places > 1:
+        gathered, fetched, given = gathered_calls(plan, busiest(plan, "kv"))
+    else:
+        for direction in _PASSES:
+            visitor = _visitor(route, direction)
+            rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
     return _Load(
         ranks=layer.ranks,
-        places=plan.sharding.ranks,
-        batch=len(plan.masks),
-        rows=len(plan.masks) * -(-plan.sharding.length // plan.sharding.ranks),
+        places=places,
+        batch=batch,
+        rows=batch * plan.sharding.most_tokens,
         shapes=layer.shapes,
+        sequence=batch * plan.sharding.length,
         rings=rings,
-        pairs=max(pairs_of_ranks(plan)),
-        calls=kinds * len(plan.sharding.runs(busiest(plan, "kv"))),
+        gathered=gathered,
+        fetched=batch * fetched,
+        given=batch * given,
     )
 
 
@@ -240,15 +252,14 @@ class _Setting:
         link = self.machine.between_hosts if several else self.inside
         return _Busy(link.seconds(size), link.drag * link.seconds(size))
 
-    def spread(self, size: float, places: int, stride: int, shared: bool) -> _Busy:
+    def spread(self, size: float, places: int, stride: int) -> _Busy:
         """`size` bytes to each of `places - 1` peers that lie `stride` ranks apart; those on other hosts are reached
-        at the same time, once for all ranks of a host if the bytes are `shared` by them (a gather)."""
+        at the same time as those on this one."""
         near = min(places, max(1, self.machine.ranks_per_host // stride))
-        busy = _Busy(self.inside.seconds(size * ((places if shared else near) - 1)))
-        if places > near:
-            outside = self.machine.between_hosts.seconds(size * (places - near) / (near if shared else 1))
-            busy = _Busy(max(busy.seconds, outside))
-        return _Busy(busy.seconds, busy.seconds * self.inside.drag)
+        within = self.inside.seconds(size * (near - 1))
+        between = self.machine.between_hosts.seconds(size * (places - near))
+        link = self.inside if within >= between else self.machine.between_hosts
+        return _Busy(max(within, between), max(within, between) * link.drag)
 
     def kernel(self, pairs: float, backward: bool) -> float:
         """Seconds of one call: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
@@ -271,7 +282,7 @@ def _cost(setting: _Setting) -> Cost:
         kernels_s=kernels,
         exposed_s=max(0.0, forward.seconds + backward.seconds - kernels - other),
         other_s=other,
-        sent_bytes=forward.sent + backward.sent,
+        sent_bytes=max(forward.sent + backward.sent, forward.received + backward.received),
         memory_bytes=max(forward.memory, backward.memory),
         launches=forward.launches + backward.launches,
         transport=setting.transport,
@@ -292,6 +303,7 @@ def _pass(setting: _Setting, direction: Pass) -> _Tally:
     whole = _Tally(
         seconds=coming.seconds + leaving.seconds,
         sent=setting.slices * inner.sent,
+        received=setting.slices * inner.received,
         memory=inner.memory,
         launches=setting.slices * inner.launches,
     )
@@ -309,13 +321,13 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
     alone = sum(len(step.calls) for step in steps) == 1
     tensors = 4 if _visitor(setting.route, direction) == "q" else 2
 
-    def travel(*ways: tuple[Transfer | None, int]) -> _Busy:
+    def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Busy:
         """A round in which rows of some bytes leave and arrive: the longer way counts."""
-        size = setting.load.batch * max(way.rows * row if way else 0 for way, row in ways)
-        tally.sent += size
-        tally.launches += tensors if size else 0
-        tally.memory = max(tally.memory, size)
-        return setting.hop(size)
+        sent, received = (setting.load.batch * way.rows * row if way else 0 for way, row in (leaving, arriving))
+        tally.sent, tally.received = tally.sent + sent, tally.received + received
+        tally.launches += tensors if sent or received else 0
+        tally.memory = max(tally.memory, sent, received)
+        return setting.hop(max(sent, received))
 
     returning = visiting = _Busy()
     for step, following in zip_longest(steps, steps[1:]):
@@ -328,8 +340,8 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
         tally.launches += launches
         returning = _Busy()
         if backward and (step.send or step.recv):
-            ways = [(way, lone if way and way.lone else summed) for way in (step.recv, step.send)]
-            returning = travel(*ways)
+            leaving, arriving = ((way, lone if way and way.lone else summed) for way in (step.recv, step.send))
+            returning = travel(leaving, arriving)
         if following and not ahead:
             tally.stage(0.0, 0.0, visiting)
     tally.stage(0.0, 0.0, returning)
@@ -384,40 +396,44 @@ def _ends(setting: _Setting, direction: Pass, alone: bool, tally: _Tally) -> Non
 
 
 def _gather(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _Busy]:
-    """A slice of K and V of all places; backward, dK and dV of all places return and are summed where they belong."""
-    shapes, ulysses, load = setting.shapes, setting.route.ulysses, setting.load
-    places, calls, backward = load.places, load.calls, direction == "backward"
-    block = load.rows * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    gathered, wide = places * block * shapes.itemsize, places * block * shapes.accumulator_itemsize
-    coming = setting.spread(block * shapes.itemsize, places, ulysses, shared=True)
-    leaving, touched, launches = _Busy(), 2 * gathered, calls + 4
-    tally.sent, tally.memory = block * shapes.itemsize * (places - 1), min(2, setting.slices) * gathered
+    """A slice of K and V of all places; backward, dK and dV go home, where the sums of all places are added."""
+    shapes, load, backward = setting.shapes, setting.load, direction == "backward"
+    narrow, wide = shapes.itemsize, shapes.accumulator_itemsize
+    row = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    peers, slots = max(1, load.places - 1), min(2, setting.slices)
+    each = max(load.fetched, load.given) * row / peers  # elements to or from a peer
+    coming, leaving = setting.spread(each * narrow, load.places, setting.route.ulysses), _Busy()
+    touched, launches = 2 * load.rows * row * narrow, len(load.gathered) + 4
+    tally.sent, tally.received = load.given * row * narrow, load.fetched * row * narrow
+    tally.memory = (load.rows + slots * load.sequence) * row * narrow
     if backward:
-        leaving = setting.spread(block * shapes.accumulator_itemsize, places, ulysses, shared=True)
-        scalars = load.rows * shapes.q_heads
-        touched += gathered + 2 * wide + scalars * (2 * shapes.value_dim * shapes.itemsize)
-        launches += 2 * calls + 3
-        tally.sent += block * shapes.accumulator_itemsize * (places - 1)
-        tally.memory += min(2, setting.slices) * wide + gathered + scalars * shapes.accumulator_itemsize
-    kernels = calls * setting.kernel(load.pairs / calls, backward)
+        leaving = setting.spread(each * wide, load.places, setting.route.ulysses)
+        keys = sum(call.k_rows for call in load.gathered)
+        touched += (load.sequence * wide + keys * (narrow + 2 * wide) + 3 * load.given * wide) * row
+        touched += load.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
+        launches += 2 * len(load.gathered) + 2 * peers
+        tally.sent += load.fetched * row * wide
+        tally.received += load.given * row * wide
+        tally.memory += (slots * load.sequence + load.given) * row * wide + load.sequence * row * narrow
+    kernels = sum(setting.kernel(call.pairs, backward) for call in load.gathered)
     tally.stage(kernels, setting.other(touched, launches), _Busy())
     tally.launches += launches
     return coming, leaving
 
 
 def _exchange(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _Busy]:
-    """A slice of q, k and v that comes and of the output that leaves, or of dO and of dQ, dK and dV: what a rank holds
-    of it goes to the `ulysses` members of its place in equal parts."""
-    shapes, ulysses = setting.shapes, setting.route.ulysses
-    rows = setting.load.rows
-    outputs = rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
-    inputs = rows * shapes.itemsize
-    inputs *= shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    sizes = (inputs, outputs) if direction == "forward" else (outputs, inputs)
-    coming, leaving = (setting.spread(size / ulysses, ulysses, 1, shared=False) for size in sizes)
+    """A slice of q, k and v that comes and of the output and its log-sum-exp that leaves, or of dO and two scalars a
+    row and of dQ, dK and dV: what a rank holds of it goes to the `ulysses` members of its place in equal parts."""
+    shapes, ulysses, rows = setting.shapes, setting.route.ulysses, setting.load.rows
+    inputs = shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    inputs, outputs = rows * inputs * shapes.itemsize, rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
+    scalars = rows * shapes.q_heads * shapes.accumulator_itemsize
+    sizes = (inputs, outputs + scalars) if direction == "forward" else (outputs + 2 * scalars, inputs)
+    coming, leaving = (setting.spread(size / ulysses, ulysses, 1) for size in sizes)
     packs = 2 if setting.transport == "symmetric" else 4  # packed, read and written; p2p unpacks too
-    tally.sent += (inputs + outputs) * (ulysses - 1) // ulysses
-    tally.memory += min(2, setting.slices) * (inputs + outputs) * (1 if direction == "forward" else 2)
+    tally.sent += sum(sizes) * (ulysses - 1) // ulysses
+    tally.received += sum(sizes) * (ulysses - 1) // ulysses
+    tally.memory += min(2, setting.slices) * sum(sizes) * (1 if direction == "forward" else 2)
     tally.launches += 8
-    tally.stage(0.0, setting.other(packs * (inputs + outputs), 8), _Busy())
+    tally.stage(0.0, setting.other(packs * sum(sizes), 8), _Busy())
     return coming, leaving

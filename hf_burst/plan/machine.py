@@ -140,7 +140,7 @@ def _read(kind: Any, values: Any) -> Any:
     return kind(**values)
 
 
-def h200(kernel: str = "flash4") -> Machine:
+def h200(kernel: str = "flash_attn_4") -> Machine:
     """An H200 in a host with NVLink, as measured there (bf16, heads of 128, 32 query heads).
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
@@ -149,7 +149,7 @@ def h200(kernel: str = "flash4") -> Machine:
     0.12 ms and reaches 132 GB/s at 16 MiB and 359 GB/s at 1 GiB; the copy engine takes 0.055, 0.100 and 0.368 ms for
     16, 32 and 128 MiB. Between hosts 400 Gb/s a GPU are assumed, not measured.
     """
-    share = {"cudnn": 550 / 624, "torch_flash": 327 / 624, "flash2": 327 / 624}.get(kernel, 1.0)
+    share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
     points = [
         *((3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)),
         *((1.7e10, 667e12, 608e12), (3.4e10, 659e12, 617e12)),

@@ -99,6 +99,25 @@ def rounds(plan: Plan, rank: int, visitor: Visitor) -> tuple[Round, ...]:
     )
 
 
+@lru_cache(maxsize=256)
+def gathered_calls(plan: Plan, rank: int) -> tuple[tuple[Call, ...], int, int]:
+    """What a rank computes with gathered keys, how many rows of keys it fetches for that from the others, and how many
+    of its own they fetch."""
+    others = [other for other in range(plan.sharding.ranks) if other != rank]
+    fetched = sum(_looked_at(plan, rank, other) for other in others)
+    given = sum(_looked_at(plan, other, rank) for other in others)
+    return tuple(map(_call, plan.gathered(rank))), fetched, given
+
+
+def _looked_at(plan: Plan, looking: int, home: int) -> int:
+    """How many keys of `home` lie between the first and the last that the queries of `looking` see (as
+    [`Plan.reach`], without its tiles: the later a query, the later its keys)."""
+    runs = plan.sharding.runs(looking)
+    start = min(mask.keys(runs[0].start)[0] for mask in plan.masks)
+    stop = max(mask.keys(runs[-1].stop - 1)[1] for mask in plan.masks)
+    return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.sharding.runs(home))
+
+
 def _call(tile: Tile) -> Call:
     batch = tile.batch[1] - tile.batch[0]
     return Call(batch * tile_pairs(tile), batch * (tile.q[1] - tile.q[0]), batch * (tile.k[1] - tile.k[0]))
