@@ -69,14 +69,16 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
     name = device_name(device)
     found = _cached(name, kernel, group.size) if group.rank == 0 else {}
     own = {"host": socket.gethostname(), "memory": _memory(device), "name": name, "cached": found}
-    reports = _gather(group, own)
+    reports = _gather(group, {**own, "reaches": _reaches_peers(device)})
     per_host = ranks_per_host([report["host"] for report in reports])
     memory = min(report["memory"] for report in reports)
-    return _remembered(reports[0]["name"], kernel, memory, per_host, reports[0]["cached"])
+    machine = _remembered(reports[0]["name"], kernel, memory, per_host, reports[0]["cached"])
+    return machine if all(report["reaches"] for report in reports) else replace(machine, symmetric=None)
 
 
 def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | None = None) -> Machine:
-    """The machine that a group would run on, as [`machine_for`] has it; asks no other process.
+    """The machine that a group would run on, as [`machine_for`] has it; asks no other process, and takes it that GPUs
+    of one host read each other's memory.
 
     Args:
         device (`torch.device`): A device of it.
@@ -111,8 +113,9 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     group.agree({"kernel": kernel.card.name, "device": device_name(device)}, error, device)
-    hosts = [report["host"] for report in _gather(group, {"host": socket.gethostname()})]
-    own["links"] = _measure_links(group, device, kernel, sizes, hosts)
+    places = _gather(group, {"host": socket.gethostname(), "reaches": _reaches_peers(device)})
+    hosts, reach = [place["host"] for place in places], all(place["reaches"] for place in places)
+    own["links"] = _measure_links(group, device, kernel, sizes, hosts, reach)
     reports = _gather(group, own)
     per_host = ranks_per_host(hosts)
     memory = min(report["memory"] for report in reports)
@@ -242,10 +245,10 @@ def _kernel_calls(
 
 
 def _measure_links(
-    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, hosts: Sequence[str]
+    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, hosts: Sequence[str], reach: bool
 ) -> tuple[Link | None, Link | None, Link | None]:
     """The links of a rank to its neighbour on the host, to its counterpart on the next one, and to its neighbour's
-    memory; `None` where there is none."""
+    memory if all can `reach` it; `None` where there is none."""
     per_host = ranks_per_host(hosts)
     first, place = group.rank - group.rank % per_host, group.rank % per_host
     work = _kernel_calls(kernel, sizes, sizes.rows[len(sizes.rows) // 2], device)[0]
@@ -256,8 +259,11 @@ def _measure_links(
     if group.size > per_host:
         peers = ((group.rank + per_host) % group.size, (group.rank - per_host) % group.size)
         between = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
-    if group.size == per_host > 1 and _reaches_peers(group, device):
-        symmetric = _measure_link(_copies(group, device, max(sizes.messages)), sizes.messages, work, device)
+    if group.size == per_host > 1 and reach:
+        try:
+            symmetric = _measure_link(_copies(group, device, max(sizes.messages)), sizes.messages, work, device)
+        except RuntimeError as problem:  # containers may forbid it
+            logger.warning("hf_burst measures no symmetric memory: %s", problem)
     return p2p, between, symmetric
 
 
@@ -316,13 +322,13 @@ def _copies(group: ContextGroup, device: torch.device, largest: int) -> Callable
     return transport
 
 
-def _reaches_peers(group: ContextGroup, device: torch.device) -> bool:
-    """Whether every rank has a GPU that reads the memory of all others of the host."""
+def _reaches_peers(device: torch.device) -> bool:
+    """Whether a GPU reads the memory of all others that this process sees, and sees any."""
     if device.type != "cuda":
         return False
-    indices = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
-    mine = all(torch.cuda.can_device_access_peer(torch.cuda.current_device(), index) for index in indices)
-    return all(report["reaches"] for report in _gather(group, {"reaches": mine and bool(indices)}))
+    here = torch.cuda.current_device() if device.index is None else device.index
+    others = [index for index in range(torch.cuda.device_count()) if index != here]
+    return bool(others) and all(torch.cuda.can_device_access_peer(here, index) for index in others)
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -1,7 +1,7 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
 from .choose import Choice, candidates, choose, name_of
-from .cost import Cost, Layer, estimate, slices_of
+from .cost import Cost, estimate, slices_of
 from .machine import KernelRate, Link, Machine, built_in
 from .mask import Mask
 from .schedule import Plan, Step, Transfer, make_plan
@@ -9,6 +9,7 @@ from .sharding import Sharding, chunks_per_rank, make_sharding
 from .tiles import Tile, tiles_between
 from .traffic import Shapes, Traffic, cheaper_visitor, rank_traffic
 from .verify import verify_plan
+from .work import Layer
 
 __all__ = [
     "Choice",

@@ -5,8 +5,9 @@ from functools import lru_cache
 
 from ..config import Route, Transport
 from ..errors import ConfigError
-from .cost import Cost, Layer, estimate, slices_of
+from .cost import Cost, estimate, slices_of
 from .machine import Machine
+from .work import Layer
 
 BUDGET_SHARE = 0.25
 

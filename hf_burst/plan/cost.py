@@ -11,38 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 
-from ..config import Chunking, Route, Transport
+from ..config import Route, Transport
 from ..errors import ConfigError
 from .machine import Link, Machine
-from .mask import Mask
-from .schedule import Plan, Step, Transfer, Visitor, make_plan
-from .sharding import make_sharding
+from .schedule import Step, Transfer, Visitor
 from .traffic import Pass, Shapes, step_traffic
-from .work import Call, Round, busiest, gathered_calls, rounds
+from .work import Call, Layer, Load, load_of, visitor_of
 
 MOST_SLICES = 4
-_PASSES: tuple[Pass, Pass] = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One attention layer and the batch that it is given.
-
-    Args:
-        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        ranks (`int`): Ranks of the group.
-        chunking (`str`): `"zigzag"` or `"contiguous"`.
-        shapes ([`Shapes`]): Heads and bytes.
-    """
-
-    masks: tuple[Mask, ...]
-    ranks: int
-    chunking: Chunking
-    shapes: Shapes
-
-    def plan(self, ulysses: int) -> Plan:
-        """The plan of the ring when `ulysses` ranks exchange heads for tokens and are one place of it."""
-        return make_plan(self.masks, make_sharding(self.masks[0].length, self.ranks // ulysses, self.chunking))
 
 
 @dataclass(frozen=True)
@@ -111,7 +87,7 @@ def estimate(
         )
     ways: list[Transport] = [transport] if transport != "auto" else _transports(machine, within)
     counts = [slices] if slices else slices_of(route, layer.ranks, layer.shapes.kv_heads)
-    load = _load(route, layer)
+    load = load_of(route, layer)
     costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways for count in counts]
     return min(costs, key=lambda cost: (max(cost.memory_bytes - budget, 0), cost.total_s))
 
@@ -166,70 +142,11 @@ class _Tally:
 
 
 @dataclass(frozen=True)
-class _Load:
-    """What the slowest rank computes under a route, whatever the machine.
-
-    Args:
-        ranks (`int`): Ranks of the group.
-        places (`int`): Places of the ring.
-        batch (`int`): Rows of the batch.
-        rows (`int`): Tokens of a place, all rows of the batch together.
-        shapes ([`Shapes`]): Heads of the layer.
-        sequence (`int`): Tokens of all places, all rows of the batch together.
-        rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
-        gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
-        fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
-        given (`int`): Rows of its own that others then fetch.
-    """
-
-    ranks: int
-    places: int
-    batch: int
-    rows: int
-    shapes: Shapes
-    sequence: int
-    rings: dict[Pass, tuple[Round, ...]]
-    gathered: tuple[Call, ...]
-    fetched: int
-    given: int
-
-
-def _visitor(route: Route, direction: Pass) -> Visitor:
-    return "q" if route.around == "burst" and direction == "backward" else "kv"
-
-
-def _load(route: Route, layer: Layer) -> _Load:
-    plan = layer.plan(route.ulysses)
-    batch, places = len(plan.masks), plan.sharding.ranks
-    rings: dict[Pass, tuple[Round, ...]] = {}
-    gathered: tuple[Call, ...] = ()
-    fetched = given = 0
-    if route.around == "all_gather" and places > 1:
-        gathered, fetched, given = gathered_calls(plan, busiest(plan, "kv"))
-    else:
-        for direction in _PASSES:
-            visitor = _visitor(route, direction)
-            rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
-    return _Load(
-        ranks=layer.ranks,
-        places=places,
-        batch=batch,
-        rows=batch * plan.sharding.most_tokens,
-        shapes=layer.shapes,
-        sequence=batch * plan.sharding.length,
-        rings=rings,
-        gathered=gathered,
-        fetched=batch * fetched,
-        given=batch * given,
-    )
-
-
-@dataclass(frozen=True)
 class _Setting:
     """What is priced."""
 
     route: Route
-    load: _Load
+    load: Load
     machine: Machine
     transport: Transport
     slices: int
@@ -317,9 +234,9 @@ def _pass(setting: _Setting, direction: Pass) -> _Tally:
 def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
     """Steps of the plan: visitors of the next one come, and gradients of the last one return, beside its kernels."""
     backward, steps = direction == "backward", setting.load.rings[direction]
-    visit, summed, lone = _row_bytes(_visitor(setting.route, direction), direction, setting.shapes)
+    visit, summed, lone = _row_bytes(visitor_of(setting.route, direction), direction, setting.shapes)
     alone = sum(len(step.calls) for step in steps) == 1
-    tensors = 4 if _visitor(setting.route, direction) == "q" else 2
+    tensors = 4 if visitor_of(setting.route, direction) == "q" else 2
 
     def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Busy:
         """A round in which rows of some bytes leave and arrive: the longer way counts."""

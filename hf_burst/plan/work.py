@@ -1,13 +1,40 @@
-"""What the ranks of a plan compute: pairs counted in closed form, and the schedule of the rank that has the most."""
+"""What a layer makes the ranks compute, on any machine: pairs counted in closed form, and the schedule of the rank that
+has the most."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from ..config import Chunking, Route
 from .mask import Mask
-from .schedule import Plan, Transfer, Visitor, goes_ahead
+from .schedule import Plan, Transfer, Visitor, goes_ahead, make_plan
+from .sharding import make_sharding
 from .tiles import Tile
+from .traffic import Pass, Shapes
+
+_PASSES: tuple[Pass, Pass] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer and the batch that it is given.
+
+    Args:
+        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
+        ranks (`int`): Ranks of the group.
+        chunking (`str`): `"zigzag"` or `"contiguous"`.
+        shapes ([`Shapes`]): Heads and bytes.
+    """
+
+    masks: tuple[Mask, ...]
+    ranks: int
+    chunking: Chunking
+    shapes: Shapes
+
+    def plan(self, ulysses: int) -> Plan:
+        """The plan of the ring when `ulysses` ranks exchange heads for tokens and are one place of it."""
+        return make_plan(self.masks, make_sharding(self.masks[0].length, self.ranks // ulysses, self.chunking))
 
 
 @dataclass(frozen=True)
@@ -34,6 +61,35 @@ class Round:
     send: Transfer | None
     recv: Transfer | None
     ahead: bool
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the slowest rank computes under a route, whatever the machine.
+
+    Args:
+        ranks (`int`): Ranks of the group.
+        places (`int`): Places of the ring.
+        batch (`int`): Rows of the batch.
+        rows (`int`): Tokens of a place, all rows of the batch together.
+        shapes ([`Shapes`]): Heads of the layer.
+        sequence (`int`): Tokens of all places, all rows of the batch together.
+        rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
+        gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
+        fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
+        given (`int`): Rows of its own that others then fetch.
+    """
+
+    ranks: int
+    places: int
+    batch: int
+    rows: int
+    shapes: Shapes
+    sequence: int
+    rings: dict[Pass, tuple[Round, ...]]
+    gathered: tuple[Call, ...]
+    fetched: int
+    given: int
 
 
 def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
@@ -107,6 +163,38 @@ def gathered_calls(plan: Plan, rank: int) -> tuple[tuple[Call, ...], int, int]:
     fetched = sum(_looked_at(plan, rank, other) for other in others)
     given = sum(_looked_at(plan, other, rank) for other in others)
     return tuple(map(_call, plan.gathered(rank))), fetched, given
+
+
+def visitor_of(route: Route, direction: Pass) -> Visitor:
+    """What travels round the ring of a route."""
+    return "q" if route.around == "burst" and direction == "backward" else "kv"
+
+
+def load_of(route: Route, layer: Layer) -> Load:
+    """What the rank with the most to compute does under a route."""
+    plan = layer.plan(route.ulysses)
+    batch, places = len(plan.masks), plan.sharding.ranks
+    rings: dict[Pass, tuple[Round, ...]] = {}
+    gathered: tuple[Call, ...] = ()
+    fetched = given = 0
+    if route.around == "all_gather" and places > 1:
+        gathered, fetched, given = gathered_calls(plan, busiest(plan, "kv"))
+    else:
+        for direction in _PASSES:
+            visitor = visitor_of(route, direction)
+            rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
+    return Load(
+        ranks=layer.ranks,
+        places=places,
+        batch=batch,
+        rows=batch * plan.sharding.most_tokens,
+        shapes=layer.shapes,
+        sequence=batch * plan.sharding.length,
+        rings=rings,
+        gathered=gathered,
+        fetched=batch * fetched,
+        given=batch * given,
+    )
 
 
 def _looked_at(plan: Plan, looking: int, home: int) -> int:
