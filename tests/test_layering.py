@@ -4,14 +4,21 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
-ORDER = ["errors", "config", "plan", "mesh", "layout", "kernels", "ring", "op", "loss", "hf"]
+ORDER = [
+    *("errors", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "op", "loss", "hf"),
+    *("cli", "__main__"),
+]
 WITHIN = {
-    "plan": ["mask", "sharding", "tiles", "schedule", "traffic", "verify", "__init__"],
+    "plan": [
+        *("mask", "sharding", "tiles", "schedule", "traffic", "verify", "machine", "work", "cost", "choose"),
+        "__init__",
+    ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
         *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": ["fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "replay", "__init__"],
+    "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),

@@ -1,13 +1,23 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
+from .choose import Choice, candidates, choose, name_of
+from .cost import Cost, estimate, slices_of
+from .machine import KernelRate, Link, Machine, built_in
 from .mask import Mask
 from .schedule import Plan, Step, Transfer, make_plan
 from .sharding import Sharding, chunks_per_rank, make_sharding
 from .tiles import Tile, tiles_between
 from .traffic import Shapes, Traffic, cheaper_visitor, rank_traffic
 from .verify import verify_plan
+from .work import Layer
 
 __all__ = [
+    "Choice",
+    "Cost",
+    "KernelRate",
+    "Layer",
+    "Link",
+    "Machine",
     "Mask",
     "Plan",
     "Shapes",
@@ -16,11 +26,17 @@ __all__ = [
     "Tile",
     "Traffic",
     "Transfer",
+    "built_in",
+    "candidates",
     "cheaper_visitor",
+    "choose",
     "chunks_per_rank",
+    "estimate",
     "make_plan",
     "make_sharding",
+    "name_of",
     "rank_traffic",
+    "slices_of",
     "tiles_between",
     "verify_plan",
 ]

@@ -1,0 +1,414 @@
+"""Measuring a machine in seconds, and remembering it: what the cost model of `hf_burst.plan` is told of kernel, memory
+and links. All ranks of a group are told the same, that of the slowest, so that all choose alike."""
+
+import logging
+import math
+import os
+import re
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .kernels import Band, Kernel, Scores, project_out, select_kernel
+from .mesh import ContextGroup
+from .plan import KernelRate, Link, Machine, built_in
+from .ring import PeerToPeer
+from .ring.exchange import Part
+
+logger = logging.getLogger(__name__)
+
+# What starts some messages, and returns what waits for them.
+Start = Callable[[], Callable[[], Any]]
+
+_REPEATS = 7
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is measured on a kind of device: rows of causal squares, bytes of messages and of a copy in memory."""
+
+    dtype: torch.dtype
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    rows: tuple[int, ...]
+    messages: tuple[int, int, int]
+    copied: int
+
+
+_GPU = _Sizes(torch.bfloat16, 32, 8, 128, (1024, 2048, 4096, 8192, 16384), (1 << 20, 1 << 24, 1 << 27), 1 << 28)
+_CPU = _Sizes(torch.float32, 4, 2, 64, (64, 256, 1024), (1 << 16, 1 << 20, 1 << 23), 1 << 25)
+
+
+@lru_cache(maxsize=16)
+def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = None) -> Machine:
+    """The machine that a group runs on: as it was measured by [`calibrate`], or else as its device is known.
+
+    Measures nothing; once for each group, one small all-gather.
+
+    Args:
+        group ([`ContextGroup`]): The ranks; every one of them calls it.
+        device (`torch.device`): Where they compute.
+        kernel (`str`, *optional*): Name of the kernel that computes; the one chosen by itself by default.
+
+    Returns:
+        [`Machine`], the same on every rank.
+    """
+    kernel = kernel or default_kernel(device).card.name
+    name = device_name(device)
+    found = _cached(name, kernel, group.size) if group.rank == 0 else {}
+    own = {"host": socket.gethostname(), "memory": _memory(device), "name": name, "cached": found}
+    reports = _gather(group, {**own, "reaches": _reaches_peers(device)})
+    per_host = ranks_per_host([report["host"] for report in reports])
+    memory = min(report["memory"] for report in reports)
+    machine = _remembered(reports[0]["name"], kernel, memory, per_host, reports[0]["cached"])
+    return machine if all(report["reaches"] for report in reports) else replace(machine, symmetric=None)
+
+
+def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | None = None) -> Machine:
+    """The machine that a group would run on, as [`machine_for`] has it; asks no other process, and takes it that GPUs
+    of one host read each other's memory.
+
+    Args:
+        device (`torch.device`): A device of it.
+        ranks (`int`): Ranks of the group.
+        per_host (`int`): Ranks on one host.
+        kernel (`str`, *optional*): As in [`machine_for`].
+    """
+    kernel = kernel or default_kernel(device).card.name
+    name = device_name(device)
+    return _remembered(name, kernel, _memory(device), per_host, _cached(name, kernel, ranks))
+
+
+def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Machine:
+    """Measures the machine that a group runs on, in a few seconds, and writes it down for [`machine_for`].
+
+    Args:
+        group ([`ContextGroup`]): The ranks; every one of them calls it, and nothing else meanwhile.
+        device (`torch.device`): Where they compute.
+        kernel ([`Kernel`]): What computes.
+
+    Returns:
+        [`Machine`], the same on every rank: the slowest rank's kernel, memory and links.
+
+    Raises:
+        RankMismatchError: If the ranks measure different kernels or devices, or one of them cannot measure.
+    """
+    sizes = _GPU if device.type == "cuda" else _CPU
+    error: Exception | None = None
+    own: dict[str, Any] = {}
+    try:
+        own = _measure_alone(kernel, sizes, device)
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    group.agree({"kernel": kernel.card.name, "device": device_name(device)}, error, device)
+    places = _gather(group, {"host": socket.gethostname(), "reaches": _reaches_peers(device)})
+    hosts, reach = [place["host"] for place in places], all(place["reaches"] for place in places)
+    own["links"] = _measure_links(group, device, kernel, sizes, hosts, reach)
+    reports = _gather(group, own)
+    per_host = ranks_per_host(hosts)
+    memory = min(report["memory"] for report in reports)
+    known = _remembered(device_name(device), kernel.card.name, memory, per_host, {})
+    p2p, between, symmetric = (_slowest([report["links"][index] for report in reports]) for index in range(3))
+    machine = replace(
+        known,
+        rates=tuple(
+            KernelRate(points[0][0], min(point[1] for point in points), min(point[2] for point in points))
+            for points in zip(*(report["rates"] for report in reports), strict=True)
+        ),
+        launch=max(report["launch"] for report in reports),
+        memory_bandwidth=min(report["memory_bandwidth"] for report in reports),
+        p2p=p2p or known.p2p,
+        between_hosts=between or known.between_hosts,
+        symmetric=symmetric,
+        source=f"measured on {reports[0]['day']}",
+    )
+    if group.rank == 0:
+        _write(profile_path(machine.device, machine.kernel, group.size, per_host), machine)
+    machine_for.cache_clear()
+    return machine
+
+
+def default_kernel(device: torch.device) -> Kernel:
+    """The kernel that is chosen by itself for heads of 128 on a device: in bf16 on GPUs, in fp32 elsewhere."""
+    dtype = (_GPU if device.type == "cuda" else _CPU).dtype
+    return select_kernel("auto", device.type, dtype, 128, 128)
+
+
+def device_name(device: torch.device) -> str:
+    """The name under which a machine is remembered; everything that is no GPU is `"CPU"`."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
+
+
+def ranks_per_host(hosts: Sequence[str]) -> int:
+    """How many neighbouring ranks lie on one host, all over the group: the largest number that cuts it into blocks of
+    one host each.
+
+    Args:
+        hosts (sequence of `str`): The host of every rank.
+    """
+    return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
+
+
+def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
+    """Where a machine is remembered: in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`.
+
+    Args:
+        device (`str`): Name of the device.
+        kernel (`str`): Name of the kernel.
+        ranks (`int`): Ranks of the group.
+        per_host (`int`): Ranks on one host.
+    """
+    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        own = version("hf_burst")
+    except PackageNotFoundError:  # run from its sources
+        own = "sources"
+    parts = (device, kernel, f"{ranks}x{per_host}", f"torch{torch.__version__}", f"hf_burst{own}")
+    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+    return Path(home).expanduser() / "hf_burst" / f"{name}.json"
+
+
+def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Latency and bandwidth of a link, by least squares of the relative errors of `latency + bytes / bandwidth`.
+
+    Args:
+        points (sequence of `(float, float)`): Bytes of a message and the seconds that it took, two or more.
+
+    Returns:
+        `tuple[float, float]`: Seconds, at least 0, and bytes/s.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    size = sum(weight * size for weight, (size, _) in zip(weights, points, strict=True)) / total
+    mean = sum(weight * seconds for weight, (_, seconds) in zip(weights, points, strict=True)) / total
+    above = sum(weight * (s - size) * (t - mean) for weight, (s, t) in zip(weights, points, strict=True))
+    below = sum(weight * (s - size) ** 2 for weight, (s, _) in zip(weights, points, strict=True))
+    slope = above / below
+    if slope > 0 and mean - slope * size >= 0:
+        return mean - slope * size, 1 / slope
+    return 0.0, sum((s / t) ** 2 for s, t in points) / sum(s / t for s, t in points)
+
+
+def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[str, Any]:
+    """What a rank measures without the others."""
+    rates = []
+    for rows in sizes.rows:
+        forward, backward = _kernel_calls(kernel, sizes, rows, device)
+        scores = rows * (rows + 1) // 2 * sizes.q_heads
+        flops = scores * sizes.head_dim
+        rates.append((scores, 4 * flops / _seconds(forward, device), 10 * flops / _seconds(backward, device)))
+    source = torch.ones(sizes.copied, dtype=torch.uint8, device=device)
+    target, one = torch.empty_like(source), torch.zeros(1, device=device)
+
+    def launches() -> None:
+        for _ in range(200):
+            one.add_(1)
+
+    return {
+        "rates": rates,
+        "launch": _seconds(launches, device) / 200,
+        "memory_bandwidth": 2 * sizes.copied / _seconds(lambda: target.copy_(source), device),
+        "memory": _memory(device),
+        "day": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _kernel_calls(
+    kernel: Kernel, sizes: _Sizes, rows: int, device: torch.device
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The kernel on a causal square, forward and backward."""
+    options: dict[str, Any] = {"dtype": sizes.dtype, "device": device}
+    q, dout = (torch.randn(1, rows, sizes.q_heads, sizes.head_dim, **options) for _ in range(2))
+    k, v = (torch.randn(1, rows, sizes.kv_heads, sizes.head_dim, **options) for _ in range(2))
+    band, scores = Band(low=0), Scores(sizes.head_dim**-0.5)
+    out, lse = kernel.forward(q, k, v, band, scores)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    given = None
+    if kernel.card.wants_out:
+        dout, given = project_out(dout, delta)
+    return (
+        lambda: kernel.forward(q, k, v, band, scores),
+        lambda: kernel.backward(dout, q, k, v, given, lse, delta, band, scores),
+    )
+
+
+def _measure_links(
+    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, hosts: Sequence[str], reach: bool
+) -> tuple[Link | None, Link | None, Link | None]:
+    """The links of a rank to its neighbour on the host, to its counterpart on the next one, and to its neighbour's
+    memory if all can `reach` it; `None` where there is none."""
+    per_host = ranks_per_host(hosts)
+    first, place = group.rank - group.rank % per_host, group.rank % per_host
+    work = _kernel_calls(kernel, sizes, sizes.rows[len(sizes.rows) // 2], device)[0]
+    p2p = between = symmetric = None
+    if per_host > 1:
+        peers = (first + (place + 1) % per_host, first + (place - 1) % per_host)
+        p2p = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
+    if group.size > per_host:
+        peers = ((group.rank + per_host) % group.size, (group.rank - per_host) % group.size)
+        between = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
+    if group.size == per_host > 1 and reach:
+        try:
+            symmetric = _measure_link(_copies(group, device, max(sizes.messages)), sizes.messages, work, device)
+        except RuntimeError as problem:  # containers may forbid it
+            logger.warning("hf_burst measures no symmetric memory: %s", problem)
+    return p2p, between, symmetric
+
+
+def _measure_link(
+    transport: Callable[[int], Start], sizes: Sequence[int], work: Callable[[], Any], device: torch.device
+) -> Link:
+    """A link, and by how much a kernel beside its messages takes longer."""
+
+    def seconds(size: int, beside: Callable[[], Any]) -> float:
+        start = transport(size)
+
+        def both() -> None:
+            wait = start()
+            beside()
+            wait()
+
+        return _seconds(both, device)
+
+    points = [(size, seconds(size, lambda: None)) for size in sizes]
+    alone, message = _seconds(work, device), points[1][1]
+    drag = (seconds(sizes[1], work) - max(alone, message)) / min(alone, message)
+    return Link(*fit_link(points), min(1.0, max(0.0, drag)))
+
+
+def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int]) -> Callable[[int], Start]:
+    """Messages to the first of two peers and from the second, as the ring sends them."""
+
+    def transport(size: int) -> Start:
+        block = torch.zeros(1, size, dtype=torch.uint8, device=device)
+        part = Part(peers[1], (((1, size), torch.uint8),), 0, 0, size)
+        return lambda: PeerToPeer(group, device).fetch("visitors", [(block, peers[0])], [part], tag=0).wait
+
+    return transport
+
+
+def _copies(group: ContextGroup, device: torch.device, largest: int) -> Callable[[int], Start]:
+    """Copies from the next rank's memory on a stream of their own."""
+    import torch.distributed._symmetric_memory as symmetric  # CUDA only, and private
+
+    buffer = symmetric.empty(largest, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(buffer, group.process_group)
+    peer = handle.get_buffer((group.rank + 1) % group.size, (largest,), torch.uint8)
+    stream = torch.cuda.Stream(device)
+
+    def transport(size: int) -> Start:
+        landing = torch.empty(size, dtype=torch.uint8, device=device)
+
+        def start() -> Callable[[], Any]:
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                landing.copy_(peer[:size])
+            return lambda: torch.cuda.current_stream(device).wait_stream(stream)
+
+        return start
+
+    return transport
+
+
+def _reaches_peers(device: torch.device) -> bool:
+    """Whether a GPU reads the memory of all others that this process sees, and sees any."""
+    if device.type != "cuda":
+        return False
+    here = torch.cuda.current_device() if device.index is None else device.index
+    others = [index for index in range(torch.cuda.device_count()) if index != here]
+    return bool(others) and all(torch.cuda.can_device_access_peer(here, index) for index in others)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """The median time of a call: on the GPU by its own events, elsewhere by the clock. Every rank repeats it equally
+    often."""
+    times = []
+    for repeat in range(_REPEATS + 2):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            seconds = begin.elapsed_time(end) * 1e-3
+        else:
+            started = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - started
+        if repeat > 1:  # the first open connections, compile and allocate
+            times.append(seconds)
+    return max(statistics.median(times), 1e-9)
+
+
+def _slowest(links: Sequence[Link | None]) -> Link | None:
+    """The worst of all ranks' numbers; `None` if a rank has no such link."""
+    found = [link for link in links if link is not None]
+    if len(found) < len(links):
+        return None
+    return Link(
+        max(link.latency for link in found),
+        min(link.bandwidth for link in found),
+        max(link.drag for link in found),
+    )
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of a GPU, or of the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gather(group: ContextGroup, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """What every rank reports, in rank order."""
+    if group.size == 1:
+        return [mine]
+    reports: list[Any] = [None] * group.size
+    dist.all_gather_object(reports, mine, group=group.process_group)
+    return reports
+
+
+def _remembered(device: str, kernel: str, memory: int, per_host: int, found: dict[int, str]) -> Machine:
+    """What was measured, or else what is known; `memory` is that of a GPU or of a host."""
+    if per_host in found:
+        return Machine.from_json(found[per_host])
+    return built_in(device, kernel, memory // per_host if device == "CPU" else memory, per_host)
+
+
+def _cached(device: str, kernel: str, ranks: int) -> dict[int, str]:
+    """The machines that were measured, by their ranks on a host; a file that is broken is left alone and said."""
+    found = {}
+    for per_host in range(1, ranks + 1):
+        path = profile_path(device, kernel, ranks, per_host)
+        if ranks % per_host or not path.exists():
+            continue
+        try:
+            text = path.read_text()
+            Machine.from_json(text)
+            found[per_host] = text
+        except (OSError, ValueError) as problem:
+            logger.warning("hf_burst ignores what it had measured, %s: %s", path, problem)
+    return found
+
+
+def _write(path: Path, machine: Machine) -> None:
+    """Writes a machine all at once, so that no other process reads half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+            file.write(machine.to_json())
+        os.replace(file.name, path)
+    except OSError as problem:
+        logger.warning("hf_burst cannot remember what it measured in %s: %s", path, problem)

@@ -1,0 +1,199 @@
+"""A machine in a few numbers: how fast its attention kernel, its memory and its links are. What a plan costs on it is
+the matter of `cost.py`, measuring it that of `hf_burst.calibrate`."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """How fast the kernel is in calls of one size.
+
+    Args:
+        scores (`float`): Size of a call: (query, key) pairs that it computes, summed over query heads and batch.
+        forward (`float`): FLOP/s forward, of 4·D FLOP a score.
+        backward (`float`): FLOP/s backward, of 10·D FLOP a score.
+    """
+
+    scores: float
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages from one rank to another; `latency + bytes / bandwidth` seconds a round of messages.
+
+    Args:
+        latency (`float`): Seconds that a round takes, however short.
+        bandwidth (`float`): Bytes/s that leave a rank, while as many arrive.
+        drag (`float`, defaults to 0.0): By which share of the time of a message a kernel beside it takes longer: some
+            transports compute on the same multiprocessors, all of them load the same memory.
+    """
+
+    latency: float
+    bandwidth: float
+    drag: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """How long a round of `size` bytes takes; none takes no time."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the cost of a schedule depends on beside its plan. Equal on all ranks, so that all choose alike.
+
+    Args:
+        device (`str`): Name of the device.
+        kernel (`str`): Name of the kernel that the rates are of.
+        rates (`tuple[KernelRate, ...]`): Measured points, of rising size.
+        launch (`float`): Seconds that a kernel call adds beside what it computes.
+        memory_bandwidth (`float`): Bytes/s of the device's memory, read and written.
+        memory (`int`): Bytes of a device.
+        p2p ([`Link`]): Messages inside a host (NCCL, gloo).
+        between_hosts ([`Link`]): Messages between hosts.
+        symmetric ([`Link`], *optional*): Copy engines that read a peer's memory, inside a host.
+        ranks_per_host (`int`, defaults to 1): Ranks of the group on one host, neighbours of each other.
+        source (`str`, defaults to `"built in"`): Where the numbers come from.
+    """
+
+    device: str
+    kernel: str
+    rates: tuple[KernelRate, ...]
+    launch: float
+    memory_bandwidth: float
+    memory: int
+    p2p: Link
+    between_hosts: Link
+    symmetric: Link | None = None
+    ranks_per_host: int = 1
+    source: str = "built in"
+
+    def __post_init__(self) -> None:
+        links = [link for link in (self.p2p, self.between_hosts, self.symmetric) if link is not None]
+        above = [self.memory_bandwidth, self.memory, self.ranks_per_host, *(link.bandwidth for link in links)]
+        above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
+        least = [self.launch, *(number for link in links for number in (link.latency, link.drag))]
+        numbers = (*above, *least)
+        if not self.rates or not all(map(math.isfinite, numbers)) or min(above) <= 0 or min(least) < 0:
+            raise ConfigError(
+                f"A machine has rates, bandwidths and memory above 0 and times of at least 0, got {self}. Measure it "
+                "anew: hf-burst doctor --calibrate."
+            )
+        if any(one.scores >= other.scores for one, other in zip(self.rates, self.rates[1:], strict=False)):
+            sizes = [rate.scores for rate in self.rates]
+            raise ConfigError(f"The sizes of the kernel's rates must rise, got {sizes}. Sort them, one rate a size.")
+
+    def kernel_seconds(self, scores: float, flops: float, backward: bool) -> float:
+        """How long the kernel computes in one call.
+
+        Args:
+            scores (`float`): Its size, as in [`KernelRate`].
+            flops (`float`): What it computes.
+            backward (`bool`): Which pass.
+        """
+        rates = [rate.backward if backward else rate.forward for rate in self.rates]
+        for (low, high), first, second in zip(
+            zip(self.rates, self.rates[1:], strict=False), rates, rates[1:], strict=False
+        ):
+            if scores < high.scores:
+                share = max(0.0, math.log(scores / low.scores) / math.log(high.scores / low.scores))
+                return flops / (first + (second - first) * share)
+        return flops / rates[-1]
+
+    def to_json(self) -> str:
+        """The machine as text; [`Machine.from_json`] reads it."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Machine":
+        """Reads what [`Machine.to_json`] wrote.
+
+        Raises:
+            ConfigError: If it is something else.
+        """
+        try:
+            values = json.loads(text)
+            values["rates"] = tuple(_read(KernelRate, rate) for rate in values["rates"])
+            for name in ("p2p", "between_hosts", "symmetric"):
+                values[name] = None if name == "symmetric" and values[name] is None else _read(Link, values[name])
+            machine: Machine = _read(cls, values)
+        except (ValueError, TypeError, KeyError) as problem:
+            raise ConfigError(f"This is no machine: {problem}. Write one by hf-burst doctor --calibrate.") from problem
+        return machine
+
+
+def _read(kind: Any, values: Any) -> Any:
+    """A dataclass from a mapping that has all of its fields, with values of their types, and nothing else."""
+    names: dict[str, Any] = {field.name: field.type for field in fields(kind)}
+    types: dict[Any, tuple[type, ...]] = {float: (int, float), int: (int,), str: (str,)}
+    if not isinstance(values, dict) or set(values) != set(names):
+        raise ValueError(f"a {kind.__name__} has {', '.join(names)}, got {str(values)[:80]}")
+    for name, wanted in names.items():
+        if not isinstance(values[name], types.get(wanted, (object,))) or isinstance(values[name], bool):
+            raise ValueError(f"{name} of a {kind.__name__} cannot be {values[name]!r}")
+    return kind(**values)
+
+
+def h200(kernel: str = "flash_attn_4") -> Machine:
+    """An H200 in a host with NVLink, as measured there (bf16, heads of 128, 32 query heads).
+
+    Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
+    32,768; below, from the 0.06 ms forward and 0.09 ms backward by which the first call is longer than its FLOPs take
+    at full rate. Other kernels run at the share of it that they reach at 32,768 tokens. A hop of NCCL has a floor of
+    0.12 ms and reaches 132 GB/s at 16 MiB and 359 GB/s at 1 GiB; the copy engine takes 0.055, 0.100 and 0.368 ms for
+    16, 32 and 128 MiB. Between hosts 400 Gb/s a GPU are assumed, not measured.
+    """
+    share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
+    points = [
+        *((3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)),
+        *((1.7e10, 667e12, 608e12), (3.4e10, 659e12, 617e12)),
+    ]
+    return Machine(
+        device="NVIDIA H200",
+        kernel=kernel,
+        rates=tuple(KernelRate(scores, share * forward, share * backward) for scores, forward, backward in points),
+        launch=6e-6,
+        memory_bandwidth=4.0e12,
+        memory=141 * 10**9,
+        p2p=Link(latency=0.12e-3, bandwidth=360e9, drag=0.5),
+        between_hosts=Link(latency=0.15e-3, bandwidth=45e9, drag=0.5),
+        symmetric=Link(latency=0.010e-3, bandwidth=375e9, drag=0.2),
+        ranks_per_host=8,
+    )
+
+
+def cpu(kernel: str = "cpu_flash") -> Machine:
+    """Processes of one core each that talk by gloo, as measured on a CI machine (fp32, heads of 64)."""
+    return Machine(
+        device="CPU",
+        kernel=kernel,
+        rates=(KernelRate(8e3, 9e9, 12e9), KernelRate(1.3e5, 25e9, 25e9), KernelRate(2.1e6, 26e9, 24e9)),
+        launch=4e-6,
+        memory_bandwidth=13e9,
+        memory=8 * 10**9,
+        p2p=Link(latency=0.3e-3, bandwidth=1e9, drag=0.5),
+        between_hosts=Link(latency=0.5e-3, bandwidth=0.5e9, drag=0.5),
+        ranks_per_host=64,
+    )
+
+
+def built_in(device: str, kernel: str, memory: int, ranks_per_host: int) -> Machine:
+    """The machine of a device that was not measured.
+
+    Args:
+        device (`str`): Name of the device, `"CPU"` for processors.
+        kernel (`str`): Name of the kernel.
+        memory (`int`): Bytes of the device.
+        ranks_per_host (`int`): Ranks of the group on one host.
+    """
+    if device == "CPU":
+        return replace(cpu(kernel), memory=memory, ranks_per_host=ranks_per_host)
+    known = h200(kernel)
+    source = known.source if "H200" in device else f"built in: those of an {known.device}, as this device has none"
+    return replace(known, device=device, memory=memory, ranks_per_host=ranks_per_host, source=source)

@@ -1,0 +1,223 @@
+"""What a layer makes the ranks compute, on any machine: pairs counted in closed form, and the schedule of the rank that
+has the most."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from ..config import Chunking, Route
+from .mask import Mask
+from .schedule import Plan, Transfer, Visitor, goes_ahead, make_plan
+from .sharding import make_sharding
+from .tiles import Tile
+from .traffic import Pass, Shapes
+
+_PASSES: tuple[Pass, Pass] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer and the batch that it is given.
+
+    Args:
+        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
+        ranks (`int`): Ranks of the group.
+        chunking (`str`): `"zigzag"` or `"contiguous"`.
+        shapes ([`Shapes`]): Heads and bytes.
+    """
+
+    masks: tuple[Mask, ...]
+    ranks: int
+    chunking: Chunking
+    shapes: Shapes
+
+    def plan(self, ulysses: int) -> Plan:
+        """The plan of the ring when `ulysses` ranks exchange heads for tokens and are one place of it."""
+        return make_plan(self.masks, make_sharding(self.masks[0].length, self.ranks // ulysses, self.chunking))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call: its admitted pairs, its rows of queries and of keys, all of them summed over the batch."""
+
+    pairs: int
+    q_rows: int
+    k_rows: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """A step of a schedule, in numbers.
+
+    Args:
+        calls (`tuple[Call, ...]`): The kernel calls of its tiles.
+        send (`Transfer`, *optional*): As in [`Step`].
+        recv (`Transfer`, *optional*): As in [`Step`].
+        ahead (`bool`): Whether the visitors of the next step go before the gradients of this one, in a backward pass.
+    """
+
+    calls: tuple[Call, ...]
+    send: Transfer | None
+    recv: Transfer | None
+    ahead: bool
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the slowest rank computes under a route, whatever the machine.
+
+    Args:
+        ranks (`int`): Ranks of the group.
+        places (`int`): Places of the ring.
+        batch (`int`): Rows of the batch.
+        rows (`int`): Tokens of a place, all rows of the batch together.
+        shapes ([`Shapes`]): Heads of the layer.
+        sequence (`int`): Tokens of all places, all rows of the batch together.
+        rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
+        gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
+        fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
+        given (`int`): Rows of its own that others then fetch.
+    """
+
+    ranks: int
+    places: int
+    batch: int
+    rows: int
+    shapes: Shapes
+    sequence: int
+    rings: dict[Pass, tuple[Round, ...]]
+    gathered: tuple[Call, ...]
+    fetched: int
+    given: int
+
+
+def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
+    """How many pairs of a block have `low <= row - column <= high`; `None` is no bound."""
+
+    def triangle(side: int) -> int:
+        return side * (side + 1) // 2 if side > 0 else 0
+
+    def at_least(distance: int) -> int:
+        side = rows - distance
+        return triangle(side) - triangle(side - rows) - triangle(side - columns) + triangle(side - rows - columns)
+
+    admitted = rows * columns if low is None else at_least(low)
+    return admitted if high is None else admitted - at_least(high + 1)
+
+
+def tile_pairs(tile: Tile) -> int:
+    """How many pairs a tile admits in one row of the batch."""
+    if not tile.segments:
+        return band_pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.low, tile.high)
+    sizes = [stop - start for start, stop in pairwise(tile.segments)]
+    if tile.high is None and tile.low == 0:
+        return sum(size * (size + 1) for size in sizes) // 2
+    return sum(band_pairs(size, size, tile.low, tile.high) for size in sizes)
+
+
+def pairs_before(mask: Mask, token: int, keys: bool = False) -> int:
+    """How many pairs have their query (or their key) before a token."""
+    index = bisect_right(mask.documents, token) - 1
+    start = mask.documents[index]
+    if token == start:
+        return _cumulative_pairs(mask)[index]
+    size = mask.documents[index + 1] - start
+    rows, columns = (size, token - start) if keys else (token - start, size)
+    return _cumulative_pairs(mask)[index] + band_pairs(rows, columns, *mask.distances)
+
+
+@lru_cache(maxsize=256)
+def pairs_of_ranks(plan: Plan, keys: bool = False) -> tuple[int, ...]:
+    """How many pairs have their query (or their key) on each of the ranks."""
+    sharding = plan.sharding
+    before = [sum(pairs_before(mask, token, keys) for mask in plan.masks) for token in sharding.boundaries]
+    pairs = [0] * sharding.ranks
+    for owner, (first, last) in zip(sharding.owners, pairwise(before), strict=True):
+        pairs[owner] += last - first
+    return tuple(pairs)
+
+
+def busiest(plan: Plan, visitor: Visitor) -> int:
+    """The rank that computes the most when K and V, or queries, visit; the first of equals."""
+    pairs = pairs_of_ranks(plan, keys=visitor == "q")
+    return pairs.index(max(pairs))
+
+
+@lru_cache(maxsize=256)
+def rounds(plan: Plan, rank: int, visitor: Visitor) -> tuple[Round, ...]:
+    """The schedule of a rank with what its kernel calls compute."""
+    steps = plan.schedule(rank, visitor)
+    ahead = [goes_ahead(step, following, True) for step, following in pairwise(steps)]
+    return tuple(
+        Round(tuple(map(_call, step.tiles)), step.send, step.recv, early)
+        for step, early in zip(steps, [*ahead, True], strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def gathered_calls(plan: Plan, rank: int) -> tuple[tuple[Call, ...], int, int]:
+    """What a rank computes with gathered keys, how many rows of keys it fetches for that from the others, and how many
+    of its own they fetch."""
+    others = [other for other in range(plan.sharding.ranks) if other != rank]
+    fetched = sum(_looked_at(plan, rank, other) for other in others)
+    given = sum(_looked_at(plan, other, rank) for other in others)
+    return tuple(map(_call, plan.gathered(rank))), fetched, given
+
+
+def visitor_of(route: Route, direction: Pass) -> Visitor:
+    """What travels round the ring of a route."""
+    return "q" if route.around == "burst" and direction == "backward" else "kv"
+
+
+def load_of(route: Route, layer: Layer) -> Load:
+    """What the rank with the most to compute does under a route."""
+    plan = layer.plan(route.ulysses)
+    batch, places = len(plan.masks), plan.sharding.ranks
+    rings: dict[Pass, tuple[Round, ...]] = {}
+    gathered: tuple[Call, ...] = ()
+    fetched = given = 0
+    if route.around == "all_gather" and places > 1:
+        gathered, fetched, given = gathered_calls(plan, busiest(plan, "kv"))
+    else:
+        for direction in _PASSES:
+            visitor = visitor_of(route, direction)
+            rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
+    return Load(
+        ranks=layer.ranks,
+        places=places,
+        batch=batch,
+        rows=batch * plan.sharding.most_tokens,
+        shapes=layer.shapes,
+        sequence=batch * plan.sharding.length,
+        rings=rings,
+        gathered=gathered,
+        fetched=batch * fetched,
+        given=batch * given,
+    )
+
+
+def _looked_at(plan: Plan, looking: int, home: int) -> int:
+    """How many keys of `home` lie between the first and the last that the queries of `looking` see (as
+    [`Plan.reach`], without its tiles: the later a query, the later its keys)."""
+    runs = plan.sharding.runs(looking)
+    start = min(mask.keys(runs[0].start)[0] for mask in plan.masks)
+    stop = max(mask.keys(runs[-1].stop - 1)[1] for mask in plan.masks)
+    return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.sharding.runs(home))
+
+
+def _call(tile: Tile) -> Call:
+    batch = tile.batch[1] - tile.batch[0]
+    return Call(batch * tile_pairs(tile), batch * (tile.q[1] - tile.q[0]), batch * (tile.k[1] - tile.k[0]))
+
+
+@lru_cache(maxsize=64)
+def _cumulative_pairs(mask: Mask) -> tuple[int, ...]:
+    """The pairs of all documents that end at each of the mask's boundaries, or before."""
+    total, totals = 0, [0]
+    causal = mask.distances == (0, None)
+    for start, stop in pairwise(mask.documents):
+        size = stop - start
+        total += size * (size + 1) // 2 if causal else band_pairs(size, size, *mask.distances)
+        totals.append(total)
+    return tuple(totals)

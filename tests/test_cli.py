@@ -1,0 +1,139 @@
+"""The command line, as a user calls it: in one process, in two, with words that mean nothing."""
+
+import configparser
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from hf_burst.cli import main
+
+ROOT = Path(__file__).parents[1]
+SHORT = ["--q-heads", "8", "--kv-heads", "2", "--head-dim", "64", "--length", "4096"]
+
+
+def call(*words: str, home: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **{key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+        **{"HF_HOME": str(home), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"},
+        **{"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"},
+    }
+    command = [sys.executable, *launcher, "-m", "hf_burst", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+
+
+def test_the_doctor_in_one_process(tmp_path):
+    done = call("doctor", *SHORT, "--ranks", "4", home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = done.stdout
+    assert re.search(r"^  torch \d", report, re.MULTILINE)
+    assert "ranks: 1 in this launch, on cpu" in report
+    assert "  torch_flash: runs on cuda, not on cpu" in report
+    assert "  cpu_flash: can" in report
+    assert "cost model: built in" in report
+    assert "hf-burst doctor --calibrate" in report
+    assert "8 query and 2 key heads of 64, 1 x 4096 tokens over 4 ranks, 4 a host" in report
+    for name in ("kv_ring", "burst", "all_gather", "ulysses_2+kv_ring"):
+        assert re.search(rf"^  {re.escape(name)} +[\d.]+ ms", report, re.MULTILINE), name
+    assert report.count("taken: ") == 1
+    assert "key heads cannot be spread over 4 ranks" in report
+    assert report.splitlines()[-1] == "Usable."
+    assert not (tmp_path / "hf_burst").exists()  # nothing is measured unasked
+
+
+def test_the_doctor_on_two_ranks_measures_and_remembers(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    measured = call("doctor", "--calibrate", *SHORT, home=tmp_path, launcher=launcher)
+    assert measured.returncode == 0, measured.stderr
+    assert measured.stdout.count("Usable.") == 1  # rank 0 alone prints
+    assert "ranks: 2 in this launch" in measured.stdout
+    (profile,) = (tmp_path / "hf_burst").iterdir()
+    assert re.search(rf"cost model: measured on \d{{4}}-\d\d-\d\d, {re.escape(str(profile))}", measured.stdout)
+    remembered = call("doctor", "--ranks", "2", *SHORT, home=tmp_path)
+    assert remembered.returncode == 0, remembered.stderr
+    numbers = [re.search(r"cost model: .*?Usable", done.stdout, re.DOTALL) for done in (measured, remembered)]
+    assert numbers[0] is not None
+    assert numbers[1] is not None
+    assert numbers[0][0] == numbers[1][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--q-heads", "8", "--kv-heads", "3"], "8 query heads cannot share 3 key heads"),
+        (["--length", "0"], "--length is 0; it must be at least 1"),
+        (["--ranks", "4", "--schedule", "ulysses_3+burst"], "'ulysses_3+burst' cannot run"),
+        (["--ranks", "4", "--schedule", "spiral"], "no schedule 'spiral'"),
+        (["--ranks", "4", "--length", "5"], "too short for 4 ranks"),
+        (["--ranks", "4", "--ranks-per-host", "3"], "4 ranks do not lie on hosts of 3 each"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(words, sentence, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert main(["doctor", *words]) == 1
+    report = capsys.readouterr().out
+    assert f"Not usable: {sentence}" in report or re.search(
+        rf"^Not usable: .*{re.escape(sentence)}", report, re.MULTILINE
+    )
+    assert "Usable." not in report
+
+
+def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
+    doctor = importlib.import_module("hf_burst.cli.doctor")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    monkeypatch.setattr(doctor, "_explain_kernels", lambda *_: [("only", "takes no such heads")])
+    assert main(["doctor"]) == 1
+    assert "Not usable: no kernel computes torch.float32 on cpu: only takes no such heads." in capsys.readouterr().out
+
+
+def test_a_schedule_that_is_asked_for_is_compared(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert main(["doctor", *SHORT, "--ranks", "4", "--schedule", "burst", "--window", "100"]) == 0
+    assert re.search(r"^  burst .*taken: asked for$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_words_that_mean_nothing_end_with_how_to_call_it(capsys):
+    for words in ([], ["cure"], ["doctor", "--pill"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert "usage: hf-burst" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert re.search(r"doctor .*\n.*bench|doctor(.|\n)*bench", capsys.readouterr().out)
+
+
+def test_bench_is_a_module_of_its_own(monkeypatch):
+    module = types.ModuleType("hf_burst.cli.bench")
+    seen = {}
+
+    def add_arguments(parser):
+        parser.add_argument("subject", choices=["attention"])
+        parser.add_argument("--lengths", type=int, nargs="+")
+
+    def run(arguments):
+        seen.update(vars(arguments))
+        return 7
+
+    module.add_arguments, module.run = add_arguments, run
+    monkeypatch.setitem(sys.modules, "hf_burst.cli.bench", module)
+    assert main(["bench", "attention", "--lengths", "1", "2"]) == 7
+    assert (seen["subject"], seen["lengths"]) == ("attention", [1, 2])
+
+
+def test_the_installed_command_is_this_one():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    name, target = settings["options.entry_points"]["console_scripts"].strip().split(" = ")
+    module, function = target.split(":")
+    assert name == "hf-burst"
+    assert getattr(importlib.import_module(module), function) is main

@@ -1,0 +1,434 @@
+"""The cost model and the choice: pairs and bytes are those of the plan and of the wire, times those that were measured,
+and nothing that makes a machine better makes a schedule slower."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_burst.config import Route
+from hf_burst.errors import ConfigError
+from hf_burst.kernels import Scores, select_kernel
+from hf_burst.layout import SequenceLayout
+from hf_burst.mesh import ContextGroup
+from hf_burst.plan import (
+    KernelRate,
+    Layer,
+    Link,
+    Machine,
+    Mask,
+    Shapes,
+    built_in,
+    candidates,
+    choose,
+    estimate,
+    name_of,
+    rank_traffic,
+    slices_of,
+)
+from hf_burst.plan.machine import cpu, h200
+from hf_burst.plan.work import band_pairs, busiest, gathered_calls, pairs_of_ranks, rounds
+from hf_burst.ring import HeadSizes, PeerToPeer, Routed
+from hf_burst.ring.exchange import Channel, Part
+from tests.oracle import admitted_pairs
+from tests.test_plan import plans
+
+BF16 = Shapes(q_heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
+RING, BURST, GATHER = Route("kv_ring"), Route("burst"), Route("all_gather")
+FAST = Link(1e-12, 1e30)
+# computes 1 FLOP a second, moves anything in no time
+SLOW_KERNEL = Machine("paper", "paper", (KernelRate(1, 1.0, 1.0),), 0.0, 1e30, 1 << 40, FAST, FAST, ranks_per_host=64)
+SLOW_LINK = replace(SLOW_KERNEL, rates=(KernelRate(1, 1e30, 1e30),), p2p=Link(3.0, 1.0), between_hosts=Link(5.0, 0.5))
+
+
+def causal(length: int, ranks: int, kv_heads: int = 8, chunking: str = "zigzag", window: int | None = None) -> Layer:
+    return Layer((Mask(length, True, window),), ranks, chunking, replace(BF16, kv_heads=kv_heads))
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    low=st.none() | st.integers(-12, 12),
+    high=st.none() | st.integers(-12, 12),
+)
+def test_the_pairs_of_a_band_in_closed_form(rows, columns, low, high):
+    if low is not None and high is not None and low > high:
+        low, high = high, low
+    admitted = [
+        (low is None or row - column >= low) and (high is None or row - column <= high)
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    assert band_pairs(rows, columns, low, high) == sum(admitted)
+
+
+@settings(max_examples=100)
+@given(plan=plans())
+def test_the_work_of_every_rank_is_that_of_its_mask(plan):
+    seen = [admitted_pairs(mask.length, mask.causal, mask.window, mask.documents) for mask in plan.masks]
+    for rank in range(plan.sharding.ranks):
+        own = [token for run in plan.sharding.runs(rank) for token in range(run.start, run.stop)]
+        by_query = sum(sum(row[query]) for row in seen for query in own)
+        by_key = sum(line[key] for row in seen for line in row for key in own)
+        assert pairs_of_ranks(plan)[rank] == by_query
+        assert pairs_of_ranks(plan, keys=True)[rank] == by_key
+        assert sum(call.pairs for step in rounds(plan, rank, "kv") for call in step.calls) == by_query
+        assert sum(call.pairs for step in rounds(plan, rank, "q") for call in step.calls) == by_key
+        calls, fetched, given = gathered_calls(plan, rank)
+        assert sum(call.pairs for call in calls) == by_query
+        start, stop = plan.reach(rank)
+        assert fetched == sum(start <= token < stop and token not in own for token in range(plan.sharding.length))
+        reaches = [plan.reach(other) for other in range(plan.sharding.ranks) if other != rank]
+        assert given == sum(start <= token < stop for start, stop in reaches for token in own)
+    assert pairs_of_ranks(plan)[busiest(plan, "kv")] == max(pairs_of_ranks(plan))
+
+
+@pytest.mark.parametrize("route", [RING, BURST, GATHER, Route("kv_ring", 4), Route("burst", 2)], ids=str)
+def test_where_nothing_else_costs_time_a_layer_takes_that_of_its_flops(route):
+    layer = causal(64, 4)
+    forward = 64 * 65 // 2 * 32 * 4 * 128
+    cost = estimate(route, layer, SLOW_KERNEL)
+    heaviest = max(pairs_of_ranks(layer.plan(1))) * 32 * 4 * 128 if route.ulysses == 1 else None
+    assert cost.forward_s == pytest.approx(heaviest or forward / 4, rel=0.05)
+    assert cost.backward_s == pytest.approx(2.5 * cost.forward_s)
+    assert cost.kernels_s == pytest.approx(cost.total_s)
+    assert cost.exposed_s == pytest.approx(0, abs=1e-6 * cost.total_s)
+
+
+def test_where_only_messages_cost_time_a_layer_takes_that_of_its_rounds():
+    """2 ranks of n = 32 rows: rank 0 is sent K and V of both chunks of rank 1, and dK and dV of one chunk."""
+    layer, row = causal(64, 2), 2 * 8 * 128
+    assert estimate(RING, layer, SLOW_LINK).forward_s == pytest.approx(3 + 32 * row * 2, rel=1e-9)
+    # rank 0 returns gradients of all rows that visited it, as its kernel made them, in bf16
+    assert estimate(RING, layer, SLOW_LINK).backward_s == pytest.approx(2 * (3 + 32 * row * 2), rel=1e-9)
+    gathered = estimate(GATHER, layer, SLOW_LINK, slices=1)
+    assert gathered.forward_s == pytest.approx(3 + 32 * row * 2, rel=1e-9)
+    assert gathered.backward_s == pytest.approx(3 + 32 * row * 2 + 3 + 32 * row * 4, rel=1e-9)
+    heads = estimate(Route("kv_ring", 2), layer, SLOW_LINK, slices=1)
+    q, kv, scalars = 32 * 32 * 128 * 2, 32 * row * 2, 32 * 32 * 4
+    assert heads.forward_s == pytest.approx(2 * 3 + (q + kv + q + scalars) / 2, rel=1e-9)
+    assert heads.backward_s == pytest.approx(2 * 3 + (q + 2 * scalars + q + kv) / 2, rel=1e-9)
+    # of 4 slices all but the first to come and the last to leave are sent beside others
+    sliced = estimate(Route("kv_ring", 2), layer, SLOW_LINK, slices=4)
+    assert sliced.forward_s == pytest.approx(8 * 3 + (q + kv + q + scalars) / 2, rel=1e-9)
+
+
+def test_messages_hide_behind_kernels():
+    layer = causal(64, 2)
+    rate = 32 * 4 * 128 * 1024 / 1e6  # 1e6 seconds for a tile of 1,024 pairs
+    machine = replace(SLOW_LINK, rates=(KernelRate(1, rate, rate),))
+    for route in (RING, BURST):
+        cost = estimate(route, layer, machine)
+        forward_only_hidden = cost.forward_s - cost.kernels_s / 3.5
+        assert forward_only_hidden == pytest.approx(0, abs=1)  # the visitors come beside the own block
+        assert cost.exposed_s > 0  # the last gradients return with nothing beside them
+    dragged = replace(machine, p2p=replace(machine.p2p, drag=0.5))
+    hop = machine.p2p.seconds(32 * 2 * 8 * 128 * 2)
+    slower = estimate(RING, layer, dragged).forward_s - estimate(RING, layer, machine).forward_s
+    assert slower == pytest.approx(hop / 2, rel=1e-6)
+
+
+class Counted(PeerToPeer):
+    """Messages, of which those that arrive are counted as well."""
+
+    received = 0
+
+    def fetch(self, channel: Channel, sends: Any, receives: Sequence[Part], tag: int, into: Any = None) -> Any:
+        for part in receives:
+            shape, dtype = part.shape
+            self.received += math.prod(shape) * dtype.itemsize
+        return super().fetch(channel, sends, receives, tag, into)
+
+
+def count_bytes(rank: int, size: int, route: Route, length: int, kv_heads: int) -> int:
+    """What leaves a rank of the executed route, or arrives if that is more, forward and backward, in fp32."""
+    layout = SequenceLayout.for_batch([(0, length)], size)
+    kernel = select_kernel("auto", "cpu", torch.float32, 8, 8)
+    routed = Routed(route, ContextGroup.from_mesh(None), layout.masks(True, None), "zigzag", kernel, Scores(1.0))
+    q, dout = (torch.randn(1, length // size, 8, 8) for _ in range(2))
+    k, v = (torch.randn(1, length // size, kv_heads, 8) for _ in range(2))
+    exchange = Counted(routed.group, torch.device("cpu"))
+    out, lse, kept = routed.forward(exchange, q, k, v)
+    routed.backward(exchange, HeadSizes(8, kv_heads, 8, 8), dout, kept or [q, k, v], out, lse, (dout * out).sum(-1))
+    return max(exchange.sent.bytes, exchange.received)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kv_ring", "burst", "all_gather", "ulysses", "ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"],
+)
+def test_the_bytes_are_those_on_the_wire(ranks, name):
+    route = Route.parse(name, 4)
+    sent = ranks(4).run(count_bytes, route, 64, 4)
+    shapes = Shapes(8, 4, 8, 8, itemsize=4, accumulator_itemsize=4)
+    assert estimate(route, Layer((Mask(64),), 4, "zigzag", shapes), cpu()).sent_bytes == max(sent)
+
+
+@pytest.mark.parametrize(("route", "visitor"), [(RING, "kv"), (BURST, "q")], ids=str)
+def test_a_ring_sends_what_its_plan_says(route, visitor):
+    layer = replace(causal(4096, 8), masks=(Mask(4096, True, 700, (0, 300, 2500, 4096)), Mask(4096)))
+    plan = layer.plan(1)
+    sent = [
+        rank_traffic(plan, rank, "forward", "kv", BF16).bytes
+        + rank_traffic(plan, rank, "backward", visitor, BF16).bytes
+        for rank in range(8)
+    ]
+    assert min(sent) <= estimate(route, layer, h200()).sent_bytes <= 1.5 * max(sent)
+
+
+def links() -> st.SearchStrategy[Link]:
+    return st.builds(Link, st.floats(0, 1e-2), st.floats(1e6, 1e12), st.floats(0, 1))
+
+
+machines = st.builds(
+    Machine,
+    device=st.just("any"),
+    kernel=st.just("any"),
+    rates=st.tuples(st.builds(KernelRate, st.just(1e6), st.floats(1e9, 1e15), st.floats(1e9, 1e15))),
+    launch=st.floats(0, 1e-4),
+    memory_bandwidth=st.floats(1e9, 1e13),
+    memory=st.integers(1 << 20, 1 << 40),
+    p2p=links(),
+    between_hosts=links(),
+    symmetric=links(),
+    ranks_per_host=st.sampled_from([2, 4, 8]),
+)
+
+
+@st.composite
+def layers(draw) -> Layer:
+    length = draw(st.integers(16, 600))
+    cuts = draw(st.sets(st.integers(1, length - 1), max_size=6))
+    mask = Mask(length, draw(st.booleans()), draw(st.none() | st.integers(0, length)), (0, *sorted(cuts), length))
+    shapes = Shapes(8, draw(st.sampled_from([1, 2, 4, 8])), 16, draw(st.sampled_from([16, 8])), 2, 4)
+    chunking = draw(st.sampled_from(["zigzag", "contiguous"]))
+    return Layer((mask,) * draw(st.integers(1, 2)), draw(st.sampled_from([2, 4, 6, 8])), chunking, shapes)
+
+
+def faster(machine: Machine, what: str, factor: float) -> Machine:
+    if what in ("launch", "memory_bandwidth"):
+        value = getattr(machine, what)
+        return replace(machine, **{what: value / factor if what == "launch" else value * factor})
+    if what == "rates":
+        rate = machine.rates[0]
+        return replace(machine, rates=(replace(rate, forward=rate.forward * factor, backward=rate.backward * factor),))
+    link, field = what.split(".")
+    old = getattr(machine, link)
+    value = getattr(old, field)
+    return replace(
+        machine, **{link: replace(old, **{field: value * factor if field == "bandwidth" else value / factor})}
+    )
+
+
+BETTER = [
+    *("launch", "memory_bandwidth", "rates"),
+    *(f"{link}.{field}" for link in ("p2p", "between_hosts") for field in ("latency", "bandwidth", "drag")),
+]
+
+
+@settings(max_examples=150)
+@given(machine=machines, layer=layers(), what=st.sampled_from(BETTER), factor=st.floats(1, 100), data=st.data())
+def test_a_better_machine_is_never_slower(machine, layer, what, factor, data):
+    shapes = layer.shapes
+    route = data.draw(st.sampled_from(candidates(layer.ranks, shapes.q_heads, shapes.kv_heads, machine.ranks_per_host)))
+    before = estimate(route, layer, machine, "p2p")
+    after = estimate(route, layer, faster(machine, what, factor), "p2p")
+    assert after.forward_s <= before.forward_s * (1 + 1e-9) or before.slices != after.slices
+    assert after.total_s <= before.total_s * (1 + 1e-9)
+    assert before.kernels_s + before.other_s + before.exposed_s == pytest.approx(before.total_s)
+    assert min(before.forward_s, before.backward_s, before.sent_bytes, before.memory_bytes, before.launches) >= 0
+
+
+@settings(max_examples=60)
+@given(machine=machines, layer=layers())
+def test_the_cheapest_that_fits_is_chosen_and_alike_by_all(machine, layer):
+    machine = replace(machine, memory=1 << 50)
+    choice = choose("auto", layer, machine)
+    for route in candidates(layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads, machine.ranks_per_host):
+        assert choice.cost.total_s <= estimate(route, layer, machine).total_s + 1e-9
+        assert choice.table.count(f"{name_of(route, layer.ranks)} ") >= 1
+    choose.cache_clear()
+    estimate.cache_clear()
+    again = choose("auto", replace(layer), Machine.from_json(machine.to_json()))
+    assert again == choice
+
+
+# design.md, section 4: TFLOP/s a GPU of plain Ulysses on flash-attn 4 over NCCL, 4 H200s, by key heads
+MEASURED = {16384: (495, 458), 32768: (573, 544), 65536: (596, 580), 131072: (610, 598), 262144: (616, 609)}
+
+
+@pytest.mark.parametrize("length", MEASURED)
+@pytest.mark.parametrize("kv_heads", [8, 32])
+def test_the_built_in_h200_gives_what_was_measured_of_plain_ulysses(length, kv_heads):
+    cost = estimate(Route("kv_ring", 4), causal(length, 4, kv_heads), h200(), "p2p", slices=1)
+    flops = 3.5 * 4 * length**2 / 2 * 32 * 128 / 4
+    measured = MEASURED[length][kv_heads == 32]
+    assert flops / cost.total_s / 1e12 == pytest.approx(measured, rel=0.13 if length == 16384 else 0.05)
+
+
+@pytest.mark.parametrize(("kv_heads", "measured"), [(8, 324), (32, 312)])
+def test_the_built_in_h200_gives_what_was_measured_of_a_ring(kv_heads, measured):
+    """ring-flash-attn's zigzag ring at 128K tokens, on flash-attn 2."""
+    cost = estimate(RING, causal(131072, 4, kv_heads), h200("flash_attn_2"), "p2p")
+    flops = 3.5 * 4 * 131072**2 / 2 * 32 * 128 / 4
+    assert flops / cost.total_s / 1e12 == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("transport", ["auto", "p2p", "symmetric"])
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize("length", [1 << power for power in range(14, 20)])
+def test_on_one_host_of_h200s_heads_or_keys_travel_whole(length, kv_heads, transport):
+    choice = choose("auto", causal(length, 4, kv_heads), h200(), transport)
+    assert name_of(choice.route, 4) in ("ulysses", "all_gather")
+    assert transport in ("auto", choice.cost.transport)
+    if length <= 32768:
+        rings = [estimate(route, causal(length, 4, kv_heads), h200(), transport) for route in (RING, BURST)]
+        assert all(ring.total_s > 1.05 * choice.cost.total_s for ring in rings)
+
+
+def test_few_key_heads_and_several_hosts_and_windows_have_schedules_of_their_own():
+    two_hosts = choose("auto", causal(131072, 16), h200())
+    assert two_hosts.route == Route("kv_ring", 8)  # heads inside of hosts, a ring of two between them
+    assert two_hosts.cost.transport == "p2p"
+    assert "ulysses " in two_hosts.table
+    assert "cannot be spread over 16 ranks" in two_hosts.table
+    one_key_head = choose("auto", causal(65536, 4, kv_heads=1), h200())
+    assert one_key_head.route.ulysses == 1
+    window = choose("auto", causal(131072, 8, chunking="contiguous", window=4095), h200())
+    assert window.route in (RING, GATHER)  # only neighbours send
+    assert window.cost.sent_bytes < estimate(Route("kv_ring", 8), causal(131072, 8), h200()).sent_bytes / 5
+    mha, gqa = (
+        estimate(BURST, causal(131072, 16, heads), h200()).total_s
+        / estimate(RING, causal(131072, 16, heads), h200()).total_s
+        for heads in (32, 8)
+    )
+    assert mha < 1 < gqa  # BurstAttention, arXiv 2403.09347; the break-even is near 1.5 query heads a key head
+
+
+def test_packed_documents_are_not_priced_as_one():
+    whole = causal(131072, 4)
+    packed = replace(whole, masks=(Mask(131072, True, None, tuple(range(0, 131073, 16384))),))
+    for route in (RING, BURST, GATHER, Route("kv_ring", 4)):
+        assert estimate(route, packed, h200()).kernels_s < estimate(route, whole, h200()).kernels_s / 6
+    assert estimate(RING, packed, h200()).sent_bytes == 0  # every document is a chunk
+    assert choose("auto", packed, h200()).route.ulysses == 1
+
+
+def test_a_schedule_that_is_asked_for_is_taken_or_refused():
+    layer = causal(32768, 4)
+    asked = choose("burst", layer, h200())
+    assert asked.route == BURST
+    assert asked.reason == "asked for"
+    assert re.search(r"^burst .* taken: asked for$", asked.table, re.MULTILINE)
+    assert re.search(r"^ulysses .* \d\.\d\dx faster, but not what is taken$", asked.table, re.MULTILINE)
+    assert choose("ulysses", layer, h200()).route == Route("kv_ring", 4)
+    assert choose("ulysses_2+all_gather", layer, h200()).route == Route("all_gather", 2)
+    with pytest.raises(ConfigError, match=r"'ulysses_3\+burst' cannot run: .*\(1, 2, 4 would\)"):
+        choose("ulysses_3+burst", layer, h200())
+    with pytest.raises(ConfigError, match=r"2 key heads cannot be spread over 4 ranks.*\(1, 2 would\)"):
+        choose("ulysses", causal(32768, 4, kv_heads=2), h200())
+    with pytest.raises(ConfigError, match="no schedule 'spiral'"):
+        choose("spiral", layer, h200())
+    alone = choose("ulysses_2+burst", causal(32768, 1), h200())
+    assert (alone.route, alone.cost.sent_bytes, alone.cost.exposed_s) == (Route(), 0, 0)
+    assert "nothing" in alone.reason
+    with pytest.raises(ConfigError, match="does not reach 16 ranks with 8 on a host"):
+        choose("auto", causal(32768, 16), h200(), "symmetric")
+
+
+def test_the_table_says_why_the_others_lost():
+    table = choose("auto", causal(16384, 4, kv_heads=32), h200()).table
+    lines = table.splitlines()
+    assert lines[0].split()[:7] == ["schedule", "forward", "backward", "total", "exposed", "sent", "memory"]
+    assert len(lines) == 1 + len(candidates(4, 32, 32, 8))
+    assert re.match(r"ulysses .*taken: \d+\.\d\d ms a layer by the cost model, \S+ is \d\.\d\dx$", lines[1])
+    assert all(re.search(r"\dx slower: .*\d ms", line) for line in lines[2:])
+    assert any("of exchange is not hidden" in line for line in lines[2:])
+    three = choose("auto", causal(16384, 3), h200()).table
+    assert "cannot be spread over 3 ranks" in three.splitlines()[-1]
+
+
+def test_memory_is_kept_within_the_budget():
+    layer = causal(131072, 4)
+    costs = {route: estimate(route, layer, h200()) for route in candidates(4, 32, 8, 8)}
+    # K and V of the whole sequence, two slices of the heads at a time
+    gathered = estimate(GATHER, layer, h200(), slices=4)
+    assert gathered.memory_bytes >= 2 * 131072 * 2 * 128 * 2 * (2 + 4)
+    assert gathered.memory_bytes < estimate(GATHER, layer, h200(), slices=1).memory_bytes
+    choice = choose("auto", layer, h200(), budget=costs[BURST].memory_bytes - (5 << 20))
+    assert re.search(r"^burst .* needs 5 MiB more memory than is free$", choice.table, re.MULTILINE)
+    tight = choose("auto", layer, h200(), budget=1 << 20)
+    assert "every schedule needs more than the 1 MiB" in tight.reason
+    assert tight.cost.memory_bytes <= min(cost.memory_bytes for cost in costs.values())
+
+
+def test_slices_divide_the_key_heads_of_a_rank():
+    assert slices_of(RING, 4, 8) == slices_of(BURST, 4, 8) == slices_of(Route(), 1, 8) == [1]
+    assert slices_of(GATHER, 4, 8) == [1, 2, 4]
+    assert slices_of(Route("kv_ring", 2), 4, 12) == [1, 2, 3]
+    assert slices_of(Route("kv_ring", 4), 4, 4) == [1]
+    many = choose("auto", causal(16384, 4, kv_heads=32), h200(), most_slices=True)
+    best = choose("auto", causal(16384, 4, kv_heads=32), h200())
+    assert many.cost.slices == 4
+    assert best.cost.slices < 4
+    assert best.cost.total_s < many.cost.total_s
+
+
+def test_candidates_keep_ulysses_groups_off_the_border_of_hosts():
+    assert candidates(1, 8, 8, 8) == [Route()]
+    names = [name_of(route, 12) for route in candidates(12, 24, 24, 4)]
+    assert names[:4] == ["kv_ring", "burst", "all_gather", "ulysses"]
+    assert "ulysses_2+burst" in names
+    assert "ulysses_4+kv_ring" in names
+    assert not any(name.startswith(("ulysses_3", "ulysses_6")) for name in names)
+
+
+def test_the_speed_of_a_kernel_is_that_of_its_points_and_between_them():
+    machine = h200()
+    for rate in machine.rates:
+        assert machine.kernel_seconds(rate.scores, 1e12, False) == pytest.approx(1e12 / rate.forward)
+        assert machine.kernel_seconds(rate.scores, 1e12, True) == pytest.approx(1e12 / rate.backward)
+    low, high = machine.rates[0], machine.rates[1]
+    middle = machine.kernel_seconds((low.scores * high.scores) ** 0.5, 1.0, False)
+    assert 1 / middle == pytest.approx((low.forward + high.forward) / 2)
+    assert machine.kernel_seconds(1, 1.0, False) == pytest.approx(1 / low.forward)
+    assert machine.kernel_seconds(1e15, 1.0, False) == pytest.approx(1 / machine.rates[-1].forward)
+
+
+def test_a_machine_is_text_and_back_and_nothing_else_is_one():
+    for machine in (h200(), cpu(), replace(h200(), symmetric=None, source="measured")):
+        assert Machine.from_json(machine.to_json()) == machine
+    values = json.loads(h200().to_json())
+    broken = [
+        "",
+        "[]",
+        "{}",
+        h200().to_json()[:-20],
+        json.dumps({**values, "rates": []}),
+        json.dumps({**values, "launch": "6"}),
+        json.dumps({**values, "launch": float("nan")}),
+        json.dumps({**values, "p2p": None}),
+        json.dumps({**values, "p2p": {**values["p2p"], "bandwidth": 0}}),
+        json.dumps({**values, "rates": values["rates"][::-1]}),
+        json.dumps({**values, "colour": "red"}),
+        json.dumps({**values, "ranks_per_host": True}),
+    ]
+    for text in broken:
+        with pytest.raises(ConfigError, match=r"doctor --calibrate|rise"):
+            Machine.from_json(text)
+
+
+def test_devices_that_are_not_known_are_said_to_be_so():
+    assert built_in("NVIDIA H200", "flash_attn_4", 1 << 37, 8).source == "built in"
+    other = built_in("NVIDIA A100-SXM4-80GB", "torch_flash", 80 << 30, 4)
+    assert "NVIDIA H200" in other.source
+    assert (other.device, other.memory, other.ranks_per_host) == ("NVIDIA A100-SXM4-80GB", 80 << 30, 4)
+    assert built_in("CPU", "cpu_flash", 1 << 30, 2).symmetric is None
