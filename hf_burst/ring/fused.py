@@ -152,7 +152,7 @@ class Table:
         self.word = min(self.unit, 8)
         self.kind = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.word]
         words = [entry[2] // self.word for entry in entries]
-        self.width = min(256, triton.next_power_of_2(min(words)))
+        self.width = min(256, triton.next_power_of_2(max(words)))
         self.height = max(1, 2048 // self.width)
         tiles = [
             triton.cdiv(w, self.width) * triton.cdiv(e[5], self.height) for w, e in zip(words, entries, strict=True)

@@ -25,8 +25,9 @@ class Recorded:
     """
 
     def __init__(self, arena: Arena, run: Pass) -> None:
-        self.arena, self.run, self.seen = arena, run, 0
+        self.arena, self.run = arena, run
         self.own: Arena | None = None  # what is recorded reads and writes it
+        self.seen = 0
         self.graph = torch.cuda.CUDAGraph()
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
@@ -36,24 +37,31 @@ class Recorded:
         self.seen += 1
         if self.seen == 1:
             return list(self.run(Symmetric(self.arena), inputs))
-        if self.seen == 2:
-            self._record(inputs)
+        if self.own is None:
+            self.own = self._record(inputs)
+        self.own.meet()  # nobody reads any more what the replay before has published
         torch._foreach_copy_(self.inputs, list(inputs), non_blocking=True)
         self.graph.replay()
         results = [torch.empty_like(output) for output in self.outputs]
         torch._foreach_copy_(results, self.outputs, non_blocking=True)
         return results
 
-    def _record(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.own = own = self.arena.twin()
-        self.inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in inputs]
-        self.run(Symmetric(own), self.inputs)  # takes the memory that recording must not take
+    def _record(self, inputs: Sequence[torch.Tensor]) -> Arena:
+        own = self.arena.twin()
+        first = Symmetric(own)
+        self.run(first, inputs)  # takes the memory that recording must not take
         torch.cuda.current_stream().wait_stream(own.stream)
         own.restart()
+        # what is published at once is copied to where it is published from
+        places = {tensor.data_ptr(): place for tensor, place in first.places}
+        self.inputs = [
+            places[tensor.data_ptr()].view(tensor.shape) if tensor.data_ptr() in places else torch.empty_like(tensor)
+            for tensor in inputs
+        ]
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            own.meet()  # nobody reads what the replay before has published
             self.outputs = list(self.run(Symmetric(own), self.inputs))
             torch.cuda.current_stream().wait_stream(own.stream)
+        return own
 
 
 def recurs(masks: Sequence[Mask], q: torch.Tensor) -> bool:

@@ -46,7 +46,7 @@ class _Segments:
         self.size, self.published = size, 0
         self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
-        self.tables: dict[tuple[Moves, int, tuple[tuple[int, ...], ...]], "Table"] = {}
+        self.tables: dict[tuple[Moves, int, tuple[tuple[int, ...], ...]], Table] = {}
         self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def place(
@@ -122,6 +122,7 @@ class Symmetric:
     arena: Arena
     sent: Traffic = field(default_factory=Traffic)
     held: list[torch.Tensor] = field(default_factory=list)  # until the current stream has waited for the copies
+    places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what was published first
 
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]."""
@@ -133,8 +134,11 @@ class Symmetric:
         with torch.cuda.stream(stream):
             for tensor, offset, (shape, dtype) in zip(tensors, offsets, shapes, strict=True):
                 place = segments.place(self.arena.group.rank, turn, offset, shape, dtype, _is_transposed(tensor))
-                place.copy_(tensor, non_blocking=True)
-                self.held.append(tensor)
+                if place.data_ptr() != tensor.data_ptr():
+                    place.copy_(tensor, non_blocking=True)
+                    self.held.append(tensor)
+                if turn == 0:
+                    self.places.append((tensor, place))
             segments.handle.barrier(channel=0, timeout_ms=int(1000 * self.arena.seconds))
         segments.published += 1
 
@@ -198,6 +202,8 @@ class Symmetric:
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
     ) -> "Table":
+        from .fused import Table
+
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in sources)
         offsets, _ = _offsets(shapes)
         pairs = []
