@@ -17,7 +17,10 @@ WITHIN = {
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
         *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
-    "ring": ["fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "replay", "__init__"],
+    "ring": [
+        *("fused", "merge", "exchange", "symmetric", "lanes", "execute", "gather", "heads", "routes", "replay"),
+        "__init__",
+    ],
     "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),

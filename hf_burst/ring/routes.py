@@ -17,12 +17,13 @@ from .exchange import Exchange, PeerToPeer, Posted
 from .execute import Attention, backward, forward
 from .gather import gather_backward, gather_forward
 from .heads import HeadsIn, HeadsOut, Mates
+from .lanes import Lanes
 from .merge import accumulation_dtype, heads_first
 from .symmetric import Arena, Symmetric, open_arena
 
 _SLICES = 4
 _BLOCK_ROWS = 128
-_BLOCKS = 512
+_BLOCKS = 256
 
 
 class HeadSizes(NamedTuple):
@@ -136,16 +137,16 @@ class Routed:
         own_sinks = None if sinks is None else sinks.chunk(self.route.ulysses)[mates.member].chunk(slices)
         kept = [q.new_empty(shape) for shape in kept_shapes(self.route, q.shape[0], q.shape[1], sizes, q.device)]
         some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
-        now = arriving.fetch(0, some[0])
-        for index in range(slices):
-            now.wait()
-            if index + 1 < slices:
-                now = arriving.fetch(index + 1, some[index + 1])
-            own_q, own_k, own_v = some[index]
-            part, part_lse = self._forward(
-                exchange, own_q, own_k, own_v, None if own_sinks is None else own_sinks[index]
-            )
-            leaving.send(index, (part, part_lse.unsqueeze(3)))
+        under_way = [arriving.fetch(index, own) for index, own in enumerate(some)]
+        lanes = Lanes(q.device)
+        for index, (posted, (own_q, own_k, own_v)) in enumerate(zip(under_way, some, strict=True)):
+            with lanes.lane(index):
+                posted.wait()
+                given_sinks = None if own_sinks is None else own_sinks[index]
+                part, part_lse = self._forward(exchange, own_q, own_k, own_v, given_sinks)
+                leaving.send(index, (part, part_lse.unsqueeze(3)))
+                lanes.keep(part, part_lse)
+        lanes.join()
         leaving.finish()
         return out, lse, kept
 
@@ -187,14 +188,16 @@ class Routed:
             posted = arriving.fetch(index, (own_dout, *(tensor.unsqueeze(3) for tensor in scalars)))
             return posted, own_dout, scalars
 
-        now = fetch(0)
-        for index, packed in enumerate(inputs):
-            posted, own_dout, (own_lse, own_delta) = now
-            posted.wait()
-            if index + 1 < slices:
-                now = fetch(index + 1)
-            q, k, v = unpack(packed, sizes.piece(pieces))
-            leaving.send(index, self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta))
+        under_way = [fetch(index) for index in range(slices)]
+        lanes = Lanes(dout.device)
+        for index, ((posted, own_dout, (own_lse, own_delta)), packed) in enumerate(zip(under_way, inputs, strict=True)):
+            with lanes.lane(index):
+                posted.wait()
+                q, k, v = unpack(packed, sizes.piece(pieces))
+                found = self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta)
+                leaving.send(index, found)
+                lanes.keep(found)
+        lanes.join()
         leaving.finish()
         return dq, dk, dv
 

@@ -132,13 +132,17 @@ class Symmetric:
         stream, turn = self.arena.stream, segments.published
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            here: list[torch.Tensor] = []
+            there: list[torch.Tensor] = []
             for tensor, offset, (shape, dtype) in zip(tensors, offsets, shapes, strict=True):
                 place = segments.place(self.arena.group.rank, turn, offset, shape, dtype, _is_transposed(tensor))
-                if place.data_ptr() != tensor.data_ptr():
-                    place.copy_(tensor, non_blocking=True)
-                    self.held.append(tensor)
                 if turn == 0:
                     self.places.append((tensor, place))
+                if place.data_ptr() != tensor.data_ptr():
+                    here.append(tensor)
+                    there.append(place)
+            _copy_all(there, here)
+            self.held += here
             segments.handle.barrier(channel=0, timeout_ms=int(1000 * self.arena.seconds))
         segments.published += 1
 
@@ -219,6 +223,17 @@ class Symmetric:
 
 def _capacity(nbytes: int, tensors: int) -> int:
     return nbytes + tensors * _ALIGNMENT
+
+
+def _copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copies by the copy engines; in a recording by a kernel, for which the priority of the stream holds."""
+    if not torch.cuda.is_current_stream_capturing():
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor, non_blocking=True)
+        return
+    for dtype in {tensor.dtype for tensor in tensors}:
+        pairs = [(p, t) for p, t in zip(places, tensors, strict=True) if t.dtype == dtype]
+        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
 
 
 def _is_transposed(tensor: torch.Tensor) -> bool:
