@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..plan import Traffic
+
 
 def combine(
     result: torch.Tensor,
@@ -129,9 +131,16 @@ class Table:
         pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the
             destination `index`. Adjacent are either the elements of all heads of a row, or the rows of a head (D = 1).
         into (sequence of `torch.Tensor`): At most four destinations.
+        sent ([`Traffic`]): What peers take in the same round.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]], into: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
+        into: Sequence[torch.Tensor],
+        sent: Traffic,
+    ) -> None:
+        self.sent = sent
         entries = []
         for source, place, index in pairs:
             rows, heads, dim = source.shape[1:]

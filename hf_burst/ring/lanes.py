@@ -15,11 +15,12 @@ class Lanes:
 
     Args:
         device (`torch.device`): Where the work is done.
+        parts (`int`): How many there are.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parts: int) -> None:
         self.kept: list[Any] = []
-        self.main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.main = torch.cuda.current_stream(device) if device.type == "cuda" and parts > 1 else None
         self.side: torch.cuda.Stream | None = None
         if self.main is not None:
             self.side = torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
 """A route: heads over neighbouring ranks, the sequence over the rest, and what happens between these."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -130,6 +130,7 @@ class Routed:
             return *self._forward(exchange, q, k, v, sinks), []
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         mates, slices = self._mates(), head_slices(self.route, sizes, q.shape[1], q.device)
+        exchange = _inline(exchange, slices)
         arriving = HeadsIn(exchange, mates, (q, k, v), slices)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
@@ -138,7 +139,7 @@ class Routed:
         kept = [q.new_empty(shape) for shape in kept_shapes(self.route, q.shape[0], q.shape[1], sizes, q.device)]
         some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
         under_way = [arriving.fetch(index, own) for index, own in enumerate(some)]
-        lanes = Lanes(q.device)
+        lanes = Lanes(q.device, slices)
         for index, (posted, (own_q, own_k, own_v)) in enumerate(zip(under_way, some, strict=True)):
             with lanes.lane(index):
                 posted.wait()
@@ -175,6 +176,7 @@ class Routed:
             q, k, v = inputs
             return self._backward(exchange, dout, q, k, v, out, lse, delta)
         mates, slices = self._mates(), len(inputs)
+        exchange = _inline(exchange, slices)
         batch, tokens = dout.shape[:2]
         arriving = HeadsIn(exchange, mates, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(batch, tokens))
@@ -189,7 +191,7 @@ class Routed:
             return posted, own_dout, scalars
 
         under_way = [fetch(index) for index in range(slices)]
-        lanes = Lanes(dout.device)
+        lanes = Lanes(dout.device, slices)
         for index, ((posted, own_dout, (own_lse, own_delta)), packed) in enumerate(zip(under_way, inputs, strict=True)):
             with lanes.lane(index):
                 posted.wait()
@@ -245,6 +247,11 @@ class Routed:
         sharding = make_sharding(length, self.group.size, self.chunking)
         together = make_sharding(length, self.group.size // self.route.ulysses, self.chunking)
         return Mates(sharding, together, self.group.rank, self.route.ulysses)
+
+
+def _inline(exchange: Exchange, slices: int) -> Exchange:
+    """Where nothing is computed meanwhile, copies need no stream of their own."""
+    return replace(exchange, aside=False) if slices == 1 and isinstance(exchange, Symmetric) else exchange
 
 
 def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> Exchange:

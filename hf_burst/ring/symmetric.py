@@ -11,6 +11,7 @@ import logging
 import math
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -72,11 +73,11 @@ class Arena:
     Args:
         group ([`ContextGroup`]): The ranks, all of one host.
         device (`torch.device`): This rank's device.
-        seconds (`float`): How long a barrier waits for the other ranks.
+        milliseconds (`int`): How long a barrier waits for the other ranks.
     """
 
-    def __init__(self, group: ContextGroup, device: torch.device, seconds: float) -> None:
-        self.group, self.device, self.seconds = group, device, seconds
+    def __init__(self, group: ContextGroup, device: torch.device, milliseconds: int) -> None:
+        self.group, self.device, self.milliseconds = group, device, milliseconds
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.channels: dict[Channel, _Segments] = {}
 
@@ -90,7 +91,7 @@ class Arena:
 
     def twin(self) -> "Arena":
         """Another one for the same ranks."""
-        return Arena(self.group, self.device, self.seconds)
+        return Arena(self.group, self.device, self.milliseconds)
 
     def restart(self) -> None:
         """Forgets what was published: the next to use it waits for nobody."""
@@ -100,26 +101,35 @@ class Arena:
     def meet(self) -> None:
         """Waits on the current stream until all ranks are here."""
         segments = next(iter(self.channels.values()))
-        segments.handle.barrier(channel=1, timeout_ms=int(1000 * self.seconds))
+        segments.handle.barrier(channel=1, timeout_ms=self.milliseconds)
 
 
 @dataclass
 class _Copies:
-    """Copies under way on the stream of the arena."""
+    """Copies under way on the stream of the arena, or, without an event, on the current one."""
 
-    into: list[torch.Tensor]
-    done: torch.cuda.Event
+    into: Sequence[torch.Tensor]
+    done: torch.cuda.Event | None
 
     def wait(self) -> list[torch.Tensor]:
-        torch.cuda.current_stream().wait_event(self.done)
-        return self.into
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+        return list(self.into)
 
 
 @dataclass
 class Symmetric:
-    """An [`Exchange`] by copies from the memory of peers."""
+    """An [`Exchange`] by copies from the memory of peers.
+
+    Args:
+        arena ([`Arena`]): The memory.
+        aside (`bool`, defaults to `True`): Whether copies go on a stream of their own; on the current one they hide
+            behind nothing, and cost the host less.
+        sent ([`Traffic`]): What has left this rank so far.
+    """
 
     arena: Arena
+    aside: bool = True
     sent: Traffic = field(default_factory=Traffic)
     held: list[torch.Tensor] = field(default_factory=list)  # until the current stream has waited for the copies
     places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what was published first
@@ -129,9 +139,8 @@ class Symmetric:
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         offsets, _ = _offsets(shapes)
         segments = self.arena.segments(channel, _capacity(most, len(tensors)))
-        stream, turn = self.arena.stream, segments.published
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        turn = segments.published
+        with self._stream():
             here: list[torch.Tensor] = []
             there: list[torch.Tensor] = []
             for tensor, offset, (shape, dtype) in zip(tensors, offsets, shapes, strict=True):
@@ -143,7 +152,7 @@ class Symmetric:
                     there.append(place)
             _copy_all(there, here)
             self.held += here
-            segments.handle.barrier(channel=0, timeout_ms=int(1000 * self.arena.seconds))
+            segments.handle.barrier(channel=0, timeout_ms=self.arena.milliseconds)
         segments.published += 1
 
     def fetch(
@@ -155,24 +164,22 @@ class Symmetric:
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Copies:
         """See [`Exchange.fetch`]; what peers fetch costs this rank nothing."""
-        segments, stream = self.arena.channels[channel], self.arena.stream
+        segments = self.arena.channels[channel]
         turn = segments.published - 1
         if into is None:
             into = []
             for part in receives:
                 shape, dtype = part.shape
                 into.append(torch.empty(shape, dtype=dtype, device=self.arena.device))
-        stream.wait_stream(torch.cuda.current_stream())  # the memory may have been in use
-        with torch.cuda.stream(stream):
+        with self._stream():  # which waits for the current one, where the memory may have been in use
             for part, place in zip(receives, into, strict=True):
                 offset = _offsets(part.shapes)[0][part.index]
                 shape, dtype = part.shapes[part.index]
                 whole = segments.place(part.peer, turn, offset, shape, dtype)
                 place.copy_(whole[:, part.start : part.stop], non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(stream)
+            done = self._done()
         self.sent += Traffic(len(sends), sum(tensor.nbytes for tensor, _ in sends))
-        return _Copies(list(into), done)
+        return _Copies(into, done)
 
     def move(
         self,
@@ -183,20 +190,33 @@ class Symmetric:
         tag: int,
     ) -> _Copies:
         """See [`Exchange.move`]; one kernel reads from all peers."""
-        segments, stream = self.arena.channels[channel], self.arena.stream
+        segments = self.arena.channels[channel]
         turn = segments.published - 1
         key = (moves, turn % 2, tuple(tensor.stride() for tensor in into))
         table = segments.tables.get(key)
         if table is None:
             table = segments.tables[key] = self._table(segments, turn, moves, sources, into)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with self._stream():
             table.run(into)
-            done = torch.cuda.Event()
-            done.record(stream)
-        others = [block for block in moves.given if block.peer != self.arena.group.rank]
-        self.sent += Traffic(len(others), sum(block.of(sources[block.index]).nbytes for block in others))
-        return _Copies(list(into), done)
+            done = self._done()
+        self.sent += table.sent
+        return _Copies(into, done)
+
+    def _stream(self) -> AbstractContextManager[None]:
+        """Where copies go; they wait for what the current stream has done so far."""
+        if not self.aside:
+            return nullcontext()
+        self.arena.stream.wait_stream(torch.cuda.current_stream())
+        context: AbstractContextManager[None] = torch.cuda.stream(self.arena.stream)
+        return context
+
+    def _done(self) -> torch.cuda.Event | None:
+        """Marks the end of copies on a stream of their own."""
+        if not self.aside:
+            return None
+        done = torch.cuda.Event()
+        done.record(self.arena.stream)
+        return done
 
     def _table(
         self,
@@ -218,7 +238,9 @@ class Symmetric:
             )
             place = into[index][:, slice(*move.rows), slice(*move.heads)]
             pairs.append((move.source.of(whole), place, index))
-        return Table(pairs, into)
+        others = [block for block in moves.given if block.peer != self.arena.group.rank]
+        sent = Traffic(len(others), sum(block.of(sources[block.index]).nbytes for block in others))
+        return Table(pairs, into, sent)
 
 
 def _capacity(nbytes: int, tensors: int) -> int:
@@ -291,7 +313,7 @@ def _refusal(device: torch.device) -> str | None:
     return None
 
 
-def _time_limit(group: ContextGroup, device: torch.device) -> float:
-    """Seconds after which the process group gives up, too."""
+def _time_limit(group: ContextGroup, device: torch.device) -> int:
+    """Milliseconds after which the process group gives up, too."""
     options = group.process_group._get_backend(device).options
-    return float(options._timeout.total_seconds())
+    return int(1000 * options._timeout.total_seconds())
