@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from .calibrate import machine_for
 from .config import BurstConfig, Route
 from .errors import BatchError, ConfigError, KernelError, ShardingError
-from .kernels import Scores, select_kernel
+from .kernels import Kernel, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Shapes, cheaper_visitor
+from .plan import Layer, Machine, Mask, Shapes, choose, name_of
 from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
 from .ring.replay import Recorded, recurs
 from .ring.symmetric import Arena, Symmetric
@@ -74,8 +75,9 @@ def burst_attention(
         _validate(q, k, v, layout, group)
         _validate_scores(q, chunk, softcap, sinks)
         layout.masks(causal, window, chunk)
-        _route(config.schedule, _sizes(q, k, v), q.dtype, group)
-        select_kernel(config.kernel, q.device.type, q.dtype, q.shape[-1], v.shape[-1], softcap > 0)
+        if config.schedule != "auto":
+            _named(config.schedule, _sizes(q, k, v), group.size)
+        _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, window is not None)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     if check:
@@ -88,6 +90,7 @@ def burst_attention(
             "config": str(config),
         }
         group.agree(facts, error, q.device)
+        prepare(config.schedule, q.device, group)
     elif error is not None:
         raise error
     out, lse, _ = torch.ops.hf_burst.attention(
@@ -121,7 +124,9 @@ def attention(
     """
     members = _members(group)
     sizes = _sizes(q, k, v)
-    work = _routed(q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
+    work = _routed(
+        q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
+    )
     exchange = open_exchange(transport, members, q.device)
     if isinstance(exchange, Symmetric) and sinks is None and recurs(work.masks, q):
         out, lse, *kept = _recorded(work, exchange.arena, None, tuple(q.shape), tuple(k.shape))((q, k, v))
@@ -135,9 +140,9 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    schedule, _, group = settings[-3:]
+    schedule, transport, group = settings[-3:]
     sizes = _sizes(q, k, v)
-    route = _route(schedule, sizes, q.dtype, _members(group))
+    route = _route(schedule, transport, sizes, q, settings[0], _members(group))
     return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, q.shape[0], q.shape[1], sizes, q.device)]
 
 
@@ -167,7 +172,9 @@ def attention_backward(
     """
     members = _members(group)
     sizes = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
-    work = _routed(dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, members)
+    work = _routed(
+        dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
+    )
     delta = row_products(dout, out, dlse)
     exchange = open_exchange(transport, members, dout.device)
     known = out if dlse is None else None
@@ -266,33 +273,100 @@ def _routed(
     scores: Scores,
     kernel: str,
     schedule: str,
+    transport: str,
     members: ContextGroup,
 ) -> Routed:
     layout = SequenceLayout.decode(encoded)
     causal, window, chunk = mask
     masks = layout.masks(causal, None if window < 0 else window, chunk or None)
-    device, dtype = like.device.type, like.dtype
-    chosen = select_kernel(kernel, device, dtype, sizes.head_dim, sizes.value_dim, scores.softcap > 0)
-    return Routed(_route(schedule, sizes, dtype, members), members, masks, layout.chunking, chosen, scores)
+    chosen = _kernel(kernel, like.device, like.dtype, sizes, scores.softcap, window >= 0)
+    route = _route(schedule, transport, sizes, like, causal, members)
+    return Routed(route, members, masks, layout.chunking, chosen, scores)
+
+
+def _kernel(
+    requested: Any, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, softcap: float, window: bool
+) -> Kernel:
+    """The kernel for an attention; under torch's deterministic mode one that is."""
+    exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return select_kernel(
+        requested,
+        device.type,
+        dtype,
+        sizes.head_dim,
+        sizes.value_dim,
+        softcap > 0,
+        exact,
+        window,
+    )
+
+
+def prepare(schedule: str, device: torch.device, group: ContextGroup) -> None:
+    """Lets the ranks of a group agree on what machine they run on, if they have not yet: what a schedule is chosen by.
+
+    The operator does it by itself, but not while it is traced.
+
+    Args:
+        schedule (`str`): As in [`BurstConfig`].
+        device (`torch.device`): Where they compute.
+        group ([`ContextGroup`]): The ranks; every one of them calls it.
+    """
+    if schedule == "auto" and group.size > 1:
+        machine_for(group, device)
+
+
+def _route(
+    schedule: str,
+    transport: str,
+    sizes: HeadSizes,
+    like: torch.Tensor,
+    causal: bool,
+    members: ContextGroup,
+) -> Route:
+    """The schedule asked for, or the one that the cost model prefers for one whole document of that length."""
+    if schedule != "auto":
+        return _named(schedule, sizes, members.size)
+    if members.size == 1:
+        return Route()
+    batch, tokens, device = int(like.shape[0]), int(like.shape[1]), like.device
+    machine = machine_for(members, device)
+    return _chosen(transport, sizes, batch, tokens, causal, like.dtype, machine, members)
 
 
 @lru_cache(maxsize=64)
-def _route(schedule: str, sizes: HeadSizes, dtype: torch.dtype, members: ContextGroup) -> Route:
-    """The schedule asked for, or the one that sends fewer bytes."""
-    if schedule != "auto":
-        route = Route.parse(schedule, members.size)
-        refusal = route.refusal(members.size, sizes.q_heads, sizes.kv_heads)
-        if refusal is not None:
-            raise ConfigError(
-                f"The schedule {schedule!r} cannot be had: {refusal}. Take one that can (BurstConfig(schedule='auto') "
-                "does), or another number of ranks."
-            )
-        return route
-    visitor, reason = cheaper_visitor(Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize))
-    route = Route("burst" if visitor == "q" else "kv_ring")
-    if members.size > 1:
-        logger.info("hf_burst runs %s for %d query and %d key heads: %s", route, *sizes[:2], reason)
+def _named(schedule: str, sizes: HeadSizes, ranks: int) -> Route:
+    route = Route.parse(schedule, ranks)
+    refusal = route.refusal(ranks, sizes.q_heads, sizes.kv_heads)
+    if refusal is not None:
+        raise ConfigError(
+            f"The schedule {schedule!r} cannot be had: {refusal}. Take one that can (BurstConfig(schedule='auto') "
+            "does), or another number of ranks."
+        )
     return route
+
+
+@lru_cache(maxsize=64)
+def _chosen(
+    transport: str,
+    sizes: HeadSizes,
+    batch: int,
+    tokens: int,
+    causal: bool,
+    dtype: torch.dtype,
+    machine: Machine,
+    members: ContextGroup,
+) -> Route:
+    ranks = members.size
+    shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    layer = Layer((Mask(tokens * ranks, causal),) * batch, ranks, "zigzag", shapes)
+    choice = choose("auto", layer, machine, transport)
+    if members.rank == 0:
+        logger.info(
+            "hf_burst runs %s for %d x %d tokens, %d query and %d key heads (%s)",
+            *(name_of(choice.route, ranks), batch, tokens * ranks, sizes.q_heads, sizes.kv_heads, choice.reason),
+        )
+        logger.debug("%s", choice.table)
+    return choice.route
 
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:

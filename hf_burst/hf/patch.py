@@ -23,6 +23,7 @@ from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, token_loss_sum
 from ..mesh import ContextGroup
+from ..op import prepare
 from .accelerate import PATCH, resolve_group
 from .attention import NAME, CallCarrier, register
 from .batch import (
@@ -211,6 +212,7 @@ class _Patch:
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
+        prepare(self.config.schedule, next(module.parameters()).device, group)
         self.forwards += 1
         self.explicit = call.explicit
         if counted is not None and tokens == 0 and not facts["num_items_in_batch (labels of all ranks)"]:

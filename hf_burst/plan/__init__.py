@@ -7,7 +7,7 @@ from .mask import Mask
 from .schedule import Plan, Step, Transfer, make_plan
 from .sharding import Sharding, chunks_per_rank, make_sharding
 from .tiles import Tile, tiles_between
-from .traffic import Shapes, Traffic, cheaper_visitor, rank_traffic
+from .traffic import Shapes, Traffic, rank_traffic
 from .verify import verify_plan
 from .work import Layer
 
@@ -28,7 +28,6 @@ __all__ = [
     "Transfer",
     "built_in",
     "candidates",
-    "cheaper_visitor",
     "choose",
     "chunks_per_rank",
     "estimate",

@@ -6,7 +6,6 @@ from typing import Literal
 from .schedule import Plan, Step, Visitor
 
 Pass = Literal["forward", "backward"]
-_VISITORS: tuple[Visitor, ...] = ("kv", "q")
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,6 @@ def rank_traffic(plan: Plan, rank: int, direction: Pass, visitor: Visitor, shape
     for step in plan.schedule(rank, visitor):
         total += step_traffic(step, direction, visitor, len(plan.masks), shapes)
     return total
-
-
-def cheaper_visitor(shapes: Shapes) -> tuple[Visitor, str]:
-    """Which backward pass sends fewer bytes for every row that visits, and the sentence that says so.
-
-    The rows are the same number in both (a mask needs as many blocks of queries as of keys), so a row decides, and
-    every rank decides alike.
-    """
-    rows = {visitor: sum(sum(part) for part in _sizes("backward", visitor, shapes, lone=True)) for visitor in _VISITORS}
-    best = min(_VISITORS, key=lambda visitor: rows[visitor])
-    return best, f"a visiting token costs {rows['kv']} bytes in the K/V ring and {rows['q']} in the burst backward"
 
 
 def _sizes(direction: Pass, visitor: Visitor, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
