@@ -1,14 +1,20 @@
 """On GPUs, over NCCL: error at most twice that of plain bf16 attention on one GPU, and models that train as on one."""
 
 import math
+import os
+import socket
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import hf_burst
+from hf_burst.config import Route
 from tests import models
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
@@ -82,17 +88,30 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
     exact, rough = answers
     group = hf_burst.ContextGroup.from_mesh(None)
     layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size)
-    for schedule in ("kv_ring", "burst"):
+    for schedule, transport in ways(size, heads):
         leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
-        config = hf_burst.BurstConfig(schedule=schedule)
+        config = hf_burst.BurstConfig(schedule=schedule, transport=transport)
         out, _ = hf_burst.burst_attention(*leaves, layout, group, causal=causal, window=window, config=config)
         found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
         for name, mine, wanted, plain in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
             assert mine.dtype == dtype
-            shards = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(shards, mine.contiguous())
-            whole = layout.unshard(shards)
-            assert relative(whole, wanted) <= 2 * relative(plain, wanted), (name, schedule)
+            whole = layout.unshard(gathered_on_gpu(mine))
+            assert relative(whole, wanted) <= 2 * relative(plain, wanted), (name, schedule, transport)
+
+
+def ways(size: int, heads: tuple[int, int]) -> list[tuple[str, str]]:
+    """Schedules that so many heads allow over so many ranks, and transports."""
+    schedules = ["kv_ring", "burst", "all_gather", "ulysses", "auto"]
+    schedules += ["ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"] if size == 4 else []
+    allowed = [name for name in schedules if name == "auto" or Route.parse(name, size).refusal(size, *heads) is None]
+    transports = ["symmetric", "p2p"] if size > 1 else ["auto"]
+    return [(schedule, transport) for schedule in allowed for transport in transports]
+
+
+def gathered_on_gpu(shard: torch.Tensor) -> list[torch.Tensor]:
+    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, shard.contiguous())
+    return shards
 
 
 @pytest.mark.parametrize("size", [size for size in (1, 2, 4) if size <= GPUS])
@@ -105,6 +124,111 @@ def test_error_is_at_most_twice_that_of_plain_bf16(gpus: Ranks, size: int, kind:
 @pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
 def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
+
+
+def recur(rank: int, size: int, heads: tuple[int, int]) -> None:
+    """Passes of one shape, three layers at once, each with inputs of its own: what is recorded and replayed is what is
+    run as it is, and nothing that was returned is overwritten."""
+    length, layers = 1024, 3
+    device = torch.device("cuda", rank)
+    group = hf_burst.ContextGroup.from_mesh(None)
+    layout = hf_burst.SequenceLayout.for_batch([(0, length)], size)
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def normal(count: int) -> torch.Tensor:
+        return torch.randn(1, length // size, count, 64, device=device, generator=generator).bfloat16()
+
+    for schedule, transport in ways(size, heads):
+        if transport != "symmetric":
+            continue
+        for step in range(3):
+            inputs = [[normal(count) for count in (heads[0], heads[1], heads[1])] for _ in range(layers)]
+            douts = [normal(heads[0]) for _ in range(layers)]
+            found = []
+            for way in ("symmetric", "p2p"):
+                config = hf_burst.BurstConfig(schedule=schedule, transport=way)
+                leaves = [[tensor.clone().requires_grad_() for tensor in layer] for layer in inputs]
+                if way == "symmetric" and rank == size - 1:
+                    time.sleep(0.2)  # a rank that comes late
+                outs = [hf_burst.burst_attention(*layer, layout, group, config=config)[0] for layer in leaves]
+                for out, dout in reversed(list(zip(outs, douts, strict=True))):
+                    out.backward(dout)
+                found.append([*outs, *(tensor.grad for layer in leaves for tensor in layer)])
+            for one, other in zip(*found, strict=True):
+                assert relative(one, other.float()) < 2e-3, (schedule, step)
+
+
+@pytest.mark.parametrize("size", [size for size in (2, 4) if size <= GPUS])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+def test_recorded_passes_are_what_they_record(gpus: Ranks, size: int, heads: tuple[int, int]) -> None:
+    gpus(size).run(recur, heads)
+
+
+def attend_twice_alike(rank: int, size: int) -> None:
+    device, length = torch.device("cuda", rank), 2048
+    group = hf_burst.ContextGroup.from_mesh(None)
+    generator = torch.Generator(device).manual_seed(rank)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for documents in ((0, length), (0, 700, length)):
+            layout = hf_burst.SequenceLayout.for_batch([documents], size)
+            packed = torch.randn(1, length // size, 8, 3 * 64, device=device, generator=generator).bfloat16()
+            dout = torch.randn(1, length // size, 8, 64, device=device, generator=generator).bfloat16()
+            for schedule, transport in ways(size, (8, 8)):
+                config = hf_burst.BurstConfig(schedule=schedule, transport=transport)
+                results = []
+                for _ in range(4):
+                    leaf = packed.clone().requires_grad_()
+                    q, k, v = leaf.chunk(3, 3)  # not contiguous
+                    out, _ = hf_burst.burst_attention(q, k, v, layout, group, config=config)
+                    out.backward(dout)
+                    results.append((out.detach(), leaf.grad))
+                for out, gradient in results[1:]:
+                    assert torch.equal(out, results[0][0]), (schedule, transport)
+                    assert torch.equal(gradient, results[0][1]), (schedule, transport)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_runs_have_the_same_bits(gpus: Ranks) -> None:
+    gpus(min(GPUS, 4)).run(attend_twice_alike)
+
+
+def lose_a_rank(rank: int, port: int, transport: str) -> None:
+    """The last of two ranks dies between two passes."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    group = hf_burst.ContextGroup.from_mesh(None)
+    layout = hf_burst.SequenceLayout.for_batch([(0, 256)], 2)
+    q, k, v = (torch.randn(1, 128, 4, 64, device=f"cuda:{rank}").bfloat16() for _ in range(3))
+    config = hf_burst.BurstConfig(schedule="kv_ring", transport=transport)
+    for _ in range(4):
+        hf_burst.burst_attention(q, k, v, layout, group, config=config, check=False)
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
+    hf_burst.burst_attention(q, k, v, layout, group, config=config, check=False)
+    torch.cuda.synchronize()
+    os._exit(0)  # which must not be reached
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("transport", ["symmetric", "p2p"])
+def test_a_rank_that_is_gone_ends_the_others(transport: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=lose_a_rank, args=(rank, port, transport)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    processes[0].join(90)
+    alive = processes[0].is_alive()
+    for process in processes:
+        process.kill()
+    assert not alive, "the rank that is left waits for ever"
+    assert processes[0].exitcode not in (0, None)
 
 
 def large_messages(rank: int, size: int, schedule: str) -> float:

@@ -1,13 +1,19 @@
 """Attention over ranks is attention over the whole sequence: values, gradients, messages, and what torch sees of it."""
 
+import os
+import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -691,3 +697,46 @@ def test_selective_checkpointing_that_saves_the_operator_runs_it_once(forward_ca
     selective = checkpointed(context_fn=lambda: create_selective_checkpoint_contexts(policy))
     assert len(forward_calls) == 2
     assert all(torch.equal(one, other) for one, other in zip(plain, selective, strict=True))
+
+
+def lose_a_rank(rank: int, port: int, schedule: str, pipe: Connection) -> None:
+    """The last of three ranks is killed in the middle of a step; the others report what they are told."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=20))
+    case = Case(((0, 48),), schedule=schedule, heads=(6, 3))
+    attend(rank, 3, case)
+    if rank == 2:
+        layout = SequenceLayout.for_batch(case.documents, 3)
+        local = [layout.shard(case.tensors()[name], rank).requires_grad_() for name in "qkv"]
+        burst_attention(*local, layout, context_group(3), config=case.config)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        attend(rank, 3, case)
+    except RuntimeError as error:
+        pipe.send(str(error))
+    else:
+        pipe.send(None)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_rank_that_is_killed_in_a_step_ends_the_others_with_a_message(schedule):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(3)]
+    processes = [
+        context.Process(target=lose_a_rank, args=(rank, port, schedule, there)) for rank, (_, there) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for here, _ in pipes[:2]:
+            assert here.poll(60), "a rank waits for one that is gone"
+            assert here.recv(), "a rank has not noticed"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
