@@ -22,8 +22,8 @@ from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
 from .plan import Layer, Machine, Mask, Shapes, choose, name_of
 from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
-from .ring.replay import Recorded, recurs
-from .ring.symmetric import Arena, Symmetric
+from .ring.replay import recorded, recurs
+from .ring.symmetric import Symmetric
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def burst_attention(
     return out, lse
 
 
-@torch.library.custom_op("hf_burst::attention", mutates_args=())
+@torch.library.custom_op("hf_burst::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -129,8 +129,15 @@ def attention(
     )
     exchange = open_exchange(transport, members, q.device)
     if isinstance(exchange, Symmetric) and sinks is None and recurs(work.masks, q):
-        out, lse, *kept = _recorded(work, exchange.arena, None, tuple(q.shape), tuple(k.shape))((q, k, v))
-        return out, lse, kept
+
+        def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            out, lse, kept = work.forward(exchange, *inputs)
+            return [out, lse, *kept]
+
+        known = recorded(exchange.arena, ("forward", work, q.shape, sizes, q.dtype), run)
+        if known is not None:
+            out, lse, *kept = known((q, k, v))
+            return out, lse, kept
     return work.forward(exchange, q, k, v, sinks)
 
 
@@ -146,7 +153,7 @@ def _(
     return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, q.shape[0], q.shape[1], sizes, q.device)]
 
 
-@torch.library.custom_op("hf_burst::attention_backward", mutates_args=())
+@torch.library.custom_op("hf_burst::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -177,31 +184,17 @@ def attention_backward(
     )
     delta = row_products(dout, out, dlse)
     exchange = open_exchange(transport, members, dout.device)
-    known = out if dlse is None else None
-    if isinstance(exchange, Symmetric) and dlse is None and recurs(work.masks, dout):
-        run = _recorded(work, exchange.arena, sizes, tuple(dout.shape), ())
-        dq, dk, dv = run((dout, lse, delta, *inputs))
-        return dq, dk, dv
-    return work.backward(exchange, sizes, dout, inputs, known, lse, delta)
+    if isinstance(exchange, Symmetric) and recurs(work.masks, dout):
 
+        def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            dout, lse, delta, *rest = inputs
+            return work.backward(exchange, sizes, dout, rest, None, lse, delta)
 
-@lru_cache(maxsize=16)
-def _recorded(
-    work: Routed, arena: Arena, sizes: HeadSizes | None, shape: tuple[int, ...], kv_shape: tuple[int, ...]
-) -> Recorded:
-    """A pass that recurs; without `sizes` a forward pass."""
-
-    def run_forward(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        q, k, v = inputs
-        out, lse, kept = work.forward(exchange, q, k, v)
-        return [out, lse, *kept]
-
-    def run_backward(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        assert sizes is not None
-        dout, lse, delta, *rest = inputs
-        return work.backward(exchange, sizes, dout, list(rest), None, lse, delta)
-
-    return Recorded(arena, run_forward if sizes is None else run_backward)
+        known = recorded(exchange.arena, ("backward", work, dout.shape, sizes, dout.dtype), run)
+        if known is not None:
+            dq, dk, dv = known((dout, lse, delta, *inputs))
+            return dq, dk, dv
+    return work.backward(exchange, sizes, dout, inputs, out if dlse is None else None, lse, delta)
 
 
 @attention_backward.register_fake

@@ -101,6 +101,11 @@ class Exchange(Protocol):
 
     sent: Traffic
 
+    @property
+    def side(self) -> torch.cuda.Stream | None:
+        """A second stream for what is computed meanwhile, if that is of use."""
+        ...
+
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
 
@@ -179,6 +184,11 @@ class PeerToPeer:
     group: ContextGroup
     device: torch.device
     sent: Traffic = field(default_factory=Traffic)
+
+    @property
+    def side(self) -> None:
+        """See [`Exchange.side`]; the messages have streams of their own."""
+        return None
 
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""

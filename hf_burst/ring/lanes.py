@@ -8,23 +8,20 @@ import torch
 
 
 class Lanes:
-    """Two streams, the current one and another, or nothing on CPUs.
+    """Two streams, the current one and another.
 
     What is made on one lane and read on another is kept until `join`: memory that was let go would be taken anew by a
     stream that knows nothing of the other.
 
     Args:
-        device (`torch.device`): Where the work is done.
-        parts (`int`): How many there are.
+        side (`torch.cuda.Stream`, *optional*): The other stream; without it everything stays on the current one.
     """
 
-    def __init__(self, device: torch.device, parts: int) -> None:
+    def __init__(self, side: torch.cuda.Stream | None) -> None:
         self.kept: list[Any] = []
-        self.main = torch.cuda.current_stream(device) if device.type == "cuda" and parts > 1 else None
-        self.side: torch.cuda.Stream | None = None
-        if self.main is not None:
-            self.side = torch.cuda.Stream(device)
-            self.side.wait_stream(self.main)
+        self.side = side
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
 
     @contextmanager
     def lane(self, index: int) -> Iterator[None]:
@@ -41,6 +38,6 @@ class Lanes:
 
     def join(self) -> None:
         """Lets the current stream wait for both lanes."""
-        if self.main is not None and self.side is not None:
-            self.main.wait_stream(self.side)
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
         self.kept.clear()

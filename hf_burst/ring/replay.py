@@ -4,14 +4,15 @@ At small lengths the host needs longer to launch a pass than the GPU to run it. 
 its own; later passes copy their inputs in and the results out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from ..plan import Mask
-from .symmetric import Arena, Symmetric
+from .symmetric import Arena, Segments, Symmetric
 
-_LARGEST = 1 << 26
+_LARGEST = 1 << 25
+_MOST = 16
 
 Pass = Callable[[Symmetric, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -19,26 +20,28 @@ Pass = Callable[[Symmetric, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 class Recorded:
     """One recurring pass: run as it is the first time, recorded the second time, and replayed from then on.
 
+    Recorded passes share one symmetric memory: a replay begins when all ranks have ended the one before.
+
     Args:
         arena ([`Arena`]): The symmetric memory for passes that are not recorded.
         run (`Callable`): The pass: takes an [`Exchange`] and tensors, returns tensors.
     """
 
     def __init__(self, arena: Arena, run: Pass) -> None:
-        self.arena, self.run = arena, run
-        self.own: Arena | None = None  # what is recorded reads and writes it
-        self.seen = 0
-        self.graph = torch.cuda.CUDAGraph()
+        self.arena, self.run, self.own = arena, run, arena.recordings
+        self.met = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.memory: list[Segments] = []  # what is recorded reads and writes it
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a pass, in memory of their own."""
-        self.seen += 1
-        if self.seen == 1:
+        if not self.met:
+            self.met = True
             return list(self.run(Symmetric(self.arena), inputs))
-        if self.own is None:
-            self.own = self._record(inputs)
+        if self.graph is None:
+            self.graph = self._record(inputs)
         self.own.meet()  # nobody reads any more what the replay before has published
         torch._foreach_copy_(self.inputs, list(inputs), non_blocking=True)
         self.graph.replay()
@@ -46,22 +49,30 @@ class Recorded:
         torch._foreach_copy_(results, self.outputs, non_blocking=True)
         return results
 
-    def _record(self, inputs: Sequence[torch.Tensor]) -> Arena:
-        own = self.arena.twin()
-        first = Symmetric(own)
+    def _record(self, inputs: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
+        own, first, graph = self.own, Symmetric(self.own), torch.cuda.CUDAGraph()
+        own.meet()
+        own.restart()
         self.run(first, inputs)  # takes the memory that recording must not take
         torch.cuda.current_stream().wait_stream(own.stream)
         own.restart()
         # what is published at once is copied to where it is published from
-        places = {tensor.data_ptr(): place for tensor, place in first.places}
-        self.inputs = [
-            places[tensor.data_ptr()].view(tensor.shape) if tensor.data_ptr() in places else torch.empty_like(tensor)
-            for tensor in inputs
-        ]
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        places = {(tensor.data_ptr(), tensor.numel()): place for tensor, place in first.places}
+        for tensor in inputs:
+            place = places.get((tensor.data_ptr(), tensor.numel()))
+            self.inputs.append(torch.empty_like(tensor) if place is None else place.view(tensor.shape))
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.outputs = list(self.run(Symmetric(own), self.inputs))
             torch.cuda.current_stream().wait_stream(own.stream)
-        return own
+        self.memory = list(own.channels.values())
+        return graph
+
+
+def recorded(arena: Arena, key: Hashable, run: Pass) -> Recorded | None:
+    """The pass of a key, one for all its calls; `None` if there are many already, whose memory would add up."""
+    if key not in arena.passes and len(arena.passes) < _MOST:
+        arena.passes[key] = Recorded(arena, run)
+    return arena.passes.get(key)
 
 
 def recurs(masks: Sequence[Mask], q: torch.Tensor) -> bool:

@@ -139,7 +139,7 @@ class Routed:
         kept = [q.new_empty(shape) for shape in kept_shapes(self.route, q.shape[0], q.shape[1], sizes, q.device)]
         some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
         under_way = [arriving.fetch(index, own) for index, own in enumerate(some)]
-        lanes = Lanes(q.device, slices)
+        lanes = Lanes(exchange.side)
         for index, (posted, (own_q, own_k, own_v)) in enumerate(zip(under_way, some, strict=True)):
             with lanes.lane(index):
                 posted.wait()
@@ -191,7 +191,7 @@ class Routed:
             return posted, own_dout, scalars
 
         under_way = [fetch(index) for index in range(slices)]
-        lanes = Lanes(dout.device, slices)
+        lanes = Lanes(exchange.side)
         for index, ((posted, own_dout, (own_lse, own_delta)), packed) in enumerate(zip(under_way, inputs, strict=True)):
             with lanes.lane(index):
                 posted.wait()

@@ -10,12 +10,12 @@ the time limit of the process group, so that the ranks that are left do not hang
 import logging
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ _ALIGNMENT = 256
 _GRANULE = 2 << 20
 
 
-class _Segments:
+class Segments:
     """The buffer of one channel on all ranks: two segments of `size` bytes.
 
     Args:
@@ -68,7 +68,8 @@ class _Segments:
 
 
 class Arena:
-    """The symmetric memory of a group, and the stream on which this rank copies. One for all passes.
+    """The symmetric memory of a group, and the streams of its passes beside the current one: one for copies, one for
+    kernels that alternate. One for all passes.
 
     Args:
         group ([`ContextGroup`]): The ranks, all of one host.
@@ -78,19 +79,21 @@ class Arena:
 
     def __init__(self, group: ContextGroup, device: torch.device, milliseconds: int) -> None:
         self.group, self.device, self.milliseconds = group, device, milliseconds
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self.channels: dict[Channel, _Segments] = {}
+        self.stream, self.side = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        self.channels: dict[Channel, Segments] = {}
+        self.passes: dict[Hashable, Any] = {}  # those that are recorded
 
-    def segments(self, channel: Channel, nbytes: int) -> _Segments:
+    def segments(self, channel: Channel, nbytes: int) -> Segments:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
         found = self.channels.get(channel)
         if found is None or found.size < nbytes:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
-            found = self.channels[channel] = _Segments(self.group, self.device, -(-nbytes // _GRANULE) * _GRANULE)
+            found = self.channels[channel] = Segments(self.group, self.device, -(-nbytes // _GRANULE) * _GRANULE)
         return found
 
-    def twin(self) -> "Arena":
-        """Another one for the same ranks."""
+    @cached_property
+    def recordings(self) -> "Arena":
+        """Another one for the same ranks, for passes that are recorded."""
         return Arena(self.group, self.device, self.milliseconds)
 
     def restart(self) -> None:
@@ -100,8 +103,9 @@ class Arena:
 
     def meet(self) -> None:
         """Waits on the current stream until all ranks are here."""
-        segments = next(iter(self.channels.values()))
-        segments.handle.barrier(channel=1, timeout_ms=self.milliseconds)
+        segments = next(iter(self.channels.values()), None)
+        if segments is not None:
+            segments.handle.barrier(channel=1, timeout_ms=self.milliseconds)
 
 
 @dataclass
@@ -133,6 +137,11 @@ class Symmetric:
     sent: Traffic = field(default_factory=Traffic)
     held: list[torch.Tensor] = field(default_factory=list)  # until the current stream has waited for the copies
     places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what was published first
+
+    @property
+    def side(self) -> torch.cuda.Stream | None:
+        """See [`Exchange.side`]."""
+        return self.arena.side if self.aside else None
 
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]."""
@@ -220,7 +229,7 @@ class Symmetric:
 
     def _table(
         self,
-        segments: _Segments,
+        segments: Segments,
         turn: int,
         moves: Moves,
         sources: Sequence[torch.Tensor],
