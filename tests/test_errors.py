@@ -190,7 +190,12 @@ def a_kernel_for_another_device(arguments: dict[str, Any], rank: int, size: int)
     arguments["config"] = BurstConfig(kernel="torch_flash")
 
 
+def a_schedule_for_other_heads(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["config"] = BurstConfig(schedule=f"ulysses_{4 * size}+kv_ring")
+
+
 WRONG = {
+    a_schedule_for_other_heads: (ConfigError, ("cannot be had", "cannot be cut into groups of", "schedule='auto'")),
     too_few_tokens: (ShardingError, ("should hold 1 x 12 tokens", "q has 1 x 11", "hf_burst.shard_batch")),
     another_batch_size: (ShardingError, ("should hold 1 x 12", "q has 2 x 12")),
     a_layout_for_more_ranks: (ShardingError, ("The layout is for", "the group has", "Shard the batch")),
@@ -434,3 +439,15 @@ def test_a_group_is_found_in_a_mesh_or_refused(ask):
 
 def test_without_distributed_the_group_is_this_process():
     assert ContextGroup.from_mesh(None) == ContextGroup(0, 1, "")
+
+
+def ask_for_symmetric_memory(rank: int, size: int) -> str:
+    with pytest.raises(ConfigError) as caught:
+        burst_attention(**good_arguments(rank, size), config=BurstConfig(transport="symmetric"))
+    return str(caught.value)
+
+
+def test_symmetric_memory_is_refused_where_there_is_none(ask):
+    for message in ask(2, ask_for_symmetric_memory):
+        assert "rank 0: symmetric memory is for GPUs, not for cpu; rank 1" in message
+        assert "'p2p'" in message
