@@ -441,13 +441,15 @@ def test_without_distributed_the_group_is_this_process():
     assert ContextGroup.from_mesh(None) == ContextGroup(0, 1, "")
 
 
-def ask_for_symmetric_memory(rank: int, size: int) -> str:
+def ask_for_symmetric_memory(rank: int, size: int, schedule: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        burst_attention(**good_arguments(rank, size), config=BurstConfig(transport="symmetric"))
+        burst_attention(**good_arguments(rank, size), config=BurstConfig(schedule=schedule, transport="symmetric"))
     return str(caught.value)
 
 
 def test_symmetric_memory_is_refused_where_there_is_none(ask):
-    for message in ask(2, ask_for_symmetric_memory):
+    for message in ask(2, ask_for_symmetric_memory, "kv_ring"):
         assert "rank 0: symmetric memory is for GPUs, not for cpu; rank 1" in message
+    for message in ask(2, ask_for_symmetric_memory, "auto"):
+        assert "does not reach 2 ranks" in message
         assert "'p2p'" in message
