@@ -9,9 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import torch
 
 from hf_burst.cli import bench
+from hf_burst.cli.bench_contenders import Case, Native, hf_burst
+from hf_burst.config import Route
+from hf_burst.kernels import Scores, select_kernel
+from hf_burst.mesh import ContextGroup
+from hf_burst.ring import HeadSizes, PeerToPeer, Routed, row_products
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
@@ -81,7 +88,6 @@ def launch(script: Path | str, *options: str) -> subprocess.CompletedProcess[str
 
 
 def assert_follows_schema(result: dict[str, Any]) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((ROOT / "recipes/benchmarks/schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(result, schema)
@@ -102,13 +108,13 @@ def assert_numbers_agree(row: dict[str, Any], limit: dict[str, Any]) -> None:
 
 def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "result.json"
-    options = ["--lengths", "64", "128", "--kv-heads", "2", "4", "--schedules", "auto", "kv_ring", "burst"]
+    options = ["--lengths", "64", "128", "--kv-heads", "2", "4", "--schedules", "auto", "kv_ring", "burst", "ulysses"]
     options += ["--seconds", "4", "--rounds", "3", "6", "--warmup", "3", "--out", str(out)]
     done = launch("recipes/benchmarks/attention.py", *options)
     result = json.loads(out.read_text())
     assert_follows_schema(result)
 
-    ours = {"hf_burst auto", "hf_burst kv_ring", "hf_burst burst"}
+    ours = {f"hf_burst {schedule}" for schedule in ("auto", "kv_ring", "burst", "ulysses")}
     right = {check["contender"] for check in result["checks"] if check["status"] == "ok"}
     assert right == {"limit", "ulysses plain"} | ours
     missing = {check["contender"]: check["reason"] for check in result["checks"] if check["status"] == "unavailable"}
@@ -127,10 +133,16 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     ring = {"forward": 2 * shard, "backward": 2 * shard + shard, "source": "plan"}
     assert rows["hf_burst kv_ring", 64, 4]["bytes_sent"] == ring
     assert rows["ulysses plain", 64, 4]["bytes_sent"]["backward"] == 4 * shard // 2
+    assert rows["hf_burst ulysses", 64, 4]["bytes_sent"]["forward"] == 4 * shard // 2 + 32 * 4 * 4 // 2  # and its lse
     assert rows["limit", 64, 4]["bytes_sent"]["forward"] == 0
+    for length in (64, 128):
+        auto = rows["hf_burst auto", length, 4]
+        assert auto["bytes_sent"]["forward"] is None
+        assert any(f"for 1 x {length} tokens, 4 query and 4 key heads" in line for line in auto["said"])
     assert "TF/s per GPU" in done.stdout
     assert len(done.stdout.splitlines()) <= 100
 
+    pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     command = [sys.executable, "recipes/benchmarks/plot.py", str(out), "--out", str(picture), "--markdown"]
     drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
@@ -163,6 +175,42 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     assert status["long call of one rank", 64] == "ok"
     assert status["long call of one rank", 128] == "failed"
     assert "one percent wrong" in done.stdout
+
+
+def case_of(rank: int, size: int) -> Case:
+    native = Native("cpu_flash", lambda q, k, v: q)
+    return Case(128, 8, 4, 16, 2, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
+
+
+def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
+    """What leaves a rank of the executed schedule, forward and backward."""
+    case = case_of(rank, size)
+    layout, kernel = case.layout(), select_kernel("auto", "cpu", case.dtype, 16, 16)
+    route, group = Route.parse(schedule, size), ContextGroup.from_mesh(None)
+    routed = Routed(route, group, layout.masks(True, None), "zigzag", kernel, Scores(1.0))
+    shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
+    q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
+    there, back = (PeerToPeer(group, case.device) for _ in range(2))
+    out, lse, kept = routed.forward(there, q, k, v)
+    delta = row_products(dout, out, None)
+    routed.backward(back, HeadSizes(8, 4, 16, 16), dout, kept or [q, k, v], out, lse, delta)
+    return there.sent.bytes, back.sent.bytes
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["kv_ring", "burst", "all_gather", "ulysses", "ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"],
+)
+def test_the_bytes_that_are_written_down_are_those_sent(ranks: Any, schedule: str) -> None:
+    sent = ranks(4).run(count_bytes, schedule)
+    told = hf_burst(schedule).build(case_of(0, 4)).sent
+    assert (told.forward, told.backward) == tuple(map(max, zip(*sent, strict=True)))
+    assert told.source == "plan"
+
+
+def test_what_the_heads_do_not_allow_is_not_counted() -> None:
+    for schedule in ("ulysses_3+burst", "ulysses_8+kv_ring"):
+        assert hf_burst(schedule).build(case_of(0, 4)).sent.forward is None
 
 
 def arguments(*options: str) -> argparse.Namespace:

@@ -88,7 +88,7 @@ def test_no_kernel_is_not_usable(monkeypatch, tmp_path, capsys):
     doctor = importlib.import_module("hf_burst.cli.doctor")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
-    monkeypatch.setattr(doctor, "_explain_kernels", lambda *_: [("only", "takes no such heads")])
+    monkeypatch.setattr(doctor, "explain_kernels", lambda *_, **__: [("only", "takes no such heads")])
     assert main(["doctor"]) == 1
     assert "Not usable: no kernel computes torch.float32 on cpu: only takes no such heads." in capsys.readouterr().out
 

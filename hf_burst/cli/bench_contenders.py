@@ -17,12 +17,14 @@ from ..kernels import select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
-from ..plan import Shapes, make_plan, rank_traffic
-from ..plan.schedule import Visitor
+from ..plan import Layer, Plan, Shapes, rank_traffic
+from ..plan.traffic import Pass
+from ..plan.work import gathered_calls, visitor_of
 from ..ring import accumulation_dtype
 from .bench_ranks import Ranks
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -174,23 +176,43 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
 
 
 def _planned(schedule: str, case: Case) -> Sent:
-    """The bytes of a schedule whose visitors the plan knows."""
-    route = None if schedule == "auto" else Route.parse(schedule, case.ranks)
-    visitors: dict[str, Visitor] = {"kv_ring": "kv", "burst": "q"}
+    """The bytes of a schedule: what the plan of its ring sends, and what its exchange of heads does. `"auto"` chooses
+    while it runs, and logs what."""
     if case.ranks == 1:
         return Sent(0, 0, "plan")
-    if route is None or route.ulysses > 1 or route.around not in visitors:
-        return Sent()
-    layout = case.layout()
-    plan = make_plan(layout.masks(True, None), layout.sharding)
+    route = None if schedule == "auto" else Route.parse(schedule, case.ranks)
+    if route is None:
+        return Sent(source="not counted: those of the schedule that was chosen, see `said`")
+    if route.refusal(case.ranks, case.q_heads, case.kv_heads) is not None:
+        return Sent()  # the call says why
+    layout, ulysses = case.layout(), route.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
     kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
     returned = accumulator if kernel.card.wide else itemsize
-    shapes = Shapes(case.q_heads, case.kv_heads, case.head_dim, case.head_dim, itemsize, accumulator, returned)
-    forward = max(rank_traffic(plan, rank, "forward", "kv", shapes).bytes for rank in range(case.ranks))
-    visitor = visitors[route.around]
-    backward = max(rank_traffic(plan, rank, "backward", visitor, shapes).bytes for rank in range(case.ranks))
+    heads, dims = (case.q_heads // ulysses, case.kv_heads // ulysses), (case.head_dim, case.head_dim)
+    shapes = Shapes(*heads, *dims, itemsize, accumulator, returned)
+    plan = Layer(layout.masks(True, None), case.ranks, layout.chunking, shapes).plan(ulysses)
+    outputs = case.batch * case.tokens * case.q_heads * case.head_dim * itemsize
+    inputs = outputs + 2 * case.batch * case.tokens * case.kv_heads * case.head_dim * itemsize
+    scalars = case.batch * case.tokens * case.q_heads * accumulator
+    exchanged = {"forward": inputs + outputs + scalars, "backward": outputs + 2 * scalars + inputs}
+    forward, backward = (
+        max(_around(route, plan, place, direction, shapes) for place in range(plan.sharding.ranks))
+        + exchanged[direction] * (ulysses - 1) // ulysses
+        for direction in _PASSES
+    )
     return Sent(forward, backward, "plan")
+
+
+def _around(route: Route, plan: Plan, place: int, direction: Pass, shapes: Shapes) -> int:
+    """Bytes that a place of the ring sends in one pass. Gathered keys are fetched again in the backward pass, and their
+    gradients return as sums."""
+    if route.around != "all_gather":
+        return rank_traffic(plan, place, direction, visitor_of(route, direction), shapes).bytes
+    row = len(plan.masks) * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+    _, fetched, given = gathered_calls(plan, place)
+    returned = fetched * shapes.accumulator_itemsize if direction == "backward" else 0
+    return row * (given * shapes.itemsize + returned)
 
 
 def choose_native(requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int) -> tuple[Native, list[str]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..calibrate import calibrate, default_kernel, machine_for, machine_of, profile_path
 from ..config import BurstConfig
 from ..errors import BurstError, ConfigError
-from ..kernels import KERNELS
+from ..kernels import explain_kernels
 from ..mesh import ContextGroup
 from ..plan import Layer, Machine, Mask, Shapes, choose
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             except BurstError as problem:
                 problems.append(str(problem))
         if group.rank == 0:
-            print("\n".join([*_describe_place(group, device, arguments.head_dim), *lines, ""]))
+            print("\n".join([*_describe_place(arguments, group, device), *lines, ""]))
             print("\n".join(f"Not usable: {problem}" for problem in problems) or "Usable.")
         return 1 if problems else 0
 
@@ -79,12 +79,10 @@ def _launched() -> Iterator[tuple[ContextGroup, torch.device]]:
             dist.destroy_process_group()
 
 
-def _explain_kernels(device: torch.device, head_dim: int) -> list[tuple[str, str | None]]:
+def _explained(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str | None]]:
     """The kernels, the fastest first, and why each cannot compute the example; `None` for those that can."""
-    refusals = (
-        (kernel.card, kernel.card.refusal(device.type, _dtype(device), head_dim, head_dim)) for kernel in KERNELS
-    )
-    return [(card.name, refusal) for card, refusal in refusals]
+    sizes = (arguments.head_dim, arguments.head_dim)
+    return explain_kernels(device.type, _dtype(device), *sizes, window=arguments.window is not None)
 
 
 def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
@@ -103,7 +101,7 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
     elif device.type == "cuda" and not dist.is_nccl_available():
         problems.append("this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1.")
     if not problems:
-        refusals = _explain_kernels(device, arguments.head_dim)
+        refusals = _explained(arguments, device)
         if all(refusal for _, refusal in refusals):
             why = "; ".join(f"{name} {refusal}" for name, refusal in refusals)
             problems.append(f"no kernel computes {_dtype(device)} on {device.type}: {why}. Take another --head-dim.")
@@ -126,7 +124,7 @@ def _machine(arguments: argparse.Namespace, group: ContextGroup, device: torch.d
     return replace(measured, ranks_per_host=per_host) if measured else machine_of(device, ranks, per_host)
 
 
-def _describe_place(group: ContextGroup, device: torch.device, head_dim: int) -> list[str]:
+def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:
     """Versions, devices and kernels."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
     lines += [f"  {name} {found}" for name in _PACKAGES if (found := _version(name))]
@@ -140,8 +138,8 @@ def _describe_place(group: ContextGroup, device: torch.device, head_dim: int) ->
         lines.append(f"  no GPU; {os.cpu_count()} processors, {torch.get_num_threads()} threads a rank")
     backends = [name for name in ("nccl", "gloo") if dist.is_available() and dist.is_backend_available(name)]
     lines.append(f"messages: {', '.join(backends) or 'none'}; {_symmetric_memory()}")
-    lines.append(f"kernels for {_dtype(device)} and heads of {head_dim}, the fastest first:")
-    lines += [f"  {name}: {refusal or 'can'}" for name, refusal in _explain_kernels(device, head_dim)]
+    lines.append(f"kernels for {_dtype(device)} and heads of {arguments.head_dim}, the fastest first:")
+    lines += [f"  {name}: {refusal or 'can'}" for name, refusal in _explained(arguments, device)]
     return lines
 
 
