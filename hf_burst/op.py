@@ -58,7 +58,7 @@ def burst_attention(
         scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         softcap (`float`, defaults to 0.0): Where scores saturate, by a hyperbolic tangent; 0 is nowhere.
         sinks (`torch.Tensor` of shape `(q_heads,)`, *optional*): A further score of every row, whose value is 0.
-        config ([`BurstConfig`], *optional*): Kernel and backward schedule.
+        config ([`BurstConfig`], *optional*): Schedule, kernel and transport.
         check (`bool`, defaults to `True`): Whether the ranks compare what they are about to compute: one small
             all-gather, without which different inputs on the ranks hang the job.
 

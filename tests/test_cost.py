@@ -2,7 +2,6 @@
 and nothing that makes a machine better makes a schedule slower."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -142,10 +141,9 @@ class Counted(PeerToPeer):
     received = 0
 
     def fetch(self, channel: Channel, sends: Any, receives: Sequence[Part], tag: int, into: Any = None) -> Any:
-        for part in receives:
-            shape, dtype = part.shape
-            self.received += math.prod(shape) * dtype.itemsize
-        return super().fetch(channel, sends, receives, tag, into)
+        posted = super().fetch(channel, sends, receives, tag, into)
+        self.received += sum(tensor.nbytes for tensor in posted.into)
+        return posted
 
 
 def count_bytes(rank: int, size: int, route: Route, length: int, kv_heads: int) -> int:

@@ -59,7 +59,7 @@ class ForwardCall:
     Args:
         layout ([`SequenceLayout`]): How the batch lies over the ranks.
         group ([`ContextGroup`]): The ranks.
-        config ([`BurstConfig`]): Kernel and backward schedule.
+        config ([`BurstConfig`]): Schedule, kernel and transport.
         explicit (`bool`): Whether the batch arrived sharded.
         tokens (`int`): Labels that count, over all ranks of the group.
         encoded (`torch.Tensor`): The layout as the operator takes it.

@@ -72,10 +72,6 @@ class FlashAttn2Kernel(Flash2Kernel):
         return gradients["dq"], gradients["dk"], gradients["dv"]
 
 
-def _packed(call: Call) -> bool:
-    return call.lengths[0] is not None
-
-
 def _keywords(call: Call) -> dict[str, Any]:
     causal, left, right = unbounded_is_negative(call.window)
     scores = (0.0, call.scores.scale, causal, left, right, call.scores.softcap, None)
