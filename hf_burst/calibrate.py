@@ -68,11 +68,11 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
     kernel = kernel or default_kernel(device).card.name
     name = device_name(device)
     found = _cached(name, kernel, group.size) if group.rank == 0 else {}
-    own = {"host": socket.gethostname(), "memory": _memory(device), "name": name, "cached": found}
+    own = {"host": socket.gethostname(), "memory": _memory(device), "name": name, "cached": found, "kernel": kernel}
     reports = _gather(group, {**own, "reaches": _reaches_peers(device)})
     per_host = ranks_per_host([report["host"] for report in reports])
     memory = min(report["memory"] for report in reports)
-    machine = _remembered(reports[0]["name"], kernel, memory, per_host, reports[0]["cached"])
+    machine = _remembered(reports[0]["name"], reports[0]["kernel"], memory, per_host, reports[0]["cached"])
     return machine if all(report["reaches"] for report in reports) else replace(machine, symmetric=None)
 
 

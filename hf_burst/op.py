@@ -8,7 +8,7 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
 from .plan import Layer, Machine, Mask, Shapes, choose, name_of
 from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
-from .ring.replay import recorded, recurs
+from .ring.replay import Pass, recorded, recurs
 from .ring.symmetric import Symmetric
 
 logger = logging.getLogger(__name__)
@@ -71,13 +71,15 @@ def burst_attention(
     """
     config = config or BurstConfig()
     error: Exception | None = None
+    kernel = None
     try:
         _validate(q, k, v, layout, group)
         _validate_scores(q, chunk, softcap, sinks)
         layout.masks(causal, window, chunk)
+        windowed = window is not None
         if config.schedule != "auto":
-            _named(config.schedule, _sizes(q, k, v), group.size)
-        _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, window is not None)
+            windowed |= _named(config.schedule, _sizes(q, k, v), group.size).around == "all_gather"
+        kernel = _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, windowed).card.name
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     if check:
@@ -88,6 +90,7 @@ def burst_attention(
             "causal, window, chunk": [causal, window, chunk],
             "scale, softcap, sinks": [scale, softcap, sinks is not None],
             "config": str(config),
+            "kernel": kernel,
         }
         group.agree(facts, error, q.device)
         prepare(config.schedule, q.device, group)
@@ -127,18 +130,17 @@ def attention(
     work = _routed(
         q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
     )
+
+    def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        q, k, v = inputs
+        out, lse, kept = work.forward(exchange, q, k, v, sinks)
+        return [out, lse, *kept]
+
     exchange = open_exchange(transport, members, q.device)
-    if isinstance(exchange, Symmetric) and sinks is None and recurs(work.masks, q):
-
-        def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            out, lse, kept = work.forward(exchange, *inputs)
-            return [out, lse, *kept]
-
-        known = recorded(exchange.arena, ("forward", work, q.shape, sizes, q.dtype), run)
-        if known is not None:
-            out, lse, *kept = known((q, k, v))
-            return out, lse, kept
-    return work.forward(exchange, q, k, v, sinks)
+    recurring = sinks is None and recurs(work.masks, q)
+    key = ("forward", work, q.shape, sizes, q.dtype) if recurring else None
+    out, lse, *kept = _carry_out(exchange, key, run, (q, k, v))
+    return out, lse, kept
 
 
 @attention.register_fake
@@ -149,7 +151,7 @@ def _(
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     schedule, transport, group = settings[-3:]
     sizes = _sizes(q, k, v)
-    route = _route(schedule, transport, sizes, q, settings[0], _members(group))
+    route = _route(schedule, transport, sizes, q, settings[:3], _members(group))
     return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, q.shape[0], q.shape[1], sizes, q.device)]
 
 
@@ -183,18 +185,31 @@ def attention_backward(
         dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
     )
     delta = row_products(dout, out, dlse)
+    known = [out] if dlse is None and (work.kernel.card.wants_out or not recurs(work.masks, dout)) else []
+
+    def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dout, lse, delta, *rest = inputs
+        own_out = rest.pop() if known else None
+        return list(work.backward(exchange, sizes, dout, rest, own_out, lse, delta))
+
     exchange = open_exchange(transport, members, dout.device)
-    if isinstance(exchange, Symmetric) and recurs(work.masks, dout):
+    key = ("backward", work, dout.shape, sizes, dout.dtype, len(known)) if recurs(work.masks, dout) else None
+    dq, dk, dv = _carry_out(exchange, key, run, (dout, lse, delta, *inputs, *known))
+    return dq, dk, dv
 
-        def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            dout, lse, delta, *rest = inputs
-            return work.backward(exchange, sizes, dout, rest, None, lse, delta)
 
-        known = recorded(exchange.arena, ("backward", work, dout.shape, sizes, dout.dtype), run)
-        if known is not None:
-            dq, dk, dv = known((dout, lse, delta, *inputs))
-            return dq, dk, dv
-    return work.backward(exchange, sizes, dout, inputs, out if dlse is None else None, lse, delta)
+def _carry_out(
+    exchange: Exchange, key: Hashable | None, run: Pass, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """A pass, recorded or replayed where it has a key and that is possible."""
+    if not isinstance(exchange, Symmetric):
+        return list(run(exchange, inputs))
+    try:
+        known = None if key is None else recorded(exchange.arena, key, run)
+        return list(run(exchange, inputs)) if known is None else known(inputs)
+    except Exception as problem:
+        exchange.arena.failed = repr(problem).splitlines()[0]
+        raise
 
 
 @attention_backward.register_fake
@@ -272,8 +287,9 @@ def _routed(
     layout = SequenceLayout.decode(encoded)
     causal, window, chunk = mask
     masks = layout.masks(causal, None if window < 0 else window, chunk or None)
-    chosen = _kernel(kernel, like.device, like.dtype, sizes, scores.softcap, window >= 0)
-    route = _route(schedule, transport, sizes, like, causal, members)
+    route = _route(schedule, transport, sizes, like, mask, members)
+    windowed = window >= 0 or route.around == "all_gather"  # whose tiles have the corner of a causal mask elsewhere
+    chosen = _kernel(kernel, like.device, like.dtype, sizes, scores.softcap, windowed)
     return Routed(route, members, masks, layout.chunking, chosen, scores)
 
 
@@ -313,17 +329,21 @@ def _route(
     transport: str,
     sizes: HeadSizes,
     like: torch.Tensor,
-    causal: bool,
+    mask: tuple[bool, int, int],
     members: ContextGroup,
 ) -> Route:
-    """The schedule asked for, or the one that the cost model prefers for one whole document of that length."""
+    """The schedule asked for, or the one that the cost model prefers for one whole document of that length: documents
+    are another in every batch, and no reason to go another way (or, in a graph, to compile anew)."""
     if schedule != "auto":
         return _named(schedule, sizes, members.size)
     if members.size == 1:
         return Route()
     batch, tokens, device = int(like.shape[0]), int(like.shape[1]), like.device
     machine = machine_for(members, device)
-    return _chosen(transport, sizes, batch, tokens, causal, like.dtype, machine, members)
+    causal, window, chunk = mask
+    back = min([reach for reach in (window, chunk - 1) if reach >= 0], default=None)
+    whole = Mask(tokens * members.size, causal, back)
+    return _chosen(transport, sizes, (whole,) * batch, like.dtype, machine, members)
 
 
 @lru_cache(maxsize=64)
@@ -342,21 +362,19 @@ def _named(schedule: str, sizes: HeadSizes, ranks: int) -> Route:
 def _chosen(
     transport: str,
     sizes: HeadSizes,
-    batch: int,
-    tokens: int,
-    causal: bool,
+    masks: tuple[Mask, ...],
     dtype: torch.dtype,
     machine: Machine,
     members: ContextGroup,
 ) -> Route:
     ranks = members.size
     shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    layer = Layer((Mask(tokens * ranks, causal),) * batch, ranks, "zigzag", shapes)
+    layer = Layer(masks, ranks, "zigzag", shapes)
     choice = choose("auto", layer, machine, transport)
     if members.rank == 0:
         logger.info(
             "hf_burst runs %s for %d x %d tokens, %d query and %d key heads (%s)",
-            *(name_of(choice.route, ranks), batch, tokens * ranks, sizes.q_heads, sizes.kv_heads, choice.reason),
+            *(name_of(choice.route, ranks), len(masks), masks[0].length, sizes.q_heads, sizes.kv_heads, choice.reason),
         )
         logger.debug("%s", choice.table)
     return choice.route
@@ -383,6 +401,11 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Sequenc
         raise ShardingError(
             f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
             "the attention runs on."
+        )
+    if layout.length % len(layout.sharding.owners):
+        raise ShardingError(
+            f"The layout has {layout.length} tokens in {len(layout.sharding.owners)} chunks, which are not equal. Make "
+            "it by SequenceLayout.for_batch, which pads."
         )
     own = layout.sharding.tokens(group.rank)
     if q.shape[1] != own or q.shape[0] != layout.batch_size:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 
 import hf_burst
 from hf_burst.config import Route
+from hf_burst.ring import replay
 from tests import models
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
@@ -126,42 +128,52 @@ def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
 
 
-def recur(rank: int, size: int, heads: tuple[int, int]) -> None:
+def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
     """Passes of one shape, three layers at once, each with inputs of its own: what is recorded and replayed is what is
-    run as it is, and nothing that was returned is overwritten."""
-    length, layers = 1024, 3
+    run as it is, and nothing that was returned is overwritten. Batches of other sizes and dtypes come in between."""
     device = torch.device("cuda", rank)
     group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([(0, length)], size)
     generator = torch.Generator(device).manual_seed(rank)
+    kinds = [(1, 1024, torch.bfloat16), (2, 1024, torch.bfloat16), (1, 1024, torch.float16), (1, 1088, torch.bfloat16)]
 
-    def normal(count: int) -> torch.Tensor:
-        return torch.randn(1, length // size, count, 64, device=device, generator=generator).bfloat16()
+    def normal(count: int, batch: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(batch, length // size, count, 64, device=device, generator=generator).to(dtype)
 
-    for schedule, transport in ways(size, heads):
-        if transport != "symmetric":
-            continue
-        for step in range(3):
-            inputs = [[normal(count) for count in (heads[0], heads[1], heads[1])] for _ in range(layers)]
-            douts = [normal(heads[0]) for _ in range(layers)]
-            found = []
-            for way in ("symmetric", "p2p"):
-                config = hf_burst.BurstConfig(schedule=schedule, transport=way)
-                leaves = [[tensor.clone().requires_grad_() for tensor in layer] for layer in inputs]
-                if way == "symmetric" and rank == size - 1:
-                    time.sleep(0.2)  # a rank that comes late
-                outs = [hf_burst.burst_attention(*layer, layout, group, config=config)[0] for layer in leaves]
-                for out, dout in reversed(list(zip(outs, douts, strict=True))):
-                    out.backward(dout)
-                found.append([*outs, *(tensor.grad for layer in leaves for tensor in layer)])
-            for one, other in zip(*found, strict=True):
-                assert relative(one, other.float()) < 2e-3, (schedule, step)
+    def attend(schedule: str, way: str, layers: list, douts: list, layout: hf_burst.SequenceLayout) -> list:
+        config = hf_burst.BurstConfig(schedule=schedule, transport=way)
+        leaves = [[tensor.clone().requires_grad_() for tensor in layer] for layer in layers]
+        outs = [hf_burst.burst_attention(*layer, layout, group, config=config)[0] for layer in leaves]
+        for out, dout in reversed(list(zip(outs, douts, strict=True))):
+            out.backward(dout)
+        return [*outs, *(tensor.grad for layer in leaves for tensor in layer)]
+
+    with mock.patch.object(replay, "_SIGHTINGS", monkeyed):
+        for schedule in dict.fromkeys(name for name, _ in ways(size, heads)):
+            with torch.inference_mode():  # an evaluation before training
+                layout = hf_burst.SequenceLayout.for_batch([(0, 1024)], size)
+                inputs = [normal(count, *kinds[0]) for count in (heads[0], heads[1], heads[1])]
+                config = hf_burst.BurstConfig(schedule=schedule, transport="symmetric")
+                for _ in range(monkeyed + 1):
+                    hf_burst.burst_attention(*inputs, layout, group, config=config)
+            for step in range(3):
+                for batch, length, dtype in kinds:
+                    layout = hf_burst.SequenceLayout.for_batch([(0, length)] * batch, size)
+                    shapes = (heads[0], heads[1], heads[1])
+                    layers = [[normal(count, batch, length, dtype) for count in shapes] for _ in range(3)]
+                    douts = [normal(heads[0], batch, length, dtype) for _ in range(2)]
+                    douts.append(torch.ones((), device=device, dtype=dtype).expand(layers[0][0].shape))
+                    if rank == size - 1 and not step:
+                        time.sleep(0.1)  # a rank that comes late
+                    found = [attend(schedule, way, layers, douts, layout) for way in ("symmetric", "p2p")]
+                    for one, other in zip(*found, strict=True):
+                        assert one.dtype == dtype
+                        assert relative(one, other.float()) < 2e-3, (schedule, step, batch, length, dtype)
 
 
 @pytest.mark.parametrize("size", [size for size in (2, 4) if size <= GPUS])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 def test_recorded_passes_are_what_they_record(gpus: Ranks, size: int, heads: tuple[int, int]) -> None:
-    gpus(size).run(recur, heads)
+    gpus(size).run(recur, heads, 3)
 
 
 def attend_twice_alike(rank: int, size: int) -> None:

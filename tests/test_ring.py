@@ -699,6 +699,43 @@ def test_selective_checkpointing_that_saves_the_operator_runs_it_once(forward_ca
     assert all(torch.equal(one, other) for one, other in zip(plain, selective, strict=True))
 
 
+class Asked(PeerToPeer):
+    """Messages, and what the ranks would have to agree on where they read each other's memory."""
+
+    def __init__(self, group: ContextGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self.asked: list[tuple[str, int, bool]] = []
+
+    def publish(self, channel, tensors, most):
+        self.asked.append((channel, most, sum(tensor.nbytes for tensor in tensors) <= most))
+
+
+def ask_for_room(rank: int, size: int, case: Case) -> list:
+    layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+    q, k, v, dout = (layout.shard(case.tensors()[name], rank) for name in ("q", "k", "v", "dout"))
+    masks = layout.masks(case.causal, case.window)
+    kernel = select_kernel(case.kernel, "cpu", case.dtype, *case.dims)
+    route = Route.parse(case.schedule, size)
+    routed = Routed(route, context_group(size), masks, case.chunking, kernel, Scores(1.0))
+    exchange = Asked(routed.group, q.device)
+    out, lse, kept = routed.forward(exchange, q, k, v)
+    sizes = HeadSizes(*case.heads, *case.dims)
+    routed.backward(exchange, sizes, dout, kept or [q, k, v], out, lse, (dout * out).sum(-1))
+    return exchange.asked
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *PRODUCTS[4]])
+def test_all_ranks_publish_alike_and_ask_for_as_much_room(ranks, schedule):
+    """Also where some of them leave rounds out: their buffers grow together, and their barriers meet."""
+    for documents in (((0, 12, 40, 48, 64),), ((0, 64),), tuple(tuple(range(65)) for _ in range(2))):
+        for window in (None, 3):
+            for chunking in ("zigzag", "contiguous"):
+                case = Case(documents, window=window, chunking=chunking, schedule=schedule, heads=(8, 4))
+                first, *others = ranks(4).run(ask_for_room, case)
+                assert all(asked == first for asked in others), case
+                assert all(fits for _, _, fits in first), case
+
+
 def lose_a_rank(rank: int, port: int, schedule: str, pipe: Connection) -> None:
     """The last of three ranks is killed in the middle of a step; the others report what they are told."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

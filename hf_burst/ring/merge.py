@@ -23,6 +23,13 @@ def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.empty(shape[0], shape[2], shape[1], dtype=dtype, device=device).transpose(1, 2)
 
 
+def by_head(scalars: torch.Tensor) -> torch.Tensor:
+    """Scalars of shape `(B, S, H)` as they lie by [`heads_first`]; a copy if they do not."""
+    if scalars.transpose(1, 2).is_contiguous():
+        return scalars
+    return heads_first(tuple(scalars.shape), scalars.dtype, scalars.device).copy_(scalars)
+
+
 class Merged:
     """The output of rows whose keys come in parts.
 
@@ -61,7 +68,7 @@ class Merged:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf."""
         out, lse = self._merge_waiting(self.dtype)
-        return out.to(self.dtype).contiguous(), lse.transpose(1, 2).contiguous().transpose(1, 2)
+        return out.to(self.dtype).contiguous(), by_head(lse)
 
     def _merge_waiting(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Merges the part that waits; where that takes a pass over all rows, they are written in `dtype`."""

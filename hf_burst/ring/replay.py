@@ -4,21 +4,27 @@ At small lengths the host needs longer to launch a pass than the GPU to run it. 
 its own; later passes copy their inputs in and the results out.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ..plan import Mask
+from .exchange import Exchange
 from .symmetric import Arena, Segments, Symmetric
+
+logger = logging.getLogger(__name__)
 
 _LARGEST = 1 << 25
 _MOST = 16
+_SIGHTINGS = 48  # a step or two of a model: lengths that change with every batch are not worth it
 
-Pass = Callable[[Symmetric, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Pass = Callable[[Exchange, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Recorded:
-    """One recurring pass: run as it is the first time, recorded the second time, and replayed from then on.
+    """One recurring pass: run as it is at first, then recorded, and replayed from then on.
 
     Recorded passes share one symmetric memory: a replay begins when all ranks have ended the one before.
 
@@ -29,7 +35,7 @@ class Recorded:
 
     def __init__(self, arena: Arena, run: Pass) -> None:
         self.arena, self.run, self.own = arena, run, arena.recordings
-        self.met = False
+        self.seen = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.memory: list[Segments] = []  # what is recorded reads and writes it
         self.inputs: list[torch.Tensor] = []
@@ -37,11 +43,12 @@ class Recorded:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a pass, in memory of their own."""
-        if not self.met:
-            self.met = True
-            return list(self.run(Symmetric(self.arena), inputs))
+        self.seen += 1
+        if self.seen == _SIGHTINGS:
+            with torch.inference_mode(False):  # later passes may train
+                self.graph = self._record(inputs)
         if self.graph is None:
-            self.graph = self._record(inputs)
+            return list(self.run(Symmetric(self.arena), inputs))
         self.own.meet()  # nobody reads any more what the replay before has published
         torch._foreach_copy_(self.inputs, list(inputs), non_blocking=True)
         self.graph.replay()
@@ -49,22 +56,33 @@ class Recorded:
         torch._foreach_copy_(results, self.outputs, non_blocking=True)
         return results
 
-    def _record(self, inputs: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph:
+    def _record(self, inputs: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph | None:
+        """The pass as a graph; `None` if a rank could not record it, and then on all of them."""
         own, first, graph = self.own, Symmetric(self.own), torch.cuda.CUDAGraph()
         own.meet()
         own.restart()
         self.run(first, inputs)  # takes the memory that recording must not take
-        torch.cuda.current_stream().wait_stream(own.stream)
+        torch.cuda.current_stream(own.device).wait_stream(own.stream)
         own.restart()
         # what is published at once is copied to where it is published from
         places = {(tensor.data_ptr(), tensor.numel()): place for tensor, place in first.places}
         for tensor in inputs:
             place = places.get((tensor.data_ptr(), tensor.numel()))
             self.inputs.append(torch.empty_like(tensor) if place is None else place.view(tensor.shape))
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.outputs = list(self.run(Symmetric(own), self.inputs))
-            torch.cuda.current_stream().wait_stream(own.stream)
+        problem = ""
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                own.stream.wait_stream(torch.cuda.current_stream(own.device))
+                self.outputs = list(self.run(Symmetric(own), self.inputs))
+                torch.cuda.current_stream(own.device).wait_stream(own.stream)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
         self.memory = list(own.channels.values())
+        found = [problem] * own.group.size
+        dist.all_gather_object(found, problem, group=own.group.process_group)
+        if any(found):
+            logger.warning("hf_burst launches a pass kernel by kernel, since it could not be recorded: %s", found)
+            return None
         return graph
 
 

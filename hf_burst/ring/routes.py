@@ -1,7 +1,7 @@
 """A route: heads over neighbouring ranks, the sequence over the rest, and what happens between these."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from .execute import Attention, backward, forward
 from .gather import gather_backward, gather_forward
 from .heads import HeadsIn, HeadsOut, Mates
 from .lanes import Lanes
-from .merge import accumulation_dtype, heads_first
+from .merge import accumulation_dtype, by_head, heads_first
 from .symmetric import Arena, Symmetric, open_arena
 
 _SLICES = 4
@@ -130,7 +130,7 @@ class Routed:
             return *self._forward(exchange, q, k, v, sinks), []
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         mates, slices = self._mates(), head_slices(self.route, sizes, q.shape[1], q.device)
-        exchange = _inline(exchange, slices)
+        _go_inline(exchange, slices, self.route.ulysses == self.group.size)
         arriving = HeadsIn(exchange, mates, (q, k, v), slices)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
@@ -175,8 +175,8 @@ class Routed:
         if self.route.ulysses == 1:
             q, k, v = inputs
             return self._backward(exchange, dout, q, k, v, out, lse, delta)
-        mates, slices = self._mates(), len(inputs)
-        exchange = _inline(exchange, slices)
+        mates, slices, (lse, delta) = self._mates(), len(inputs), (by_head(tensor) for tensor in (lse, delta))
+        _go_inline(exchange, slices, self.route.ulysses == self.group.size)
         batch, tokens = dout.shape[:2]
         arriving = HeadsIn(exchange, mates, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(batch, tokens))
@@ -249,9 +249,10 @@ class Routed:
         return Mates(sharding, together, self.group.rank, self.route.ulysses)
 
 
-def _inline(exchange: Exchange, slices: int) -> Exchange:
-    """Where nothing is computed meanwhile, copies need no stream of their own."""
-    return replace(exchange, aside=False) if slices == 1 and isinstance(exchange, Symmetric) else exchange
+def _go_inline(exchange: Exchange, slices: int, alone: bool) -> None:
+    """Where nothing is computed meanwhile (one slice, and no ring besides), copies need no stream of their own."""
+    if slices == 1 and alone and isinstance(exchange, Symmetric):
+        exchange.go_inline()
 
 
 def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> Exchange:
@@ -264,6 +265,11 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
         return PeerToPeer(group, device)
     arena = open_arena(group, device)
     if isinstance(arena, Arena):
+        if arena.failed:
+            raise ConfigError(
+                f"An attention over these ranks ended in the middle ({arena.failed}), so that they no longer agree on "
+                "what was sent. Start the job anew, with smaller batches if memory was short."
+            )
         return Symmetric(arena)
     if transport == "symmetric":
         raise ConfigError(

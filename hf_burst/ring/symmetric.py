@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 256
 _GRANULE = 2 << 20
+_TENSORS = 16  # at most that many are published at once
+_TABLES = 256
 
 
 class Segments:
@@ -45,9 +47,10 @@ class Segments:
 
     def __init__(self, group: ContextGroup, device: torch.device, size: int) -> None:
         self.size, self.published = size, 0
-        self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # later passes may train
+            self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
-        self.tables: dict[tuple[Moves, int, tuple[tuple[int, ...], ...]], Table] = {}
+        self.tables: dict[Hashable, Table] = {}
         self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def place(
@@ -58,7 +61,8 @@ class Segments:
         base = self.bases.get((peer, dtype))
         if base is None:
             count = 2 * self.size // dtype.itemsize
-            base = self.bases[peer, dtype] = self.handle.get_buffer(peer, (count,), dtype)
+            with torch.inference_mode(False):
+                base = self.bases[peer, dtype] = self.handle.get_buffer(peer, (count,), dtype)
         strides = [1] * len(shape)
         for dim in range(len(shape) - 2, -1, -1):
             strides[dim] = strides[dim + 1] * shape[dim + 1]
@@ -82,6 +86,7 @@ class Arena:
         self.stream, self.side = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
         self.channels: dict[Channel, Segments] = {}
         self.passes: dict[Hashable, Any] = {}  # those that are recorded
+        self.failed = ""  # what ended a pass in the middle, after which ranks need not agree on what was published
 
     def segments(self, channel: Channel, nbytes: int) -> Segments:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
@@ -114,10 +119,11 @@ class _Copies:
 
     into: Sequence[torch.Tensor]
     done: torch.cuda.Event | None
+    device: torch.device
 
     def wait(self) -> list[torch.Tensor]:
         if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
+            torch.cuda.current_stream(self.device).wait_event(self.done)
         return list(self.into)
 
 
@@ -135,7 +141,7 @@ class Symmetric:
     arena: Arena
     aside: bool = True
     sent: Traffic = field(default_factory=Traffic)
-    held: list[torch.Tensor] = field(default_factory=list)  # until the current stream has waited for the copies
+    held: list[torch.Tensor] = field(default_factory=list)  # in a recording, to its end
     places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what was published first
 
     @property
@@ -143,11 +149,16 @@ class Symmetric:
         """See [`Exchange.side`]."""
         return self.arena.side if self.aside else None
 
+    def go_inline(self) -> None:
+        """From now on copies go on the current stream, behind those of passes before."""
+        self.aside = False
+        torch.cuda.current_stream(self.arena.device).wait_stream(self.arena.stream)
+
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         offsets, _ = _offsets(shapes)
-        segments = self.arena.segments(channel, _capacity(most, len(tensors)))
+        segments = self.arena.segments(channel, _capacity(most))
         turn = segments.published
         with self._stream():
             here: list[torch.Tensor] = []
@@ -160,7 +171,7 @@ class Symmetric:
                     here.append(tensor)
                     there.append(place)
             _copy_all(there, here)
-            self.held += here
+            self._hold(here)
             segments.handle.barrier(channel=0, timeout_ms=self.arena.milliseconds)
         segments.published += 1
 
@@ -188,7 +199,7 @@ class Symmetric:
                 place.copy_(whole[:, part.start : part.stop], non_blocking=True)
             done = self._done()
         self.sent += Traffic(len(sends), sum(tensor.nbytes for tensor, _ in sends))
-        return _Copies(into, done)
+        return _Copies(into, done, self.arena.device)
 
     def move(
         self,
@@ -201,23 +212,33 @@ class Symmetric:
         """See [`Exchange.move`]; one kernel reads from all peers."""
         segments = self.arena.channels[channel]
         turn = segments.published - 1
-        key = (moves, turn % 2, tuple(tensor.stride() for tensor in into))
+        key = (moves, turn % 2, _laid_out(sources), _laid_out(into))
         table = segments.tables.get(key)
         if table is None:
+            if len(segments.tables) >= _TABLES:  # lengths that come and go
+                segments.tables.clear()
             table = segments.tables[key] = self._table(segments, turn, moves, sources, into)
         with self._stream():
             table.run(into)
             done = self._done()
         self.sent += table.sent
-        return _Copies(into, done)
+        return _Copies(into, done, self.arena.device)
 
     def _stream(self) -> AbstractContextManager[None]:
         """Where copies go; they wait for what the current stream has done so far."""
         if not self.aside:
             return nullcontext()
-        self.arena.stream.wait_stream(torch.cuda.current_stream())
+        self.arena.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         context: AbstractContextManager[None] = torch.cuda.stream(self.arena.stream)
         return context
+
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Sees to it that the memory of tensors is not taken anew while it is copied."""
+        if torch.cuda.is_current_stream_capturing():
+            self.held += tensors
+        elif self.aside:
+            for tensor in tensors:
+                tensor.record_stream(self.arena.stream)
 
     def _done(self) -> torch.cuda.Event | None:
         """Marks the end of copies on a stream of their own."""
@@ -252,8 +273,9 @@ class Symmetric:
         return Table(pairs, into, sent)
 
 
-def _capacity(nbytes: int, tensors: int) -> int:
-    return nbytes + tensors * _ALIGNMENT
+def _capacity(most: int) -> int:
+    """Bytes of a segment, the same on ranks that publish more and fewer tensors."""
+    return most + _TENSORS * _ALIGNMENT
 
 
 def _copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
@@ -265,6 +287,10 @@ def _copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -
     for dtype in {tensor.dtype for tensor in tensors}:
         pairs = [(p, t) for p, t in zip(places, tensors, strict=True) if t.dtype == dtype]
         torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
+
+
+def _laid_out(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
+    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
 
 
 def _is_transposed(tensor: torch.Tensor) -> bool:
@@ -294,22 +320,32 @@ def open_arena(group: ContextGroup, device: torch.device) -> Arena | str:
     mine = (socket.gethostname(), device.index, refusal)
     seen: list[tuple[str, int, str | None]] = [mine] * group.size
     dist.all_gather_object(seen, mine, group=group.process_group)
-    hosts = {host for host, _, _ in seen}
     problems = [f"rank {rank}: {problem}" for rank, (_, _, problem) in enumerate(seen) if problem]
-    if len(hosts) > 1:
-        problems.append(f"the ranks are on {len(hosts)} hosts")
-    elif not problems:
-        blind = [
-            index
-            for _, index, _ in seen
-            if index != device.index and not torch.cuda.can_device_access_peer(device.index, index)
-        ]
-        every: list[list[int]] = [blind] * group.size
-        dist.all_gather_object(every, blind, group=group.process_group)
-        problems += [f"rank {rank} cannot read devices {some}" for rank, some in enumerate(every) if some]
+    if len({host for host, _, _ in seen}) > 1:
+        problems.append("the ranks are on several hosts")
+    elif len({index for _, index, _ in seen}) < group.size and not problems:
+        problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
-    return Arena(group, device, _time_limit(group, device))
+    arena = Arena(group, device, _time_limit(group, device))
+    problem = _trial(arena, [index for _, index, _ in seen])
+    found: list[str | None] = [problem] * group.size
+    dist.all_gather_object(found, problem, group=group.process_group)
+    problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem]
+    if problems:
+        logger.warning("hf_burst sends and receives, since symmetric memory cannot be had: %s", "; ".join(problems))
+    return "; ".join(problems) if problems else arena
+
+
+def _trial(arena: Arena, indices: Sequence[int]) -> str | None:
+    """Why the ranks cannot read each other's memory, found by trying."""
+    own = arena.device.index
+    blind = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
+    try:
+        arena.segments("visitors", 1)
+    except RuntimeError as problem:  # containers may forbid what it takes
+        return str(problem).splitlines()[0]
+    return f"cannot read the memory of devices {blind}" if blind else None
 
 
 def _refusal(device: torch.device) -> str | None:
