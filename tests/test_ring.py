@@ -25,7 +25,7 @@ from hf_burst.config import Route
 from hf_burst.errors import KernelError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding, rank_traffic
-from hf_burst.ring import PeerToPeer, accumulation_dtype, merge_
+from hf_burst.ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, merge_
 from hf_burst.ring.execute import Attention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.ranks import RankError
