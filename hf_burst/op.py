@@ -99,7 +99,7 @@ def burst_attention(
     out, lse, _ = torch.ops.hf_burst.attention(
         *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
         *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.schedule),
-        *(config.transport, group.name),
+        *(config.transport, config.record, group.name),
     )
     return out, lse
 
@@ -119,6 +119,7 @@ def attention(
     kernel: str,
     schedule: str,
     transport: str,
+    record: bool,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """The operator; see [`burst_attention`]. No window is -1, no chunk and no softcap 0, one process `group = ""`.
@@ -137,7 +138,7 @@ def attention(
         return [out, lse, *kept]
 
     exchange = open_exchange(transport, members, q.device)
-    recurring = sinks is None and recurs(work.masks, q)
+    recurring = record and sinks is None and recurs(work.masks, q)
     key = ("forward", work, q.shape, sizes, q.dtype) if recurring else None
     out, lse, *kept = _carry_out(exchange, key, run, (q, k, v))
     return out, lse, kept
@@ -149,7 +150,7 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    schedule, transport, group = settings[-3:]
+    schedule, transport, _, group = settings[-4:]
     sizes = _sizes(q, k, v)
     route = _route(schedule, transport, sizes, q, settings[:3], _members(group))
     return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, q.shape[0], q.shape[1], sizes, q.device)]
@@ -173,6 +174,7 @@ def attention_backward(
     kernel: str,
     schedule: str,
     transport: str,
+    record: bool,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of [`attention`] with respect to q, k and v; that of the sinks follows from `lse` alone.
@@ -185,7 +187,8 @@ def attention_backward(
         dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
     )
     delta = row_products(dout, out, dlse)
-    known = [out] if dlse is None and (work.kernel.card.wants_out or not recurs(work.masks, dout)) else []
+    recurring = record and recurs(work.masks, dout)
+    known = [out] if dlse is None and (work.kernel.card.wants_out or not recurring) else []
 
     def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dout, lse, delta, *rest = inputs
@@ -193,7 +196,7 @@ def attention_backward(
         return list(work.backward(exchange, sizes, dout, rest, own_out, lse, delta))
 
     exchange = open_exchange(transport, members, dout.device)
-    key = ("backward", work, dout.shape, sizes, dout.dtype, len(known)) if recurs(work.masks, dout) else None
+    key = ("backward", work, dout.shape, sizes, dout.dtype, len(known)) if recurring else None
     dq, dk, dv = _carry_out(exchange, key, run, (dout, lse, delta, *inputs, *known))
     return dq, dk, dv
 

@@ -140,7 +140,7 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
         return torch.randn(batch, length // size, count, 64, device=device, generator=generator).to(dtype)
 
     def attend(schedule: str, way: str, layers: list, douts: list, layout: hf_burst.SequenceLayout) -> list:
-        config = hf_burst.BurstConfig(schedule=schedule, transport=way)
+        config = hf_burst.BurstConfig(schedule=schedule, transport=way, record=True)
         leaves = [[tensor.clone().requires_grad_() for tensor in layer] for layer in layers]
         outs = [hf_burst.burst_attention(*layer, layout, group, config=config)[0] for layer in leaves]
         for out, dout in reversed(list(zip(outs, douts, strict=True))):
@@ -152,7 +152,7 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
             with torch.inference_mode():  # an evaluation before training
                 layout = hf_burst.SequenceLayout.for_batch([(0, 1024)], size)
                 inputs = [normal(count, *kinds[0]) for count in (heads[0], heads[1], heads[1])]
-                config = hf_burst.BurstConfig(schedule=schedule, transport="symmetric")
+                config = hf_burst.BurstConfig(schedule=schedule, transport="symmetric", record=True)
                 for _ in range(monkeyed + 1):
                     hf_burst.burst_attention(*inputs, layout, group, config=config)
             for step in range(3):

@@ -383,7 +383,11 @@ def test_a_plan_error_is_a_bug_and_not_an_input_error():
         (lambda: BurstConfig(logits_limit_gib=float("nan")), ConfigError, ["logits_limit_gib", "nan"]),
         (lambda: BurstConfig(content_checks=-1), ConfigError, ["content_checks", "-1", "at least 0"]),
         (lambda: BurstConfig(content_checks=True), ConfigError, ["content_checks", "True", "an int"]),
-        (lambda: BurstConfig.from_dict({"kernal": "auto"}), ConfigError, ["kernal", "chunking", "schedule", "kernel"]),
+        (
+            lambda: BurstConfig.from_dict({"kernal": "auto"}),
+            ConfigError,
+            ["kernal", "chunking", "schedule", "kernel", "record"],
+        ),
     ],
 )
 def test_an_error_says_what_was_given_and_what_is_allowed(make, error, parts):

@@ -170,6 +170,7 @@ def attention_forward(
         burst_call.config.kernel,
         burst_call.config.schedule,
         burst_call.config.transport,
+        burst_call.config.record,
         burst_call.group.name,
     )
     if burst_call.blind is not None:

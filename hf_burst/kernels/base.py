@@ -58,6 +58,8 @@ class Card:
         windows (`bool`, defaults to `True`): Whether it takes any band; if not, whole tiles and causal squares only.
         value_dims (`tuple[tuple[int, int], ...]`, defaults to none): Pairs of different head sizes of q and k and of v
             that it takes in spite of `own_value_dim`, where each query head has key heads of its own.
+        head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, where they are few; they go before
+            `head_multiple`.
         by_name (`str`, defaults to `""`): Why `"auto"` passes it over; empty if it does not.
     """
 
@@ -73,6 +75,7 @@ class Card:
     deterministic: bool = False
     windows: bool = True
     value_dims: tuple[tuple[int, int], ...] = ()
+    head_sizes: tuple[int, ...] = ()
     by_name: str = ""
 
     def refusal(
@@ -100,6 +103,8 @@ class Card:
         if not self.own_value_dim and value_dim != head_dim and (head_dim, value_dim) not in self.value_dims:
             return f"needs one head size, got {head_dim} for q and k and {value_dim} for v"
         for size in (head_dim, value_dim):
+            if self.head_sizes and size not in self.head_sizes:
+                return f"takes head sizes {', '.join(map(str, self.head_sizes))}, not {size}"
             if not smallest <= size <= largest or size % self.head_multiple:
                 return f"takes head sizes {smallest} to {largest} in steps of {self.head_multiple}, not {size}"
         return None

@@ -20,7 +20,8 @@ class PaddedHeads:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.card = replace(kernel.card, head_dims=(1, kernel.card.head_dims[1]), head_multiple=1, own_value_dim=True)
+        largest = kernel.card.head_dims[1]
+        self.card = replace(kernel.card, head_dims=(1, largest), head_multiple=1, head_sizes=(), own_value_dim=True)
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         """See [`Kernel.unavailable`]."""
@@ -73,10 +74,15 @@ def padded_sizes(card: Card, head_dim: int, value_dim: int, shared: bool) -> tup
     """
     if (head_dim, value_dim) in card.value_dims and not shared:
         return head_dim, value_dim
-    size, value_size = (
-        enough + -enough % card.head_multiple for enough in (max(card.head_dims[0], s) for s in (head_dim, value_dim))
-    )
+    size, value_size = (_enough(card, dim) for dim in (head_dim, value_dim))
     return (size, value_size) if card.own_value_dim else (max(size, value_size),) * 2
+
+
+def _enough(card: Card, dim: int) -> int:
+    if card.head_sizes:
+        return min(size for size in card.head_sizes if size >= dim)
+    least = max(card.head_dims[0], dim)
+    return least + -least % card.head_multiple
 
 
 def _pad(tensor: torch.Tensor, size: int) -> torch.Tensor:

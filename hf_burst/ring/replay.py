@@ -45,7 +45,7 @@ class Recorded:
         """The results of a pass, in memory of their own."""
         self.seen += 1
         if self.seen == _SIGHTINGS:
-            with torch.inference_mode(False):  # later passes may train
+            with torch.inference_mode(False), torch.no_grad():  # later passes may train
                 self.graph = self._record(inputs)
         if self.graph is None:
             return list(self.run(Symmetric(self.arena), inputs))
