@@ -51,8 +51,8 @@ class HeadSizes(NamedTuple):
 
 
 def head_slices(route: Route, sizes: HeadSizes, tokens: int, device: torch.device) -> int:
-    """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs only where
-    there is much to compute, since every slice costs the host as much as the first one.
+    """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs only
+    where there is much to compute, since every slice costs the host as much as the first one.
 
     Args:
         route ([`Route`]): With `ulysses` ranks that exchange heads.
