@@ -1,5 +1,6 @@
 """Fixtures: pools of ranks, shared by all tests of a session."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +14,8 @@ settings.register_profile(
 )
 settings.load_profile("hf_burst")
 torch.set_num_threads(1)
+# flash-attn 4 compiles each kind of call for a second or two: once for all ranks, not once for each
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @pytest.fixture(scope="session")
