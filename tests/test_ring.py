@@ -349,8 +349,10 @@ def test_fp32_over_ranks_is_as_accurate_as_fp32_in_one_process(ranks, size):
             assert error <= max(2.5 * relative_error(plain[name], exact), rounding), (name, case)
 
 
-@pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "kernel"),
+    [("kv_ring", "cpu_flash"), ("burst", "reference"), ("all_gather", "cpu_flash"), ("ulysses", "reference")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_error_does_not_grow_from_1_to_8_ranks(ranks, dtype, schedule, kernel):
     for causal in (True, False):
@@ -757,7 +759,7 @@ def lose_a_rank(rank: int, port: int, schedule: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["burst", "ulysses"])
 def test_a_rank_that_is_killed_in_a_step_ends_the_others_with_a_message(schedule):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
