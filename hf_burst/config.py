@@ -82,7 +82,7 @@ class BurstConfig:
             (torch's CPU flash kernel), `"reference"` (plain torch, fp32/fp64, slow). `"auto"` takes the fastest that
             can, and logs why.
         transport (`str`, defaults to `"auto"`):
-            How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory by the copy engines),
+            How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory),
             `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.
         record (`bool`, defaults to `False`):
             Whether short passes over whole sequences that recur with the same shapes are recorded and replayed as CUDA

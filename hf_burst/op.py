@@ -188,7 +188,8 @@ def attention_backward(
     )
     delta = row_products(dout, out, dlse)
     recurring = record and recurs(work.masks, dout)
-    known = [out] if dlse is None and (work.kernel.card.wants_out or not recurring) else []
+    # a recording is the same on all ranks, also where one alone has a gradient into lse
+    known = [out] if dlse is None and not recurring else []
 
     def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dout, lse, delta, *rest = inputs
@@ -196,7 +197,7 @@ def attention_backward(
         return list(work.backward(exchange, sizes, dout, rest, own_out, lse, delta))
 
     exchange = open_exchange(transport, members, dout.device)
-    key = ("backward", work, dout.shape, sizes, dout.dtype, len(known)) if recurring else None
+    key = ("backward", work, dout.shape, sizes, dout.dtype) if recurring else None
     dq, dk, dv = _carry_out(exchange, key, run, (dout, lse, delta, *inputs, *known))
     return dq, dk, dv
 

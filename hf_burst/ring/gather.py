@@ -1,6 +1,6 @@
 """K and V of all ranks at once, some heads at a time; dK and dV go home summed over the rows of a rank.
 
-Rows of the output are computed by one kernel call each, so nothing is merged. The next heads are under way while some
+Every row of the output has one kernel call. The next heads are under way while some
 are computed, and so are the gradients of the heads before.
 """
 
@@ -145,7 +145,7 @@ class _Gathered:
 
 
 class _Scattered:
-    """dK and dV on their way home, slice by slice, and summed there in rank order.
+    """dK and dV on their way home, slice by slice, and summed there: its own first, then those of the others in rank order.
 
     Args:
         attention, exchange, k, v: As in [`_Gathered`].

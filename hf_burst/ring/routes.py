@@ -23,7 +23,7 @@ from .symmetric import Arena, Symmetric, open_arena
 
 _SLICES = 4
 _BLOCK_ROWS = 128
-_BLOCKS = 1024  # of rows, in a slice: measured on H200s, where the host keeps up from there on
+_BLOCKS = 1024  # of rows, in a slice
 
 
 class HeadSizes(NamedTuple):

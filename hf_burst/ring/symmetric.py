@@ -1,5 +1,5 @@
-"""An [`Exchange`] inside of one host: every rank reads what its peers have published straight from their memory, by the
-copy engines, which leaves the multiprocessors to attention.
+"""An [`Exchange`] inside of one host: every rank reads what its peers have published straight from their memory. Whole
+rows are read by the copy engines, which leaves the multiprocessors to attention; heads by a kernel.
 
 What is published lies in two segments that take turns. A barrier on the stream of the copies says that every rank has
 published; since copies of what was published before come ahead of it in the same stream, the segment after next is free
