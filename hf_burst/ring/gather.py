@@ -145,7 +145,7 @@ class _Gathered:
 
 
 class _Scattered:
-    """dK and dV on their way home, slice by slice, and summed there: its own first, then those of the others in rank order.
+    """dK and dV on their way home, slice by slice, and summed there: the home's own first, then in rank order.
 
     Args:
         attention, exchange, k, v: As in [`_Gathered`].
