@@ -10,6 +10,8 @@ from .machine import Machine
 from .work import Layer
 
 BUDGET_SHARE = 0.25
+# kernels that know the diagonal of squares only: the taller or wider tiles of gathered keys they mask, or refuse
+_SQUARES_ONLY = ("cpu_flash", "torch_cudnn")
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ def choose(
         for route, cost in costs.items()
         if cost.memory_bytes > budget
     }
+    if machine.kernel in _SQUARES_ONLY:
+        gathering = [route for route in costs if route.around == "all_gather"]
+        refused |= dict.fromkeys(gathering, f"{machine.kernel} is slow on its tiles, which are no squares")
     # to the nanosecond, so that the last bit of a sum decides nothing
     order = sorted(costs, key=lambda route: round(costs[route].total_s, 9))
     fits = [route for route in order if route not in refused]
