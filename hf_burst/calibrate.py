@@ -24,7 +24,7 @@ from .kernels import Band, Kernel, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
 from .ring import PeerToPeer
-from .ring.exchange import Part
+from .ring.exchange import Given, Part, Round
 
 logger = logging.getLogger(__name__)
 
@@ -293,8 +293,9 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
 
     def transport(size: int) -> Start:
         block = torch.zeros(1, size, dtype=torch.uint8, device=device)
-        part = Part(peers[1], (((1, size), torch.uint8),), 0, 0, size)
-        return lambda: PeerToPeer(group, device).fetch("visitors", [(block, peers[0])], [part], tag=0).wait
+        shapes = ((tuple(block.shape), block.dtype),)
+        which = Round(shapes, (Given(peers[0], 0, 0, size),), (Part(peers[1], shapes, 0, 0, size),), 0)
+        return lambda: PeerToPeer(group, device).fetch("visitors", which, [block]).wait
 
     return transport
 

@@ -135,9 +135,9 @@ class SequenceLayout:
         return _encode(self)
 
     @classmethod
-    def decode(cls, encoded: torch.Tensor) -> "SequenceLayout":
-        """The layout that [`SequenceLayout.encode`] wrote."""
-        return _decode(encoded.numpy().tobytes())
+    def decode(cls, encoded: bytes) -> "SequenceLayout":
+        """The layout that [`SequenceLayout.encode`] wrote, from the bytes of its tensor."""
+        return _decode(encoded)
 
 
 def _chunked(documents: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:

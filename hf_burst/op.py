@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -104,7 +104,24 @@ def burst_attention(
     return out, lse
 
 
-@torch.library.custom_op("hf_burst::attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+_library = torch.library.Library("hf_burst", "DEF")  # torch.library.custom_op is the same, three times as slow to call
+_SETTINGS = (
+    "Tensor layout, bool causal, int window, int chunk, float scale, float softcap, str kernel, str schedule, "
+    "str transport, bool record, str group"
+)
+_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
+_library.define(
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_SETTINGS}) -> (Tensor, Tensor, Tensor[])", tags=_TAGS
+)
+_library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor[] inputs, Tensor out, Tensor lse, int kv_heads, "
+    f"int head_dim, {_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+@torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
+@torch.compiler.disable
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,9 +145,10 @@ def attention(
     """
     members = _members(group)
     sizes = _sizes(q, k, v)
-    work = _routed(
+    request = _request(
         q, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
     )
+    work = _prepared(request)
 
     def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         q, k, v = inputs
@@ -139,24 +157,26 @@ def attention(
 
     exchange = open_exchange(transport, members, q.device)
     recurring = record and sinks is None and recurs(work.masks, q)
-    key = ("forward", work, q.shape, sizes, q.dtype) if recurring else None
-    out, lse, *kept = _carry_out(exchange, key, run, (q, k, v))
+    out, lse, *kept = _carry_out(exchange, ("forward", request) if recurring else None, run, (q, k, v))
     return out, lse, kept
 
 
-@attention.register_fake
+@torch.library.register_fake("hf_burst::attention", lib=_library)
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     schedule, transport, _, group = settings[-4:]
-    sizes = _sizes(q, k, v)
-    route = _route(schedule, transport, sizes, q, settings[:3], _members(group))
-    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, q.shape[0], q.shape[1], sizes, q.device)]
+    sizes, members = _sizes(q, k, v), _members(group)
+    tokens = int(q.shape[0]), int(q.shape[1])
+    machine = machine_for(members, q.device) if schedule == "auto" and members.size > 1 else None
+    route = _route(schedule, transport, sizes, *tokens, q.dtype, settings[:3], members, machine)
+    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, *tokens, sizes, q.device)]
 
 
-@torch.library.custom_op("hf_burst::attention_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+@torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
+@torch.compiler.disable
 def attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -183,23 +203,109 @@ def attention_backward(
     """
     members = _members(group)
     sizes = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
-    work = _routed(
+    request = _request(
         dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
     )
-    delta = row_products(dout, out, dlse)
+    work = _prepared(request)
     recurring = record and recurs(work.masks, dout)
     # a recording is the same on all ranks, also where one alone has a gradient into lse
-    known = [out] if dlse is None and not recurring else []
+    true_out = dlse is None and not recurring
+    delta = row_products(dout, out, dlse) if work.sends_delta or not true_out else None
+    extras = [tensor for tensor in (delta, out if true_out else None) if tensor is not None]
 
-    def run(exchange: Exchange, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        dout, lse, delta, *rest = inputs
-        own_out = rest.pop() if known else None
-        return list(work.backward(exchange, sizes, dout, rest, own_out, lse, delta))
+    def run(exchange: Exchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        dout, lse, *rest = tensors
+        inputs, more = rest[: -len(extras)], rest[-len(extras) :]
+        own_out = more.pop() if true_out else None
+        return list(work.backward(exchange, sizes, dout, inputs, own_out, lse, more[0] if more else None))
 
     exchange = open_exchange(transport, members, dout.device)
-    key = ("backward", work, dout.shape, sizes, dout.dtype) if recurring else None
-    dq, dk, dv = _carry_out(exchange, key, run, (dout, lse, delta, *inputs, *known))
+    key = ("backward", request) if recurring else None
+    dq, dk, dv = _carry_out(exchange, key, run, (dout, lse, *inputs, *extras))
     return dq, dk, dv
+
+
+@torch.library.register_fake("hf_burst::attention_backward", lib=_library)
+def _(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    inputs: list[torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kv_heads: int,
+    head_dim: int,
+    *settings: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_shape, k_shape, v_shape = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3]).shapes(*dout.shape[:2])
+    return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
+
+
+class _Attention(torch.autograd.Function):
+    """What autograd knows of the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+        sinks, layout, *settings = others
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse, kept = torch.ops.hf_burst.attention(q, k, v, *others)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(sinks, layout, out, lse, *(kept or (q, k, v)))
+        ctx.sizes = k.shape[2], k.shape[3]
+        ctx.settings = settings
+        return out, lse, kept
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dkept: Any) -> Any:
+        sinks, layout, out, lse, *inputs = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if dlse is not None and out.dtype == torch.float16:
+            raise KernelError(
+                "A gradient into lse in torch.float16 overflows on its way into flash kernels. Use bfloat16, or detach "
+                "lse."
+            )
+        gradients = torch.ops.hf_burst.attention_backward(
+            dout, dlse, inputs, out, lse, *ctx.sizes, layout, *ctx.settings
+        )
+        dsinks = _sink_gradient(sinks, dout, out, lse, dlse) if ctx.needs_input_grad[3] else None
+        return *gradients, dsinks, *[None] * (1 + len(ctx.settings))
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The end of what autograd knows."""
+
+    @staticmethod
+    def forward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None, count: int, *others: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.hf_burst.attention_backward(dout, dlse, list(others[:count]), *others[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise KernelError(
+            "Attention over ranks has no second derivative: hf_burst::attention_backward is not differentiable. Do "
+            "without create_graph=True, or detach the gradients."
+        )
+
+
+@torch.library.impl(_library, "attention", "Autograd")
+def _(*arguments: Any) -> Any:
+    if _is_tracked(arguments[:4]):
+        return _Attention.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.hf_burst.attention(*arguments)
+
+
+@torch.library.impl(_library, "attention_backward", "Autograd")
+def _(dout: torch.Tensor, dlse: torch.Tensor | None, inputs: list[torch.Tensor], *others: Any) -> Any:
+    if _is_tracked((dout, dlse, *inputs, *others[:2])):
+        return _AttentionBackward.apply(dout, dlse, len(inputs), *inputs, *others)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.hf_burst.attention_backward(dout, dlse, inputs, *others)
+
+
+def _is_tracked(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether autograd has to know of what is computed from these."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _carry_out(
@@ -216,47 +322,6 @@ def _carry_out(
         raise
 
 
-@attention_backward.register_fake
-def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kv_heads: int,
-    head_dim: int,
-    *settings: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_shape, k_shape, v_shape = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3]).shapes(*dout.shape[:2])
-    return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
-) -> None:
-    q, k, v, sinks, layout, *settings = inputs
-    out, lse, kept = output
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(sinks, layout, out, lse, *(kept or (q, k, v)))
-    ctx.sizes = k.shape[2], k.shape[3]
-    ctx.settings = settings
-
-
-def _backward(
-    ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dkept: Any
-) -> tuple[torch.Tensor | None, ...]:
-    sinks, layout, out, lse, *inputs = ctx.saved_tensors
-    if dout is None:
-        dout = torch.zeros_like(out)
-    if dlse is not None and out.dtype == torch.float16:
-        raise KernelError(
-            "A gradient into lse in torch.float16 overflows on its way into flash kernels. Use bfloat16, or detach lse."
-        )
-    gradients = torch.ops.hf_burst.attention_backward(dout, dlse, inputs, out, lse, *ctx.sizes, layout, *ctx.settings)
-    dsinks = _sink_gradient(sinks, dout, out, lse, dlse) if ctx.needs_input_grad[3] else None
-    return *gradients, dsinks, *[None] * (1 + len(ctx.settings))
-
-
 def _sink_gradient(
     sinks: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> torch.Tensor:
@@ -265,19 +330,38 @@ def _sink_gradient(
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)
 
 
-attention.register_autograd(_backward, setup_context=_setup_context)
-
-
 def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> HeadSizes:
     """Of fake tensors, too: heads are never symbols."""
     return HeadSizes(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
 
 def _members(name: str) -> ContextGroup:
-    return ContextGroup.from_mesh(group_by_name(name)) if name else ContextGroup()
+    if not name:
+        return ContextGroup()
+    group = group_by_name(name)
+    return ContextGroup(group.rank(), group.size(), name)
 
 
-def _routed(
+class _Request(NamedTuple):
+    """All that an attention of a rank follows from, beside the content of its tensors."""
+
+    layout: bytes
+    mask: tuple[bool, int, int]
+    scores: Scores
+    kernel: str
+    schedule: str
+    transport: str
+    sizes: HeadSizes
+    batch: int
+    tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool
+    members: ContextGroup
+    machine: Machine | None
+
+
+def _request(
     like: torch.Tensor,
     sizes: HeadSizes,
     encoded: torch.Tensor,
@@ -287,30 +371,39 @@ def _routed(
     schedule: str,
     transport: str,
     members: ContextGroup,
-) -> Routed:
-    layout = SequenceLayout.decode(encoded)
-    causal, window, chunk = mask
+) -> _Request:
+    return _Request(
+        *(encoded.numpy().tobytes(), mask, scores, kernel, schedule, transport, sizes, like.shape[0], like.shape[1]),
+        *(like.dtype, like.device, _deterministic(), members),
+        machine_for(members, like.device) if schedule == "auto" and members.size > 1 else None,
+    )
+
+
+@lru_cache(maxsize=256)
+def _prepared(request: _Request) -> Routed:
+    """What carries an attention out: made once, for all layers and steps that ask for the same."""
+    layout = SequenceLayout.decode(request.layout)
+    causal, window, chunk = request.mask
     masks = layout.masks(causal, None if window < 0 else window, chunk or None)
-    route = _route(schedule, transport, sizes, like, mask, members)
+    route = _route(
+        *(request.schedule, request.transport, request.sizes, request.batch, request.tokens, request.dtype),
+        *(request.mask, request.members, request.machine),
+    )
     windowed = window >= 0 or route.around == "all_gather"  # whose tiles have the corner of a causal mask elsewhere
-    chosen = _kernel(kernel, like.device, like.dtype, sizes, scores.softcap, windowed)
-    return Routed(route, members, masks, layout.chunking, chosen, scores)
+    kernel = _kernel(request.kernel, request.device, request.dtype, request.sizes, request.scores.softcap, windowed)
+    return Routed(route, request.members, masks, layout.chunking, kernel, request.scores)
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _kernel(
     requested: Any, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, softcap: float, window: bool
 ) -> Kernel:
     """The kernel for an attention; under torch's deterministic mode one that is."""
-    exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return select_kernel(
-        requested,
-        device.type,
-        dtype,
-        sizes.head_dim,
-        sizes.value_dim,
-        softcap > 0,
-        exact,
-        window,
+        *(requested, device.type, dtype, sizes.head_dim, sizes.value_dim, softcap > 0, _deterministic(), window)
     )
 
 
@@ -332,22 +425,23 @@ def _route(
     schedule: str,
     transport: str,
     sizes: HeadSizes,
-    like: torch.Tensor,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
     mask: tuple[bool, int, int],
     members: ContextGroup,
+    machine: Machine | None,
 ) -> Route:
     """The schedule asked for, or the one that the cost model prefers for one whole document of that length: documents
     are another in every batch, and no reason to go another way (or, in a graph, to compile anew)."""
     if schedule != "auto":
         return _named(schedule, sizes, members.size)
-    if members.size == 1:
+    if machine is None:
         return Route()
-    batch, tokens, device = int(like.shape[0]), int(like.shape[1]), like.device
-    machine = machine_for(members, device)
     causal, window, chunk = mask
     back = min([reach for reach in (window, chunk - 1) if reach >= 0], default=None)
     whole = Mask(tokens * members.size, causal, back)
-    return _chosen(transport, sizes, (whole,) * batch, like.dtype, machine, members)
+    return _chosen(transport, sizes, (whole,) * batch, dtype, machine, members)
 
 
 @lru_cache(maxsize=64)

@@ -164,12 +164,15 @@ class FlashAttn4:
         window_size_left=None,
         window_size_right=None,
         return_lse=False,
+        out=None,
+        lse=None,
     ):
         documents = Documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         q, k, v = self._given(documents, q, k, v)
         assert return_lse
         window = self._window(causal, window_size_left, window_size_right)
-        out, lse = documents.forward(q, k, v, window, softmax_scale, softcap or 0.0, -torch.inf)
+        found = documents.forward(q, k, v, window, softmax_scale, softcap or 0.0, -torch.inf)
+        out, lse = (one if place is None else place.copy_(one) for one, place in zip(found, (out, lse), strict=True))
         return out, lse, None, None, None
 
     def _flash_attn_bwd(

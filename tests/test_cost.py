@@ -3,7 +3,6 @@ and nothing that makes a machine better makes a schedule slower."""
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +34,6 @@ from hf_burst.plan import (
 from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.work import band_pairs, busiest, gathered_calls, pairs_of_ranks, rounds
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed
-from hf_burst.ring.exchange import Channel, Part
 from tests.oracle import admitted_pairs
 from tests.test_plan import plans
 
@@ -140,8 +138,8 @@ class Counted(PeerToPeer):
 
     received = 0
 
-    def fetch(self, channel: Channel, sends: Any, receives: Sequence[Part], tag: int, into: Any = None) -> Any:
-        posted = super().fetch(channel, sends, receives, tag, into)
+    def _post(self, *arguments: Any) -> Any:
+        posted = super()._post(*arguments)
         self.received += sum(tensor.nbytes for tensor in posted.into)
         return posted
 

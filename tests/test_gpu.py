@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 import hf_burst
 from hf_burst.config import Route
-from hf_burst.ring import replay
+from hf_burst.ring import replay, symmetric
 from tests import models
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
@@ -147,8 +147,15 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
             out.backward(dout)
         return [*outs, *(tensor.grad for layer in leaves for tensor in layer)]
 
-    with mock.patch.object(replay, "_SIGHTINGS", monkeyed):
-        for schedule in dict.fromkeys(name for name, _ in ways(size, heads)):
+    def recordings() -> int:
+        arena = symmetric.open_arena(group, device)
+        assert isinstance(arena, symmetric.Arena), arena
+        return sum(known.graph is not None for known in arena.passes.values())
+
+    before = recordings()
+    named = [name for name in dict.fromkeys(name for name, _ in ways(size, heads)) if name != "auto"]
+    with mock.patch.multiple(replay, _SIGHTINGS=monkeyed, _MOST=1000):
+        for schedule in named:
             with torch.inference_mode():  # an evaluation before training
                 layout = hf_burst.SequenceLayout.for_batch([(0, 1024)], size)
                 inputs = [normal(count, *kinds[0]) for count in (heads[0], heads[1], heads[1])]
@@ -168,6 +175,7 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
                     for one, other in zip(*found, strict=True):
                         assert one.dtype == dtype
                         assert relative(one, other.float()) < 2e-3, (schedule, step, batch, length, dtype)
+        assert recordings() == before + 2 * len(named) * len(kinds), "not all were recorded"
 
 
 @pytest.mark.parametrize("size", [size for size in (2, 4) if size <= GPUS])

@@ -24,7 +24,7 @@ def layouts(draw) -> SequenceLayout:
 
 @given(layout=layouts())
 def test_a_layout_survives_its_encoding(layout):
-    assert SequenceLayout.decode(layout.encode()) == layout
+    assert SequenceLayout.decode(layout.encode().numpy().tobytes()) == layout
 
 
 @given(layout=layouts())

@@ -182,6 +182,11 @@ def attend_to_all(rank: int, size: int, cases: list[Case]) -> list:
 def whole_results(ranks, size: int, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
     """The results of `cases` over `size` ranks, put together to whole sequences."""
     every = [attend_to_all(0, 1, cases)] if size == 1 else ranks(size).run(attend_to_all, cases)
+    return put_together(every, size, cases)
+
+
+def put_together(every: list[list], size: int, cases: list[Case]) -> list[dict[str, torch.Tensor]]:
+    """The results of all ranks as those of whole sequences."""
     found = []
     for index, case in enumerate(cases):
         layout = SequenceLayout.for_batch(case.documents, size, case.chunking)

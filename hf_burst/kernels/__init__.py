@@ -1,12 +1,13 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import Band, Card, Kernel, Scores, project_out
+from .base import Band, Card, Into, Kernel, Scores, project_out
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
 __all__ = [
     "KERNELS",
     "Band",
     "Card",
+    "Into",
     "Kernel",
     "Scores",
     "explain_kernels",

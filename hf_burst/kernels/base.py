@@ -4,10 +4,14 @@ Shapes: B batch rows, Sq and Sk rows of the tile, Hq and Hkv heads (Hq a multipl
 Dv head size of v.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+# where results may be written, in the order in which they are returned; `None` for memory of the kernel's own
+Into = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Card:
             that it takes in spite of `own_value_dim`, where each query head has key heads of its own.
         head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, where they are few; they go before
             `head_multiple`.
+        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no delta where it is given `out`.
         by_name (`str`, defaults to `""`): Why `"auto"` passes it over; empty if it does not.
     """
 
@@ -76,6 +81,7 @@ class Card:
     windows: bool = True
     value_dims: tuple[tuple[int, int], ...] = ()
     head_sizes: tuple[int, ...] = ()
+    derives_delta: bool = False
     by_name: str = ""
 
     def refusal(
@@ -121,7 +127,13 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the rows of a tile over its columns.
 
@@ -131,6 +143,8 @@ class Kernel(Protocol):
             v (`torch.Tensor` of shape `(B, Sk, Hkv, Dv)`): Values.
             band ([`Band`]): What is admitted.
             scores ([`Scores`]): Scale and soft-capping.
+            into (sequence of `torch.Tensor`, *optional*): Where `out` and `lse` may be written, laid out as flash
+                kernels have them; a kernel that cannot returns others.
 
         Returns:
             `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the
@@ -147,9 +161,10 @@ class Kernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the tile, given the log-sum-exp of each row over all tiles.
 
@@ -160,10 +175,12 @@ class Kernel(Protocol):
                 of dout. Needed if the card says `wants_out`; others may read it instead of delta.
             lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles. Like delta it is passed on without
                 a copy if it is stored by head, `(B, Hq, Sq)` in memory.
-            delta (`torch.Tensor` of shape `(B, Sq, Hq)`): `rowsum(dout * out)` of the merged output, in the dtype of
-                lse.
+            delta (`torch.Tensor` of shape `(B, Sq, Hq)`, *optional*): `rowsum(dout * out)` of the merged output, in the
+                dtype of lse. Not needed beside `out` if the card says `derives_delta`.
             band ([`Band`]): What is admitted.
             scores ([`Scores`]): As in `forward`.
+            into (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, in the dtype of q;
+                a kernel that cannot returns others.
 
         Returns:
             `dq`, `dk` and `dv` in the shapes of q, k and v, in their dtypes or wider.

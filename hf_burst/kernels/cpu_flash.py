@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from .base import Band, Card, Scores
+from .base import Band, Card, Into, Scores
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 from .reference import admitted
 
@@ -29,6 +29,7 @@ class CpuFlashKernel:
         wide=True,
         wants_out=True,
         deterministic=True,
+        derives_delta=True,
     )
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
@@ -36,7 +37,13 @@ class CpuFlashKernel:
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
 
@@ -63,9 +70,10 @@ class CpuFlashKernel:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
         assert out is not None, "the card says wants_out"

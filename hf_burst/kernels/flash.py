@@ -5,13 +5,14 @@ from the bottom right corner, and a log-sum-exp of `(B, H, S)` or `(H, T)`, whic
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from .base import Band, Card, Scores
+from .base import Band, Card, Into, Scores
 from .pieces import Piece, backward_pieces, crop, forward_pieces
 
 # cu_seqlens of q and k, longest of q and k; causal, window to the left, window to the right
@@ -43,11 +44,20 @@ class Given(NamedTuple):
     out: torch.Tensor | None
     lse: torch.Tensor
     delta: torch.Tensor | None
+    into: Into | None = None
 
     def empty_gradients(self) -> dict[str, torch.Tensor]:
         """For a library that writes `dq`, `dk` and `dv` where it is told."""
-        likes = {"dq": self.q, "dk": self.k, "dv": self.v}
-        return {name: like.new_empty(like.shape) for name, like in likes.items()}
+        places = self.into or (None, None, None)
+        likes = zip(("dq", "dk", "dv"), (self.q, self.k, self.v), places, strict=True)
+        return {name: like.new_empty(like.shape) if place is None else place for name, like, place in likes}
+
+
+@dataclass(frozen=True)
+class CalledPiece(Piece):
+    """A piece, and how a library is told of it."""
+
+    call: Call
 
 
 class FlashKernel:
@@ -86,9 +96,9 @@ class FlashKernel:
         return dense_call(piece)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`out` and `lse` of one call."""
+        """`out` and `lse` of one call, possibly written `into` tensors of these shapes."""
         raise NotImplementedError
 
     def launch_backward(self, given: Given, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -96,20 +106,34 @@ class FlashKernel:
         raise NotImplementedError
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
         if band.segments:
             flat = Call(*varlen_call(band, q), scores)
             out, lse = self.launch_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), flat)
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).permute(1, 2, 0)
-
-        def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs = (q[:, piece.rows], k[:, piece.columns], v[:, piece.columns])
-            out, lse = self.launch_forward(*inputs, Call(*self.dense_call(piece), scores))
+        pieces = _called_pieces(self, band, q.shape[1], k.shape[1], scores)
+        if len(pieces) == 1 and _is_whole(pieces[0], q, k):
+            places = None
+            if into is not None:
+                place, lse_place = into
+                places = (place, None if lse_place is None else lse_place.transpose(1, 2))
+            out, lse = self.launch_forward(q, k, v, pieces[0].call, places)
             return out, lse.transpose(1, 2)
 
-        return forward_pieces(q, v, self.pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
+        def call(piece: CalledPiece) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = (q[:, piece.rows], k[:, piece.columns], v[:, piece.columns])
+            out, lse = self.launch_forward(*inputs, piece.call)
+            return out, lse.transpose(1, 2)
+
+        return forward_pieces(q, v, pieces, call)
 
     def backward(
         self,
@@ -119,33 +143,51 @@ class FlashKernel:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
         assert out is not None or not self.card.wants_out, "the card says wants_out"
+        delta = delta if out is None else None
         if band.segments:
             given = Given(
                 *(dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)),
-                *(
-                    None if out is None else out.flatten(0, 1),
-                    _by_head(lse),
-                    None if out is not None else _by_head(delta),
-                ),
+                None if out is None else out.flatten(0, 1),
+                _by_head(lse),
+                None if delta is None else _by_head(delta),
+                None if into is None else tuple(None if place is None else place.flatten(0, 1) for place in into),
             )
             dq, dk, dv = self.launch_backward(given, Call(*varlen_call(band, q), scores))
             return dq.unflatten(0, q.shape[:2]), dk.unflatten(0, k.shape[:2]), dv.unflatten(0, v.shape[:2])
+        pieces = _called_pieces(self, band, q.shape[1], k.shape[1], scores)
+        if len(pieces) == 1 and _is_whole(pieces[0], q, k):
+            scalars = (lse.transpose(1, 2), None if delta is None else delta.transpose(1, 2))
+            return self.launch_backward(Given(dout, q, k, v, out, *scalars, into), pieces[0].call)
 
-        def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def call(piece: CalledPiece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             rows, columns = piece.rows, piece.columns
             given = Given(
                 *(dout[:, rows], q[:, rows], k[:, columns], v[:, columns], None if out is None else out[:, rows]),
-                *(lse[:, rows].transpose(1, 2), delta[:, rows].transpose(1, 2) if out is None else None),
+                *(lse[:, rows].transpose(1, 2), None if delta is None else delta[:, rows].transpose(1, 2)),
             )
-            return self.launch_backward(given, Call(*self.dense_call(piece), scores))
+            return self.launch_backward(given, piece.call)
 
-        return backward_pieces((q, k, v), self.pieces(band, slice(0, q.shape[1]), slice(0, k.shape[1])), call)
+        return backward_pieces((q, k, v), pieces, call)
+
+
+@lru_cache(maxsize=1024)
+def _called_pieces(kernel: FlashKernel, band: Band, rows: int, columns: int, scores: Scores) -> tuple[CalledPiece, ...]:
+    """The calls that compute a band without segments."""
+    pieces = kernel.pieces(band, slice(0, rows), slice(0, columns))
+    return tuple(
+        CalledPiece(piece.rows, piece.columns, piece.band, Call(*kernel.dense_call(piece), scores)) for piece in pieces
+    )
+
+
+def _is_whole(piece: Piece, q: torch.Tensor, k: torch.Tensor) -> bool:
+    return piece.height == q.shape[1] and piece.width == k.shape[1]
 
 
 def dense_call(piece: Piece) -> tuple[Lengths, Window]:

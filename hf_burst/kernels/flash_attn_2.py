@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base import Card
+from .base import Card, Into
 from .flash import Call, Given, aligned, unbounded_is_negative
 from .library import Calls, package_refusal
 from .torch_flash import Flash2Kernel
@@ -39,6 +39,7 @@ class FlashAttn2Kernel(Flash2Kernel):
         wants_out=True,
         softcap=True,
         deterministic=True,
+        derives_delta=True,
     )
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
@@ -50,7 +51,7 @@ class FlashAttn2Kernel(Flash2Kernel):
         return import_module(_MODULE)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         library = self.library

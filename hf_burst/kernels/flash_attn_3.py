@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .base import Card
+from .base import Card, Into
 from .flash import Call, FlashKernel, Given, aligned, unbounded_is_negative
 from .library import Calls, gpu_refusal, package_refusal, parameters
 
@@ -38,6 +38,7 @@ class FlashAttn3Kernel(FlashKernel):
         wants_out=True,
         softcap=True,
         deterministic=True,
+        derives_delta=True,
     )
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
@@ -52,7 +53,7 @@ class FlashAttn3Kernel(FlashKernel):
         return import_module(_MODULE)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v)}

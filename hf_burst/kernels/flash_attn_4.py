@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .base import Card
+from .base import Card, Into
 from .flash import Call, FlashKernel, Given
 from .library import Calls, gpu_refusal, package_refusal
 
@@ -22,7 +22,7 @@ _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _SCORES = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
 _GRADIENTS = ("dq", "dk", "dv")
 _CALLS: Calls = (
-    ("_flash_attn_fwd", ("q", "k", "v", *_LENGTHS, *_SCORES, "return_lse")),
+    ("_flash_attn_fwd", ("q", "k", "v", *_LENGTHS, *_SCORES, "return_lse", "out", "lse")),
     (
         "_flash_attn_bwd",
         ("q", "k", "v", "out", "dout", "lse", *_LENGTHS, *_SCORES, *_GRADIENTS, "dlse", "deterministic"),
@@ -49,6 +49,7 @@ class FlashAttn4Kernel(FlashKernel):
         wants_out=False,
         softcap=True,
         deterministic=True,
+        derives_delta=True,
         value_dims=((192, 128),),
         head_sizes=(64, 96, 128, 192, 256),
     )
@@ -65,10 +66,11 @@ class FlashAttn4Kernel(FlashKernel):
         return import_module(_MODULE)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]; copies what is not aligned by itself."""
-        out, lse, *_ = self.library._flash_attn_fwd(q, k, v, **_keywords(call), return_lse=True)
+        out, lse = into or (None, None)
+        out, lse, *_ = self.library._flash_attn_fwd(q, k, v, **_keywords(call), return_lse=True, out=out, lse=lse)
         return out, lse
 
     def launch_backward(self, given: Given, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

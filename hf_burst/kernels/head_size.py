@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from .base import Band, Card, Kernel, Scores
+from .base import Band, Card, Into, Kernel, Scores
 
 
 class PaddedHeads:
@@ -23,14 +23,28 @@ class PaddedHeads:
         largest = kernel.card.head_dims[1]
         self.card = replace(kernel.card, head_dims=(1, largest), head_multiple=1, head_sizes=(), own_value_dim=True)
 
+    def for_sizes(self, head_dim: int, value_dim: int) -> Kernel:
+        """What computes heads of these sizes: the kernel alone if it takes them as they are."""
+        same = all(
+            padded_sizes(self.kernel.card, head_dim, value_dim, shared) == (head_dim, value_dim)
+            for shared in (True, False)
+        )
+        return self.kernel if same else self
+
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         """See [`Kernel.unavailable`]."""
         return self.kernel.unavailable(*padded_sizes(self.kernel.card, head_dim, value_dim, shared=True))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See [`Kernel.forward`]."""
+        """See [`Kernel.forward`]; padded results are written elsewhere."""
         size, value_size = self._sizes(q, v)
         out, lse = self.kernel.forward(_pad(q, size), _pad(k, size), _pad(v, value_size), band, scores)
         return _cut(out, v.shape[3]), lse
@@ -43,11 +57,12 @@ class PaddedHeads:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See [`Kernel.backward`]."""
+        """See [`Kernel.backward`]; padded results are written elsewhere."""
         size, value_size = self._sizes(q, v)
         dq, dk, dv = self.kernel.backward(
             _pad(dout, value_size),

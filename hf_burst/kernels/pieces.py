@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,9 @@ class Piece:
     @property
     def width(self) -> int:
         return self.columns.stop - self.columns.start
+
+
+AnyPiece = TypeVar("AnyPiece", bound=Piece)
 
 
 def crop(band: Band, rows: slice, columns: slice) -> Piece | None:
@@ -63,8 +67,8 @@ def shift(band: Band, rows: int) -> Band:
 def forward_pieces(
     q: torch.Tensor,
     v: torch.Tensor,
-    pieces: Iterable[Piece],
-    call: Callable[[Piece], tuple[torch.Tensor, torch.Tensor]],
+    pieces: Iterable[AnyPiece],
+    call: Callable[[AnyPiece], tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`out` and `lse` of a tile, as [`Kernel.forward`] returns them; rows that no piece holds see nothing."""
     whole = q.shape[1]
@@ -85,8 +89,8 @@ def forward_pieces(
 
 def backward_pieces(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    pieces: Iterable[Piece],
-    call: Callable[[Piece], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    pieces: Iterable[AnyPiece],
+    call: Callable[[AnyPiece], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`dq`, `dk` and `dv` of a tile; those of several pieces are summed in fp32 (fp64 for fp64) and left so."""
     q, k, _ = inputs

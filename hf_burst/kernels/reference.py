@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from .base import Band, Card, Scores
+from .base import Band, Card, Into, Scores
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 
 _BLOCK_SCORES = 1 << 26  # that many are in memory at once
@@ -32,7 +32,13 @@ class ReferenceKernel:
         return None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
 
@@ -53,11 +59,13 @@ class ReferenceKernel:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]; FlashAttention (arXiv 2205.14135), appendix B.2."""
+        assert delta is not None, "the card does not say derives_delta"
         heads = k.shape[2]
 
         def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

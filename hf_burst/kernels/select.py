@@ -81,7 +81,7 @@ def select_kernel(
                 "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
                 *(card.name, device, dtype, head_dim, ", deterministic" if deterministic else "", reason),
             )
-            return kernel
+            return kernel.for_sizes(head_dim, value_dim) if isinstance(kernel, PaddedHeads) else kernel
         refusals.append((card, refusal))
     features = f"{' and soft-capped scores' if softcap else ''}{' and a sliding window' if window else ''}"
     able = ", ".join(kernel.card.name for kernel in kernels if kernel.card.deterministic)

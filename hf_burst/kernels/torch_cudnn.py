@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import KernelError
-from .base import Band, Card, Scores
+from .base import Band, Card, Into, Scores
 from .flash import aligned
 from .library import gpu_refusal
 from .pieces import Piece, backward_pieces, crop, forward_pieces
@@ -56,7 +56,13 @@ class TorchCudnnKernel:
         return None if own is not None and own >= _OLDEST else f"needs cuDNN {_OLDEST} or above, torch has {own}"
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`].
 
@@ -84,12 +90,14 @@ class TorchCudnnKernel:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]; raises as `forward` does."""
         assert out is not None, "the card says wants_out"
+        assert delta is not None, "the card does not say derives_delta"
 
         def call(piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             rows, columns = piece.rows, piece.columns

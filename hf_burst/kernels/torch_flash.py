@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .base import Band, Card
+from .base import Band, Card, Into
 from .flash import Call, FlashKernel, Given, Lengths, Window, aligned, dense_call
 from .library import gpu_refusal
 from .pieces import Piece, crop, shift
@@ -47,10 +47,11 @@ class TorchFlashKernel(Flash2Kernel):
         wide=False,
         wants_out=True,
         deterministic=True,
+        derives_delta=True,
     )
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         causal, left, right = call.window

@@ -4,8 +4,10 @@
 the same round at both of its ends, so no rank waits for a round that its peer has not reached.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -36,10 +38,47 @@ class Part:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def shape(self) -> Shape:
+        """Of the rows."""
         (batch, _, *rest), dtype = self.shapes[self.index]
         return (batch, self.stop - self.start, *rest), dtype
+
+
+@dataclass(frozen=True)
+class Given:
+    """Rows `[start, stop)` of the tensor `index` of those that this rank has published, which `peer` fetches."""
+
+    peer: int
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """One round of an exchange: who fetches what. Made once, for tensors of given shapes.
+
+    Args:
+        shapes (`tuple`): Shape and dtype of every tensor that this rank has published.
+        given (`tuple[Given, ...]`): What of them is fetched by others.
+        taken (`tuple[Part, ...]`): What this rank fetches, from each peer in the order in which that gives it.
+        tag (`int`): Tells the rounds apart.
+    """
+
+    shapes: tuple[Shape, ...]
+    given: tuple[Given, ...]
+    taken: tuple[Part, ...]
+    tag: int
+
+    @cached_property
+    def sent(self) -> Traffic:
+        """What leaves this rank."""
+        total = 0
+        for rows in self.given:
+            (batch, _, *rest), dtype = self.shapes[rows.index]
+            total += batch * (rows.stop - rows.start) * math.prod(rest) * dtype.itemsize
+        return Traffic(len(self.given), total)
 
 
 @dataclass(frozen=True)
@@ -106,6 +145,19 @@ class Exchange(Protocol):
         """A second stream for what is computed meanwhile, if that is of use."""
         ...
 
+    def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[torch.Tensor | None]:
+        """Where the tensors that are published next may be written, so that nothing is copied then.
+
+        Args:
+            channel (`str`): What they are.
+            shapes (sequence of `(shape, dtype)`): Of all of them; scalars of rows, `(B, S, H, 1)`, lie heads first.
+            most (`int`): As in `publish`.
+
+        Returns:
+            A tensor each, or `None` where there is no such place.
+        """
+        ...
+
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
 
@@ -121,18 +173,16 @@ class Exchange(Protocol):
     def fetch(
         self,
         channel: Channel,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[Part],
-        tag: int,
+        which: Round,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
     ) -> Posted:
         """Starts to fetch.
 
         Args:
             channel (`str`): Where it was published.
-            sends (sequence of `(torch.Tensor, int)`): What of this rank's is fetched in this round, and by which rank.
-            receives (sequence of [`Part`]): What this rank fetches, from each peer in the order of its sends.
-            tag (`int`): Tells the rounds apart.
+            which ([`Round`]): What goes where.
+            tensors (sequence of `torch.Tensor`): What this rank has published.
             into (sequence of `torch.Tensor`, *optional*): Where it goes; new tensors by default.
         """
         ...
@@ -190,34 +240,23 @@ class PeerToPeer:
         """See [`Exchange.side`]; the messages have streams of their own."""
         return None
 
+    def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[None]:
+        """See [`Exchange.room`]; messages leave from any memory."""
+        return [None] * len(shapes)
+
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
 
     def fetch(
         self,
         channel: Channel,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[Part],
-        tag: int,
+        which: Round,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Messages:
         """See [`Exchange.fetch`]."""
-        tensors = [tensor.contiguous() for tensor, _ in sends]
-        if into is None:
-            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in (p.shape for p in receives)]
-        landing = [place if place.is_contiguous() else place.new_empty(place.shape) for place in into]
-        process_group = self.group.process_group if sends or receives else None
-        operations = [
-            dist.P2POp(dist.isend, tensor, group=process_group, tag=tag, group_peer=peer)
-            for tensor, (_, peer) in zip(tensors, sends, strict=True)
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=part.peer)
-            for tensor, part in zip(landing, receives, strict=True)
-        ]
-        self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return _Messages(works, tensors, landing, list(into))
+        sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in which.given]
+        return self._post(sends, which.taken, which.tag, into)
 
     def move(
         self,
@@ -238,4 +277,29 @@ class PeerToPeer:
                 continue
             places.append(place)
             receives.append(Part(block.peer, shapes, block.index, *block.rows))
-        return self.fetch(channel, sends, receives, tag, places)
+        return self._post(sends, receives, tag, places)
+
+    def _post(
+        self,
+        sends: Sequence[tuple[torch.Tensor, int]],
+        receives: Sequence[Part],
+        tag: int,
+        into: Sequence[torch.Tensor] | None,
+    ) -> _Messages:
+        """Sends tensors to peers, and receives parts from them."""
+        tensors = [tensor.contiguous() for tensor, _ in sends]
+        if into is None:
+            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in (p.shape for p in receives)]
+        landing = [place if place.is_contiguous() else place.new_empty(place.shape) for place in into]
+        process_group = self.group.process_group if sends or receives else None
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=process_group, tag=tag, group_peer=peer)
+            for tensor, (_, peer) in zip(tensors, sends, strict=True)
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=part.peer)
+            for tensor, part in zip(landing, receives, strict=True)
+        ]
+        self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Messages(works, tensors, landing, list(into))

@@ -2,22 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 
-from ..kernels import Band, Kernel, Scores, project_out
+from ..kernels import Band, Into, Kernel, Scores, project_out
 from ..plan import Plan, Step, Tile, Transfer
 from ..plan.schedule import Visitor, goes_ahead
-from .exchange import Exchange, Part, Posted, Shape
+from .exchange import Exchange, Given, Part, Posted, Round, Shape
 from .merge import Merged, Summed, accumulation_dtype
 
-# What a step does with its visitors: returns their gradients, empty if nothing goes home.
-Visit = Callable[[Step, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+# What a step does with its visitors: returns their gradients, empty if nothing goes home, possibly where it is told to.
+Visit = Callable[[Step, Sequence[torch.Tensor], Into], Sequence[torch.Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention over a ring: what is the same for its forward and its backward pass.
+    """One attention over a ring: what is the same for its forward and its backward pass, and from layer to layer.
 
     Args:
         plan ([`Plan`]): What is computed, by which place of the ring.
@@ -33,6 +34,15 @@ class Attention:
     kernel: Kernel
     scores: Scores
 
+    @cached_property
+    def alone(self) -> bool:
+        """Whether one tile covers all rows and columns of this place, which is the only one."""
+        if self.plan.sharding.ranks > 1:
+            return False
+        steps, rows = self.plan.schedule(0, "kv"), (0, self.plan.sharding.length)
+        tiles = [(tile.batch, tile.q, tile.k) for step in steps for tile in step.tiles]
+        return tiles == [((0, len(self.plan.masks)), rows, rows)]
+
 
 def forward(
     attention: Attention,
@@ -41,6 +51,7 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    into: Into | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries over the keys of all ranks. K and V visit.
 
@@ -51,14 +62,16 @@ def forward(
         k (`torch.Tensor` of shape `(B, n, Hkv, D)`): This rank's keys.
         v (`torch.Tensor` of shape `(B, n, Hkv, Dv)`): This rank's values.
         sinks (`torch.Tensor` of shape `(Hq,)`, *optional*): A further score of every row, whose value is 0.
+        into (sequence of `torch.Tensor`, *optional*): Where `out` and `lse` may be written, if one tile is all.
 
     Returns:
         `out` of shape `(B, n, Hq, Dv)` in the dtype of q, and `lse` of shape `(B, n, Hq)` in fp32 (fp64 for fp64), in
         memory `(B, Hq, n)`.
     """
+    into = into if attention.alone and sinks is None else None
     merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, sinks)
 
-    def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def visit(step: Step, visitors: Sequence[torch.Tensor], room: Into) -> Sequence[torch.Tensor]:
         keys, values = visitors
         first = step.recv.start if step.recv else 0
         for tile in step.tiles:
@@ -66,8 +79,9 @@ def forward(
                 _cut(q, tile.batch, tile.q),
                 _cut(keys, tile.batch, tile.k, first),
                 _cut(values, tile.batch, tile.k, first),
-                _band(tile),
+                band_of(tile),
                 attention.scores,
+                into,
             )
             merged.add(tile.batch, tile.q, part, part_lse)
         return ()
@@ -86,7 +100,8 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
+    into: Into | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's q, k and v.
 
@@ -98,29 +113,39 @@ def backward(
         q, k, v (`torch.Tensor`): Inputs of the forward pass.
         out (`torch.Tensor` of shape `(B, n, Hq, Dv)`, *optional*): Its output, if `rowsum(dout * out) = delta`.
         lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
-        delta (`torch.Tensor` of shape `(B, n, Hq)`): `rowsum(dout * out)` less the gradient of `lse`.
+        delta (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): `rowsum(dout * out)` less the gradient of `lse`; may
+            be left out if `out` is there, `visitor` is `"kv"` and the card of the kernel says `derives_delta`.
+        into (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, if one tile is all.
 
     Returns:
         `dq`, `dk` and `dv` in the shapes and dtypes of q, k and v.
     """
+    into = into if attention.alone else None
     dq, dk, dv = (Summed(tuple(tensor.shape), tensor.dtype, q.device) for tensor in (q, k, v))
     rows, keys = _Rows(q, dout, lse, delta, out, 0, dq), _Keys(k, v, 0, dk, dv)
     if out is None:
+        assert delta is not None, "there is out or delta"
         rows = _rows_without_out(attention.kernel, (q, dout, lse, delta), 0, dq)
 
-    def visit(step: Step, visitors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def visit(step: Step, visitors: Sequence[torch.Tensor], room: Into) -> Sequence[torch.Tensor]:
         if step.recv is None:
-            _add_tiles(attention, step, rows, keys)
+            _add_tiles(attention, step, rows, keys, into)
             return ()
         first, lone = step.recv.start, step.recv.lone
         sums = [Summed(tuple(guest.shape), guest.dtype, q.device) for guest in visitors[: len(home)]]
         if visitor == "kv":
-            _add_tiles(attention, step, rows, _Keys(visitors[0], visitors[1], first, sums[0], sums[1]))
+            guests = _Keys(visitors[0], visitors[1], first, sums[0], sums[1])
+            _add_tiles(attention, step, rows, guests, (None, *room) if lone else None)
         else:
-            _add_tiles(attention, step, _rows_without_out(attention.kernel, visitors, first, sums[0]), keys)
+            guest_rows = _rows_without_out(attention.kernel, visitors, first, sums[0])
+            _add_tiles(attention, step, guest_rows, keys, (*room, None, None) if lone else None)
         return [total.only_part if lone else total.wide for total in sums]
 
-    payload, home = ((k, v), (dk, dv)) if visitor == "kv" else ((q, dout, lse, delta), (dq,))
+    home: tuple[Summed, ...] = (dk, dv)
+    payload: tuple[torch.Tensor, ...] = (k, v)
+    if visitor == "q" and attention.plan.sharding.ranks > 1:
+        assert delta is not None, "delta visits"
+        payload, home = (q, dout, lse, delta), (dq,)
     lone_dtype = accumulation_dtype(q.dtype) if attention.kernel.card.wide else q.dtype
     _circulate(attention, visitor, exchange, payload, visit, home, lone_dtype)
     return dq.result(), dk.result(), dv.result()
@@ -136,7 +161,7 @@ class _Rows:
     q: torch.Tensor
     dout: torch.Tensor
     lse: torch.Tensor
-    delta: torch.Tensor
+    delta: torch.Tensor | None
     out: torch.Tensor | None
     first: int
     dq: Summed
@@ -162,8 +187,8 @@ def _rows_without_out(kernel: Kernel, block: Sequence[torch.Tensor], first: int,
     return _Rows(q, dout, lse, delta, out, first, dq)
 
 
-def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys) -> None:
-    """Adds the gradients of a step's tiles to the sums of its blocks."""
+def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into: Into | None = None) -> None:
+    """Adds the gradients of a step's tiles to the sums of its blocks; those of a lone tile may be written `into`."""
     for tile in step.tiles:
         q_place, k_place = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
         gradients = attention.kernel.backward(
@@ -173,9 +198,10 @@ def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys) -> No
             _cut(keys.v, *k_place),
             None if rows.out is None else _cut(rows.out, *q_place),
             _cut(rows.lse, *q_place),
-            _cut(rows.delta, *q_place),
-            _band(tile),
+            None if rows.delta is None else _cut(rows.delta, *q_place),
+            band_of(tile),
             attention.scores,
+            into,
         )
         for total, gradient, (batch, (start, stop), first) in zip(
             (rows.dq, keys.dk, keys.dv), gradients, (q_place, k_place, k_place), strict=True
@@ -205,70 +231,88 @@ def _circulate(
         lone_dtype (`torch.dtype`, *optional*): In which dtype gradients of a single tile travel; others travel in the
             accumulation dtype.
     """
-    steps, places = attention.plan.schedule(attention.place, visitor), attention.plan.sharding.ranks
-    if places == 1:
-        for step in steps:
-            visit(step, payload)
+    if attention.plan.sharding.ranks == 1:
+        for step in attention.plan.schedule(attention.place, visitor):
+            visit(step, payload, ())
         return
-    returns = _Returns(attention, exchange, home, lone_dtype)
+    visits = _visits(attention, visitor, tuple((tensor.shape, tensor.dtype) for tensor in payload))
+    returns = _Returns(attention, exchange, visitor, home, lone_dtype)
     most = sum(tensor.nbytes for tensor in payload) // payload[0].shape[1] * attention.plan.sharding.most_tokens
     exchange.publish("visitors", payload, most)
     arriving: Posted | None = None
-    for index, step in enumerate(steps):
+    for index, (step, arrival) in enumerate(visits):
         if index == 0 and step.distance:
-            arriving = _fetch_visitors(attention, exchange, step, payload)
+            arriving = exchange.fetch("visitors", arrival, payload)
         visitors = arriving.wait() if step.distance and arriving else payload
-        following = steps[index + 1] if index + 1 < len(steps) else None
+        following, departure = visits[index + 1] if index + 1 < len(visits) else (None, None)
         ahead = following is not None and goes_ahead(step, following, bool(home))
-        if following is not None and ahead:
-            arriving = _fetch_visitors(attention, exchange, following, payload)
-        gradients = visit(step, visitors) if step.tiles else ()
+        if departure is not None and ahead:
+            arriving = exchange.fetch("visitors", departure, payload)
+        gradients: Sequence[torch.Tensor] = ()
+        if step.tiles:
+            gradients = visit(step, visitors, returns.room(step) if home and step.distance else ())
         if home and step.distance:
             returns.send(step, gradients)
-        if following is not None and not ahead:
-            arriving = _fetch_visitors(attention, exchange, following, payload)
+        if departure is not None and not ahead:
+            arriving = exchange.fetch("visitors", departure, payload)
     returns.finish()
 
 
-def _fetch_visitors(attention: Attention, exchange: Exchange, step: Step, payload: Sequence[torch.Tensor]) -> Posted:
-    send, recv = step.send, step.recv
-    sends, receives = [], []
-    if send:
-        sends = [(tensor[:, send.start : send.stop], attention.peers[send.peer]) for tensor in payload]
-    if recv:
-        tokens = attention.plan.sharding.tokens(recv.peer)
-        shapes = tuple(((tensor.shape[0], tokens, *tensor.shape[2:]), tensor.dtype) for tensor in payload)
-        peer = attention.peers[recv.peer]
-        receives = [Part(peer, shapes, index, recv.start, recv.stop) for index in range(len(payload))]
-    return exchange.fetch("visitors", sends, receives, tag=2 * step.distance)
+@lru_cache(maxsize=512)
+def _visits(attention: Attention, visitor: Visitor, shapes: tuple[Shape, ...]) -> list[tuple[Step, Round]]:
+    """The steps of a place, and how their visitors come, if what visits has these shapes at home."""
+    found = []
+    for step in attention.plan.schedule(attention.place, visitor):
+        given: tuple[Given, ...] = ()
+        taken: tuple[Part, ...] = ()
+        if step.send:
+            peer, rows = attention.peers[step.send.peer], (step.send.start, step.send.stop)
+            given = tuple(Given(peer, index, *rows) for index in range(len(shapes)))
+        if step.recv:
+            tokens = attention.plan.sharding.tokens(step.recv.peer)
+            theirs = tuple(((shape[0], tokens, *shape[2:]), dtype) for shape, dtype in shapes)
+            peer, rows = attention.peers[step.recv.peer], (step.recv.start, step.recv.stop)
+            taken = tuple(Part(peer, theirs, index, *rows) for index in range(len(shapes)))
+        found.append((step, Round(shapes, given, taken, 2 * step.distance)))
+    return found
 
 
 class _Returns:
     """The gradients of visitors on their way home, step by step.
 
     Args:
-        attention, exchange, home, lone_dtype: As in [`_circulate`].
+        attention, exchange, visitor, home, lone_dtype: As in [`_circulate`].
     """
 
     def __init__(
-        self, attention: Attention, exchange: Exchange, home: Sequence[Summed], lone_dtype: torch.dtype | None
+        self,
+        attention: Attention,
+        exchange: Exchange,
+        visitor: Visitor,
+        home: Sequence[Summed],
+        lone_dtype: torch.dtype | None,
     ) -> None:
-        self.attention, self.exchange, self.home, self.lone_dtype = attention, exchange, home, lone_dtype
+        self.attention, self.exchange, self.home = attention, exchange, home
         self.under_way: tuple[Transfer | None, Posted] | None = None
-        self.distance = 0
+        self.following = 1  # the distance whose gradients are published next
+        self.most = sum(total.row_nbytes for total in home) * attention.plan.sharding.most_tokens
+        shapes = tuple((total.shape, total.dtype) for total in home)
+        self.rounds = _returns(attention, visitor, shapes, lone_dtype) if home else {}
+
+    def room(self, step: Step) -> Into:
+        """Where the gradients of a step may be written."""
+        self._skip_to(step.distance)
+        shapes = self.rounds[step.distance].shapes
+        return self.exchange.room("gradients", shapes, self.most) if shapes else ()
 
     def send(self, step: Step, gradients: Sequence[torch.Tensor]) -> None:
         """Sends the gradients of a step's visitors home, and adds those of the step before that came home."""
         self._skip_to(step.distance)
-        shapes = self._shapes(step.recv) if step.recv else ()
-        block = [gradient.to(dtype) for gradient, (_, dtype) in zip(gradients, shapes, strict=True)]
-        self._publish(block)
-        sends = [(gradient, self.attention.peers[step.recv.peer]) for gradient in block] if step.recv else []
-        receives = []
-        if step.send:
-            expected, peer = self._shapes(step.send), self.attention.peers[step.send.peer]
-            receives = [Part(peer, expected, index, 0, step.send.rows) for index in range(len(expected))]
-        posted = self.exchange.fetch("gradients", sends, receives, tag=2 * step.distance + 1)
+        which = self.rounds[step.distance]
+        block = [gradient.to(dtype) for gradient, (_, dtype) in zip(gradients, which.shapes, strict=True)]
+        self.exchange.publish("gradients", block, self.most)
+        self.following = step.distance + 1
+        posted = self.exchange.fetch("gradients", which, block)
         self._welcome()
         self.under_way = step.send, posted
 
@@ -280,22 +324,9 @@ class _Returns:
 
     def _skip_to(self, distance: int) -> None:
         """Publishes nothing in the rounds that this rank leaves out."""
-        for _ in range(self.distance + 1, distance):
-            self._publish(())
-        self.distance = distance
-
-    def _publish(self, block: Sequence[torch.Tensor]) -> None:
-        wide = sum(total.row_nbytes for total in self.home)
-        self.exchange.publish("gradients", block, wide * self.attention.plan.sharding.most_tokens)
-
-    def _shapes(self, transfer: Transfer) -> tuple[Shape, ...]:
-        """What returns from a visit."""
-        found = []
-        for total in self.home:
-            batch, _, *rest = total.shape
-            dtype = self.lone_dtype if transfer.lone and self.lone_dtype else accumulation_dtype(total.dtype)
-            found.append(((batch, transfer.rows, *rest), dtype))
-        return tuple(found)
+        while self.following < distance:
+            self.exchange.publish("gradients", (), self.most)
+            self.following += 1
 
     def _welcome(self) -> None:
         if self.under_way is None:
@@ -308,10 +339,41 @@ class _Returns:
         self.under_way = None
 
 
+@lru_cache(maxsize=512)
+def _returns(
+    attention: Attention, visitor: Visitor, shapes: tuple[Shape, ...], lone_dtype: torch.dtype | None
+) -> dict[int, Round]:
+    """How the gradients of each distance go home, if those of a whole shard have these shapes and dtypes."""
+
+    def returned(transfer: Transfer) -> tuple[Shape, ...]:
+        found = []
+        for (batch, _, *rest), dtype in shapes:
+            wide = lone_dtype if transfer.lone and lone_dtype else accumulation_dtype(dtype)
+            found.append(((batch, transfer.rows, *rest), wide))
+        return tuple(found)
+
+    rounds = {}
+    for step in attention.plan.schedule(attention.place, visitor):
+        given: tuple[Given, ...] = ()
+        taken: tuple[Part, ...] = ()
+        own = returned(step.recv) if step.recv else ()
+        if step.recv:
+            peer = attention.peers[step.recv.peer]
+            given = tuple(Given(peer, index, 0, step.recv.rows) for index in range(len(own)))
+        if step.send:
+            theirs, peer = returned(step.send), attention.peers[step.send.peer]
+            taken = tuple(Part(peer, theirs, index, 0, step.send.rows) for index in range(len(theirs)))
+        rounds[step.distance] = Round(own, given, taken, 2 * step.distance + 1)
+    return rounds
+
+
 def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> torch.Tensor:
     """The part of a block, whose row 0 is row `first` of its shard, that a tile names."""
+    if batch == (0, tensor.shape[0]) and rows == (first, first + tensor.shape[1]):
+        return tensor
     return tensor[batch[0] : batch[1], rows[0] - first : rows[1] - first]
 
 
-def _band(tile: Tile) -> Band:
+def band_of(tile: Tile) -> Band:
+    """What a tile admits, as kernels are told."""
     return Band(tile.low, tile.high, tile.segments)

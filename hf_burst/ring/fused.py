@@ -3,7 +3,7 @@
 Tensors are `(B, S, H, D)` with adjacent elements of a head, log-sum-exps `(B, S, H)`, both of any other strides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -129,7 +129,7 @@ class Table:
 
     Args:
         pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the
-            destination `index`. Adjacent are either the elements of all heads of a row, or the rows of a head (D = 1).
+            destination `index`.
         into (sequence of `torch.Tensor`): At most four destinations.
         sent ([`Traffic`]): What peers take in the same round.
     """
@@ -143,17 +143,9 @@ class Table:
         self.sent = sent
         entries = []
         for source, place, index in pairs:
-            rows, heads, dim = source.shape[1:]
-            if source.stride(3) == place.stride(3) == 1 and source.stride(2) == place.stride(2) == dim:
-                outer, inner, steps = rows, heads * dim, (source.stride(1), place.stride(1))
-            elif dim == 1 and source.stride(1) == place.stride(1) == 1:
-                outer, inner, steps = heads, rows, (source.stride(2), place.stride(2))
-            else:
-                raise ValueError(f"no adjacent elements in {source.stride()} and {place.stride()}")
-            size = source.element_size()
-            for b in range(source.shape[0]):
-                ahead = place[b].data_ptr() - into[index].data_ptr()
-                numbers = (source[b].data_ptr(), ahead, inner * size, steps[0] * size, steps[1] * size)
+            for one, other, outer, inner, *steps in _runs(source, place):
+                ahead, size = other.data_ptr() - into[index].data_ptr(), source.element_size()
+                numbers = (one.data_ptr(), ahead, *(number * size for number in (inner, *steps)))
                 entries.append((*numbers, outer, index, 0))
         bases = [tensor.data_ptr() for tensor in into]
         bytes_of = [number for entry in entries for number in entry[:5]]
@@ -182,6 +174,24 @@ class Table:
                 width=self.width,
                 height=self.height,
             )
+
+
+def _runs(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int, int]]:
+    """Each copy as runs of adjacent elements: where the first ones begin, how many runs, how long, and both steps."""
+    rows, heads, dim = source.shape[1:]
+    pairs = list(zip(source, place, strict=True))
+    if source.stride(3) == place.stride(3) == 1 and source.stride(2) == place.stride(2) == dim:
+        for one, other in pairs:
+            yield one, other, rows, heads * dim, one.stride(0), other.stride(0)
+    elif dim == 1 and source.stride(1) == place.stride(1) == 1:
+        for one, other in pairs:
+            yield one, other, heads, rows, one.stride(1), other.stride(1)
+    else:
+        for one, other in pairs:
+            for head in range(heads):
+                for element in range(dim):
+                    first, second = one[:, head, element:], other[:, head, element:]
+                    yield first, second, rows, 1, first.stride(0), second.stride(0)
 
 
 @triton.jit(do_not_specialize=["first", "second", "third", "fourth"])

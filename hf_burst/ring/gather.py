@@ -5,15 +5,19 @@ are computed, and so are the gradients of the heads before.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
-from ..kernels import Band, project_out
-from .exchange import Exchange, Part, Posted
-from .execute import Attention
+from ..kernels import project_out
+from .exchange import Exchange, Given, Part, Posted, Round, Shape
+from .execute import Attention, band_of
 from .merge import Merged, Summed, accumulation_dtype
 
 _SLICES = 4
+
+# which tensor, first row or token, how many: where each part of a round goes
+_Places = list[tuple[int, int, int]]
 
 
 def gather_forward(
@@ -37,7 +41,7 @@ def gather_forward(
                 some[batch, rows],
                 all_k[batch, columns],
                 all_v[batch, columns],
-                Band(tile.low, tile.high, tile.segments),
+                band_of(tile),
                 attention.scores,
             )
             part.add(tile.batch, tile.q, out, lse)
@@ -57,10 +61,11 @@ def gather_backward(
     v: torch.Tensor,
     out: torch.Tensor | None,
     lse: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As [`backward`], by all-gathers and reduce-scatters."""
     if out is None and attention.kernel.card.wants_out:
+        assert delta is not None, "there is out or delta"
         dout, out = project_out(dout, delta)
     keys = _Gathered(attention, exchange, k, v)
     home = _Scattered(attention, exchange, k, v)
@@ -79,8 +84,8 @@ def gather_backward(
                 all_v[batch, columns],
                 None if out is None else out[batch, rows, heads],
                 lse[batch, rows, heads],
-                delta[batch, rows, heads],
-                Band(tile.low, tile.high, tile.segments),
+                None if delta is None else delta[batch, rows, heads],
+                band_of(tile),
                 attention.scores,
             )
             for total, gradient, place in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):
@@ -126,22 +131,18 @@ class _Gathered:
         return landing
 
     def _fetch(self, index: int) -> tuple[Posted, list[torch.Tensor]]:
-        attention, sharding = self.attention, self.attention.plan.sharding
-        blocks = self.blocks[2 * index : 2 * index + 2]
-        landing = [block.new_empty(block.shape[0], sharding.length, *block.shape[2:]) for block in blocks]
-        sends, receives, into = [], [], []
-        for place, peer in enumerate(attention.peers):
-            given, taken = _spans(attention, place, attention.place), _spans(attention, attention.place, place)
-            shapes = tuple(((b.shape[0], sharding.tokens(place), *b.shape[2:]), b.dtype) for b in self.blocks)
-            for which, (block, landed) in enumerate(zip(blocks, landing, strict=True)):
-                if place == attention.place:
-                    for token, row, size in taken:
-                        landed[:, token : token + size].copy_(block[:, row : row + size])
-                    continue
-                sends += [(block[:, row : row + size], peer) for _, row, size in given]
-                receives += [Part(peer, shapes, 2 * index + which, row, row + size) for _, row, size in taken]
-                into += [landed[:, token : token + size] for token, _, size in taken]
-        return self.exchange.fetch("visitors", sends, receives, tag=2 * index, into=into), landing
+        attention = self.attention
+        landing = [
+            block.new_empty(block.shape[0], attention.plan.sharding.length, *block.shape[2:])
+            for block in self.blocks[2 * index : 2 * index + 2]
+        ]
+        for block, landed in zip(self.blocks[2 * index :], landing, strict=False):
+            for token, row, size in _spans(attention, attention.place, attention.place):
+                landed[:, token : token + size].copy_(block[:, row : row + size])
+        shapes = tuple((block.shape, block.dtype) for block in self.blocks)
+        which, places = _slice_gathered(attention, index, shapes)
+        into = [landing[tensor][:, token : token + size] for tensor, token, size in places]
+        return self.exchange.fetch("visitors", which, self.blocks, into), landing
 
 
 class _Scattered:
@@ -155,25 +156,17 @@ class _Scattered:
         self.attention, self.exchange = attention, exchange
         wide = accumulation_dtype(k.dtype)
         self.home = [torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v)]
-        self.under_way: tuple[slice, Posted, list[tuple[int, int, int]]] | None = None
+        self.under_way: tuple[slice, Posted, _Places] | None = None
 
     def send(self, index: int, heads: slice, totals: Sequence[torch.Tensor]) -> None:
         """Sends the gradients of a slice, `(B, S, heads, D)`, home; adds those of the slice before."""
-        attention, here = self.attention, self.attention.place
-        shapes = tuple((tuple(total.shape), total.dtype) for total in totals)
         self.exchange.publish("gradients", totals, sum(total.nbytes for total in totals))
-        sends, receives, places = [], [], []
-        for place, peer in enumerate(attention.peers):
-            given, taken = _spans(attention, here, place), _spans(attention, place, here)
-            for which, total in enumerate(totals):
-                if place == here:
-                    for token, row, size in taken:
-                        self.home[which][:, row : row + size, heads].add_(total[:, token : token + size])
-                    continue
-                sends += [(total[:, token : token + size], peer) for token, _, size in given]
-                receives += [Part(peer, shapes, which, token, token + size) for token, _, size in taken]
-                places += [(which, row, size) for _, row, size in taken]
-        posted = self.exchange.fetch("gradients", sends, receives, tag=2 * index + 1)
+        for home, total in zip(self.home, totals, strict=True):
+            for token, row, size in _spans(self.attention, self.attention.place, self.attention.place):
+                home[:, row : row + size, heads].add_(total[:, token : token + size])
+        shapes = tuple((total.shape, total.dtype) for total in totals)
+        which, places = _slice_scattered(self.attention, index, shapes)
+        posted = self.exchange.fetch("gradients", which, totals)
         self._welcome()
         self.under_way = heads, posted, places
 
@@ -189,6 +182,40 @@ class _Scattered:
         for (which, row, size), part in zip(places, posted.wait(), strict=True):
             self.home[which][:, row : row + size, heads].add_(part)
         self.under_way = None
+
+
+@lru_cache(maxsize=512)
+def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
+    """How K and V of a slice are fetched, if all slices of this rank have these shapes; and the tokens that come."""
+    given, taken, places = [], [], []
+    for place, peer in enumerate(attention.peers):
+        if place == attention.place:
+            continue
+        rows = attention.plan.sharding.tokens(place)
+        theirs = tuple(((shape[0], rows, *shape[2:]), dtype) for shape, dtype in shapes)
+        for tensor in range(2):
+            for _, row, size in _spans(attention, place, attention.place):
+                given.append(Given(peer, 2 * index + tensor, row, row + size))
+            for token, row, size in _spans(attention, attention.place, place):
+                taken.append(Part(peer, theirs, 2 * index + tensor, row, row + size))
+                places.append((tensor, token, size))
+    return Round(shapes, tuple(given), tuple(taken), 2 * index), places
+
+
+@lru_cache(maxsize=512)
+def _slice_scattered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
+    """How dK and dV of a slice, of these shapes on every rank, go home; and the rows that come."""
+    given, taken, places = [], [], []
+    for place, peer in enumerate(attention.peers):
+        if place == attention.place:
+            continue
+        for tensor in range(2):
+            for token, _, size in _spans(attention, attention.place, place):
+                given.append(Given(peer, tensor, token, token + size))
+            for token, row, size in _spans(attention, place, attention.place):
+                taken.append(Part(peer, shapes, tensor, token, token + size))
+                places.append((tensor, row, size))
+    return Round(shapes, tuple(given), tuple(taken), 2 * index + 1), places
 
 
 def _spans(attention: Attention, looking: int, home: int) -> list[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ most heads away and gets the tokens of neighbouring ranks for its own heads; aft
 The heads go in slices, so that the next slice is on its way while one is computed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,12 +12,12 @@ from functools import lru_cache
 import torch
 
 from ..plan import Sharding
-from .exchange import Block, Exchange, Move, Moves, Posted
+from .exchange import Block, Exchange, Move, Moves, Posted, Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mates:
-    """The ranks that exchange heads.
+    """The ranks that exchange heads; one object for all layers.
 
     Args:
         sharding ([`Sharding`]): Who of the whole group holds what.
@@ -91,6 +92,12 @@ class HeadsOut:
     def __init__(self, exchange: Exchange, mates: Mates, results: Sequence[torch.Tensor], slices: int) -> None:
         self.exchange, self.mates, self.results, self.slices = exchange, mates, results, slices
         self.under_way: list[Posted] = []
+
+    def room(self, shapes: Sequence[Shape]) -> Sequence[torch.Tensor | None]:
+        """Where the results of the next slice, of these shapes, may be written."""
+        return self.exchange.room(
+            "heads out", shapes, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        )
 
     def send(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""

@@ -37,7 +37,8 @@ class Recorded:
         self.arena, self.run, self.own = arena, run, arena.recordings
         self.seen = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.memory: list[Segments] = []  # what is recorded reads and writes it
+        self.exchange: Symmetric | None = None  # which holds what is recorded
+        self.memory: list[Segments] = []  # and what it reads and writes
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[torch.Tensor] = []
 
@@ -61,19 +62,26 @@ class Recorded:
         own, first, graph = self.own, Symmetric(self.own), torch.cuda.CUDAGraph()
         own.meet()
         own.restart()
-        self.run(first, inputs)  # takes the memory that recording must not take
+        self.run(first, inputs)
         torch.cuda.current_stream(own.device).wait_stream(own.stream)
-        own.restart()
         # what is published at once is copied to where it is published from
-        places = {(tensor.data_ptr(), tensor.numel()): place for tensor, place in first.places}
+        places = list(first.first)
         for tensor in inputs:
-            place = places.get((tensor.data_ptr(), tensor.numel()))
-            self.inputs.append(torch.empty_like(tensor) if place is None else place.view(tensor.shape))
+            own_place = (tensor.data_ptr(), tensor.numel())
+            index = next((i for i, (one, _) in enumerate(places) if (one.data_ptr(), one.numel()) == own_place), None)
+            self.inputs.append(torch.empty_like(tensor) if index is None else places.pop(index)[1].view(tensor.shape))
+        own.meet()
+        own.restart()
+        self.run(Symmetric(own), self.inputs)  # makes what must not be made while recording
+        torch.cuda.current_stream(own.device).wait_stream(own.stream)
+        own.meet()
+        own.restart()
+        self.exchange = Symmetric(own)
         problem = ""
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 own.stream.wait_stream(torch.cuda.current_stream(own.device))
-                self.outputs = list(self.run(Symmetric(own), self.inputs))
+                self.outputs = list(self.run(self.exchange, self.inputs))
                 torch.cuda.current_stream(own.device).wait_stream(own.stream)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
@@ -95,4 +103,5 @@ def recorded(arena: Arena, key: Hashable, run: Pass) -> Recorded | None:
 
 def recurs(masks: Sequence[Mask], q: torch.Tensor) -> bool:
     """Whether a pass is worth recording: short, and of whole sequences, whose masks are the same in every step."""
-    return q.nbytes <= _LARGEST and all(len(mask.documents) == 2 for mask in masks)
+    short = q.nbytes <= _LARGEST and all(len(mask.documents) == 2 for mask in masks)
+    return short and not torch.cuda.is_current_stream_capturing()

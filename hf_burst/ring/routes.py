@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from ..config import Chunking, Route
 from ..errors import ConfigError
-from ..kernels import Kernel, Scores
+from ..kernels import Into, Kernel, Scores
 from ..mesh import ContextGroup
 from ..plan import Mask, make_plan, make_sharding
 from ..plan.schedule import Visitor
@@ -85,9 +86,9 @@ def unpack(packed: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch
     return [packed[..., a:b].unflatten(2, size) for (a, b), size in zip(pairwise(ends), sizes, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routed:
-    """One attention over a group.
+    """One attention over a group; one object for all layers, which remembers what follows from its arguments.
 
     Args:
         route ([`Route`]): How it is spread.
@@ -129,7 +130,7 @@ class Routed:
         if self.route.ulysses == 1:
             return *self._forward(exchange, q, k, v, sinks), []
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        mates, slices = self._mates(), head_slices(self.route, sizes, q.shape[1], q.device)
+        mates, slices = self._mates, head_slices(self.route, sizes, q.shape[1], q.device)
         _go_inline(exchange, slices, self.route.ulysses == self.group.size)
         arriving = HeadsIn(exchange, mates, (q, k, v), slices)
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -144,7 +145,10 @@ class Routed:
             with lanes.lane(index):
                 posted.wait()
                 given_sinks = None if own_sinks is None else own_sinks[index]
-                part, part_lse = self._forward(exchange, own_q, own_k, own_v, given_sinks)
+                rows = (*own_q.shape[:3],)
+                place, lse_place = leaving.room((((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)))
+                into = (place, None if lse_place is None else lse_place.squeeze(3))
+                part, part_lse = self._forward(exchange, own_q, own_k, own_v, given_sinks, into)
                 leaving.send(index, (part, part_lse.unsqueeze(3)))
                 lanes.keep(part, part_lse)
         lanes.join()
@@ -159,7 +163,7 @@ class Routed:
         inputs: list[torch.Tensor],
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of this rank's q, k and v.
 
@@ -170,12 +174,14 @@ class Routed:
             inputs (`list[torch.Tensor]`): What the forward pass kept, or q, k and v if it kept nothing.
             out (`torch.Tensor`, *optional*): Its output, if `rowsum(dout * out) = delta`.
             lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
-            delta (`torch.Tensor` of shape `(B, n, Hq)`): `rowsum(dout * out)` less the gradient of `lse`.
+            delta (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): `rowsum(dout * out)` less the gradient of `lse`;
+                may be left out beside `out` unless `sends_delta`.
         """
         if self.route.ulysses == 1:
             q, k, v = inputs
             return self._backward(exchange, dout, q, k, v, out, lse, delta)
-        mates, slices, (lse, delta) = self._mates(), len(inputs), (by_head(tensor) for tensor in (lse, delta))
+        assert delta is not None, "delta is sent"
+        mates, slices, (lse, delta) = self._mates, len(inputs), (by_head(tensor) for tensor in (lse, delta))
         _go_inline(exchange, slices, self.route.ulysses == self.group.size)
         batch, tokens = dout.shape[:2]
         arriving = HeadsIn(exchange, mates, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
@@ -196,12 +202,19 @@ class Routed:
             with lanes.lane(index):
                 posted.wait()
                 q, k, v = unpack(packed, sizes.piece(pieces))
-                found = self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta)
+                into = leaving.room([(tensor.shape, dout.dtype) for tensor in (q, k, v)])
+                found = self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta, into)
                 leaving.send(index, found)
                 lanes.keep(found)
         lanes.join()
         leaving.finish()
         return dq, dk, dv
+
+    @property
+    def sends_delta(self) -> bool:
+        """Whether the backward pass needs delta even where it is given the output."""
+        others = self.group.size > 1 and (self.route.ulysses > 1 or self.route.around == "burst")
+        return others or not self.kernel.card.derives_delta
 
     def _forward(
         self,
@@ -210,9 +223,11 @@ class Routed:
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attend = gather_forward if self._gathers else forward
-        return attend(self._ring(), exchange, q, k, v, sinks)
+        if self._gathers:
+            return gather_forward(self._ring, exchange, q, k, v, sinks)
+        return forward(self._ring, exchange, q, k, v, sinks, into)
 
     def _backward(
         self,
@@ -223,17 +238,19 @@ class Routed:
         v: torch.Tensor,
         out: torch.Tensor | None,
         lse: torch.Tensor,
-        delta: torch.Tensor,
+        delta: torch.Tensor | None,
+        into: Into | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._gathers:
-            return gather_backward(self._ring(), exchange, dout, q, k, v, out, lse, delta)
+            return gather_backward(self._ring, exchange, dout, q, k, v, out, lse, delta)
         visitor: Visitor = "q" if self.route.around == "burst" else "kv"
-        return backward(self._ring(), exchange, visitor, dout, q, k, v, out, lse, delta)
+        return backward(self._ring, exchange, visitor, dout, q, k, v, out, lse, delta, into)
 
     @property
     def _gathers(self) -> bool:
         return self.route.around == "all_gather" and self.group.size > self.route.ulysses
 
+    @cached_property
     def _ring(self) -> Attention:
         """What a place of the ring does."""
         places, ulysses = self.group.size // self.route.ulysses, self.route.ulysses
@@ -242,6 +259,7 @@ class Routed:
         peers = tuple(other * ulysses + member for other in range(places))
         return Attention(plan, place, peers, self.kernel, self.scores)
 
+    @cached_property
     def _mates(self) -> Mates:
         length = self.masks[0].length
         sharding = make_sharding(length, self.group.size, self.chunking)

@@ -1,15 +1,17 @@
 """An [`Exchange`] inside of one host: every rank reads what its peers have published straight from their memory. Whole
 rows are read by the copy engines, which leaves the multiprocessors to attention; heads by a kernel.
 
-What is published lies in two segments that take turns. A barrier on the stream of the copies says that every rank has
-published; since copies of what was published before come ahead of it in the same stream, the segment after next is free
-behind it. Buffers are as large as the largest block so far, and stay for later passes. Barriers end the process after
-the time limit of the process group, so that the ranks that are left do not hang when one is gone.
+What is published lies in segments that take turns: two where it is copied to, three where kernels write it in place. A
+barrier on the stream of the copies says that every rank has published; since copies of what was published before come
+ahead of it in the same stream, the segment of the time before is free behind it. Buffers are as large as the largest
+block so far, and stay for later passes. Barriers end the process after the time limit of the process group, so that the
+ranks that are left do not hang when one is gone.
 """
 
 import logging
 import math
 import socket
+from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
-from .exchange import Channel, Moves, Part, Shape
+from .exchange import Channel, Moves, Round, Shape
 
 if TYPE_CHECKING:
     from .fused import Table
@@ -33,42 +35,61 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 256
 _GRANULE = 2 << 20
 _TENSORS = 16  # at most that many are published at once
-_TABLES = 256
+_REMEMBERED = 256
+_IN_PLACE: tuple[Channel, ...] = ("gradients", "heads out")  # what kernels write to where it is published
 
 
 class Segments:
-    """The buffer of one channel on all ranks: two segments of `size` bytes.
+    """The buffer of one channel on all ranks: segments of `size` bytes.
 
     Args:
         group ([`ContextGroup`]): The ranks.
         device (`torch.device`): This rank's device.
         size (`int`): Bytes of a segment.
+        count (`int`): How many take turns.
     """
 
-    def __init__(self, group: ContextGroup, device: torch.device, size: int) -> None:
-        self.size, self.published = size, 0
+    def __init__(self, group: ContextGroup, device: torch.device, size: int, count: int) -> None:
+        self.size, self.count, self.published = size, count, 0
         with torch.inference_mode(False):  # later passes may train
-            self.buffer = symmetric_memory.empty(2 * size, dtype=torch.uint8, device=device)
+            self.buffer = symmetric_memory.empty(count * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
-        self.tables: dict[Hashable, Table] = {}
+        self.met: deque[torch.cuda.Event] = deque(maxlen=count - 1)  # the barriers so far, the oldest first
         self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self.views: dict[Hashable, list[torch.Tensor]] = {}
+        self.tables: dict[Hashable, Table] = {}
 
-    def place(
-        self, peer: int, turn: int, offset: int, shape: Sequence[int], dtype: torch.dtype, transposed: bool = False
-    ) -> torch.Tensor:
-        """A tensor in the segment that a peer publishes in turn `turn`, `offset` bytes from its start; `transposed` if
-        rows lie next to each other (scalars of rows, heads first)."""
+    def places(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+        """The tensors of these shapes that a peer publishes in turn `turn`. Rows lie next to each other where they are
+        scalars, `(B, S, H, 1)`."""
+        key = (peer, turn % self.count, *shapes)
+        found = self.views.get(key)
+        if found is None:
+            found = []
+            for (shape, dtype), offset in zip(shapes, _offsets(tuple(shapes)), strict=True):
+                start = (turn % self.count * self.size + offset) // dtype.itemsize
+                found.append(self._base(peer, dtype).as_strided(shape, _strides(shape), start))
+            remember(self.views, key, found)
+        return found
+
+    def parts(self, which: Round, turn: int) -> list[torch.Tensor]:
+        """What is fetched in a round of what was published in turn `turn`."""
+        key = (which, turn % self.count)
+        found = self.views.get(key)
+        if found is None:
+            found = [
+                self.places(part.peer, turn, part.shapes)[part.index][:, part.start : part.stop] for part in which.taken
+            ]
+            remember(self.views, key, found)
+        return found
+
+    def _base(self, peer: int, dtype: torch.dtype) -> torch.Tensor:
         base = self.bases.get((peer, dtype))
         if base is None:
-            count = 2 * self.size // dtype.itemsize
+            count = self.count * self.size // dtype.itemsize
             with torch.inference_mode(False):
                 base = self.bases[peer, dtype] = self.handle.get_buffer(peer, (count,), dtype)
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * shape[dim + 1]
-        if transposed:
-            strides[1], strides[2] = 1, shape[1]
-        return base.as_strided(shape, strides, (turn % 2 * self.size + offset) // dtype.itemsize)
+        return base
 
 
 class Arena:
@@ -93,7 +114,8 @@ class Arena:
         found = self.channels.get(channel)
         if found is None or found.size < nbytes:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
-            found = self.channels[channel] = Segments(self.group, self.device, -(-nbytes // _GRANULE) * _GRANULE)
+            size = -(-nbytes // _GRANULE) * _GRANULE
+            found = self.channels[channel] = Segments(self.group, self.device, size, 3 if channel in _IN_PLACE else 2)
         return found
 
     @cached_property
@@ -105,6 +127,7 @@ class Arena:
         """Forgets what was published: the next to use it waits for nobody."""
         for segments in self.channels.values():
             segments.published = 0
+            segments.met.clear()
 
     def meet(self) -> None:
         """Waits on the current stream until all ranks are here."""
@@ -141,8 +164,8 @@ class Symmetric:
     arena: Arena
     aside: bool = True
     sent: Traffic = field(default_factory=Traffic)
-    held: list[torch.Tensor] = field(default_factory=list)  # in a recording, to its end
-    places: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of what was published first
+    held: list[Any] = field(default_factory=list)  # what a recording reads and nobody else may keep
+    first: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # published first, and where
 
     @property
     def side(self) -> torch.cuda.Stream | None:
@@ -154,51 +177,57 @@ class Symmetric:
         self.aside = False
         torch.cuda.current_stream(self.arena.device).wait_stream(self.arena.stream)
 
+    def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[torch.Tensor | None]:
+        """See [`Exchange.room`]."""
+        segments = self.arena.segments(channel, _capacity(most))
+        if segments.count < 3:
+            return [None] * len(shapes)
+        if len(segments.met) == segments.met.maxlen:  # before that nothing was ever there
+            torch.cuda.current_stream(self.arena.device).wait_event(segments.met[0])
+        return segments.places(self.arena.group.rank, segments.published, shapes)
+
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]."""
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-        offsets, _ = _offsets(shapes)
         segments = self.arena.segments(channel, _capacity(most))
         turn = segments.published
+        places = segments.places(self.arena.group.rank, turn, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        recording = torch.cuda.is_current_stream_capturing()
         with self._stream():
-            here: list[torch.Tensor] = []
-            there: list[torch.Tensor] = []
-            for tensor, offset, (shape, dtype) in zip(tensors, offsets, shapes, strict=True):
-                place = segments.place(self.arena.group.rank, turn, offset, shape, dtype, _is_transposed(tensor))
+            for tensor, place in zip(tensors, places, strict=True):
                 if turn == 0:
-                    self.places.append((tensor, place))
-                if place.data_ptr() != tensor.data_ptr():
-                    here.append(tensor)
-                    there.append(place)
-            _copy_all(there, here)
-            self._hold(here)
+                    self.first.append((tensor, place))
+                if place.data_ptr() == tensor.data_ptr():
+                    continue
+                place.copy_(tensor, non_blocking=True)
+                if recording:
+                    self.held.append(tensor)
+                elif self.aside:
+                    tensor.record_stream(self.arena.stream)
             segments.handle.barrier(channel=0, timeout_ms=self.arena.milliseconds)
+            if segments.count > 2:
+                segments.met.append(self._event())
         segments.published += 1
 
     def fetch(
         self,
         channel: Channel,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[Part],
-        tag: int,
+        which: Round,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Copies:
         """See [`Exchange.fetch`]; what peers fetch costs this rank nothing."""
         segments = self.arena.channels[channel]
-        turn = segments.published - 1
+        sources = segments.parts(which, segments.published - 1)
         if into is None:
             into = []
-            for part in receives:
+            for part in which.taken:
                 shape, dtype = part.shape
                 into.append(torch.empty(shape, dtype=dtype, device=self.arena.device))
         with self._stream():  # which waits for the current one, where the memory may have been in use
-            for part, place in zip(receives, into, strict=True):
-                offset = _offsets(part.shapes)[0][part.index]
-                shape, dtype = part.shapes[part.index]
-                whole = segments.place(part.peer, turn, offset, shape, dtype)
-                place.copy_(whole[:, part.start : part.stop], non_blocking=True)
-            done = self._done()
-        self.sent += Traffic(len(sends), sum(tensor.nbytes for tensor, _ in sends))
+            for source, place in zip(sources, into, strict=True):
+                place.copy_(source, non_blocking=True)
+            done = self._event() if self.aside else None
+        self.sent += which.sent
         return _Copies(into, done, self.arena.device)
 
     def move(
@@ -212,15 +241,16 @@ class Symmetric:
         """See [`Exchange.move`]; one kernel reads from all peers."""
         segments = self.arena.channels[channel]
         turn = segments.published - 1
-        key = (moves, turn % 2, _laid_out(sources), _laid_out(into))
+        key = (moves, turn % segments.count, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into))
         table = segments.tables.get(key)
         if table is None:
-            if len(segments.tables) >= _TABLES:  # lengths that come and go
-                segments.tables.clear()
-            table = segments.tables[key] = self._table(segments, turn, moves, sources, into)
+            table = self._table(segments, turn, moves, sources, into)
+            remember(segments.tables, key, table)
+        if torch.cuda.is_current_stream_capturing():
+            self.held.append(table)
         with self._stream():
             table.run(into)
-            done = self._done()
+            done = self._event() if self.aside else None
         self.sent += table.sent
         return _Copies(into, done, self.arena.device)
 
@@ -232,21 +262,11 @@ class Symmetric:
         context: AbstractContextManager[None] = torch.cuda.stream(self.arena.stream)
         return context
 
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sees to it that the memory of tensors is not taken anew while it is copied."""
-        if torch.cuda.is_current_stream_capturing():
-            self.held += tensors
-        elif self.aside:
-            for tensor in tensors:
-                tensor.record_stream(self.arena.stream)
-
-    def _done(self) -> torch.cuda.Event | None:
-        """Marks the end of copies on a stream of their own."""
-        if not self.aside:
-            return None
-        done = torch.cuda.Event()
-        done.record(self.arena.stream)
-        return done
+    def _event(self) -> torch.cuda.Event:
+        """Marks how far the current stream is."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.arena.device))
+        return event
 
     def _table(
         self,
@@ -258,14 +278,11 @@ class Symmetric:
     ) -> "Table":
         from .fused import Table
 
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in sources)
-        offsets, _ = _offsets(shapes)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in sources]
         pairs = []
         for move in moves.taken:
             index = move.source.index
-            whole = segments.place(
-                move.source.peer, turn, offsets[index], *shapes[index], _is_transposed(sources[index])
-            )
+            whole = segments.places(move.source.peer, turn, shapes)[index]
             place = into[index][:, slice(*move.rows), slice(*move.heads)]
             pairs.append((move.source.of(whole), place, index))
         others = [block for block in moves.given if block.peer != self.arena.group.rank]
@@ -278,34 +295,31 @@ def _capacity(most: int) -> int:
     return most + _TENSORS * _ALIGNMENT
 
 
-def _copy_all(places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copies by the copy engines; in a recording by a kernel, for which the priority of the stream holds."""
-    if not torch.cuda.is_current_stream_capturing():
-        for place, tensor in zip(places, tensors, strict=True):
-            place.copy_(tensor, non_blocking=True)
-        return
-    for dtype in {tensor.dtype for tensor in tensors}:
-        pairs = [(p, t) for p, t in zip(places, tensors, strict=True) if t.dtype == dtype]
-        torch._foreach_copy_([place for place, _ in pairs], [tensor for _, tensor in pairs], non_blocking=True)
+def remember(memory: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    """Keeps a value that is made anew if need be; lengths that come and go do not fill the memory."""
+    if len(memory) >= _REMEMBERED:
+        memory.clear()
+    memory[key] = value
 
 
-def _laid_out(tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-    return tuple((tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors)
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    """Whether it is `(B, S, H, 1)` with adjacent rows."""
-    return tensor.ndim == 4 and tensor.shape[3] == 1 and tensor.stride(1) == 1
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Those of a contiguous tensor; of scalars of rows, `(B, S, H, 1)`, those of `(B, H, S)`."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    if len(shape) == 4 and shape[3] == 1:
+        strides[1], strides[2] = 1, shape[1]
+    return strides
 
 
 @lru_cache(maxsize=1024)
-def _offsets(shapes: tuple[Shape, ...]) -> tuple[list[int], int]:
-    """Where in a segment each tensor begins, in bytes, and how many bytes they take."""
+def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
+    """Where in a segment each tensor begins, in bytes."""
     offsets, total = [], 0
     for shape, dtype in shapes:
         offsets.append(total)
         total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-    return offsets, total
+    return offsets
 
 
 @lru_cache(maxsize=64)
