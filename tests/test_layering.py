@@ -18,7 +18,7 @@ WITHIN = {
         *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": [
-        *("fused", "merge", "exchange", "symmetric", "lanes", "execute", "gather", "heads", "routes", "replay"),
+        *("fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "replay"),
         "__init__",
     ],
     "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "__init__"],

@@ -48,6 +48,9 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'limit' 'torch*'")
     parser.add_argument("--seconds", type=float, default=180.0, help="time for the lengths of one number of key heads")
     parser.add_argument("--rounds", type=int, nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
+    parser.add_argument(
+        "--in-a-row", type=int, default=4, help="calls that follow each other, as layers do; fewer of slow ones"
+    )
     parser.add_argument("--warmup", type=int, default=10, help="calls before the first round; fewer of slow ones")
     parser.add_argument("--check-length", type=int, default=2048, help="tokens at which results are compared with fp64")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -104,7 +107,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _validate(arguments: argparse.Namespace) -> None:
-    counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds")
+    counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds", "in_a_row")
     for name in counts:
         if getattr(arguments, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be above 0.")
@@ -176,7 +179,8 @@ def _lengths(
     for index, length in enumerate(lengths):
         passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
         share = length / sum(lengths[index:])
-        effort = Effort(arguments.warmup, tuple(arguments.rounds), arguments.seconds - passed, share, warm)
+        left, rounds = arguments.seconds - passed, tuple(arguments.rounds)
+        effort = Effort(arguments.warmup, rounds, left, share, arguments.in_a_row, warm)
         ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
         at_length = replace(case, length=length)
         found = measure(contenders, at_length, ranks, effort)

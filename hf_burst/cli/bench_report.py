@@ -97,6 +97,7 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
     own, sent, flops = medians[name], measured.prepared.sent, case.flops()
     roof = medians.get("limit")
     return row | {
+        "calls": measured.calls,
         "seconds": measured.seconds,
         "median_s": own,
         "iqr_s": {part: _spread(measured.seconds[part]) for part in PASSES},

@@ -19,6 +19,7 @@ _CHECK_SEED = 20240314
 # how much larger than the plain kernel's an error may be; a missing block or gradient is a hundred times larger still
 _TOLERANCE = 8.0
 _WARMUP_SHARE = 0.25
+_ROW_S = 0.05  # what calls in a row may take
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Effort:
         rounds (`tuple[int, int]`): Fewest and most rounds.
         seconds (`float`): The time that the rest of the lengths may take, this one included.
         share (`float`): This length's share of it.
+        in_a_row (`int`): As many calls follow each other at most, as the layers of a model do.
         warm (`frozenset[str]`): Contenders that have run before, at another length.
     """
 
@@ -37,6 +39,7 @@ class Effort:
     rounds: tuple[int, int]
     seconds: float
     share: float
+    in_a_row: int = 1
     warm: frozenset[str] = frozenset()
 
 
@@ -52,6 +55,7 @@ class Measured:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: int | None = None
     outside_bytes: int | None = None
+    calls: int = 1  # in a row, of which the time of one is taken
     prepared: Prepared | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
@@ -112,8 +116,8 @@ def _verdict(
 def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: Effort) -> list[Measured]:
     """Times every contender that can run, all of them in each round, in a rotating order.
 
-    A call is a forward pass and, through autograd, its backward pass. Each starts on all ranks at one time; the slowest
-    rank counts.
+    A call is a forward pass and, through autograd, its backward pass. Several in a row are first all forward passes and
+    then all backward passes. They start on all ranks at one time; the slowest rank counts.
     """
     start = time.perf_counter()
     storage = _storage(case)
@@ -124,6 +128,10 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
             _first_calls(measured, ranks, measured.contender.name in effort.warm)
     running = [measured for measured in found if measured.prepared is not None]
     budget = max(effort.seconds, 0.0) * effort.share
+    firsts = [measured.seconds["both"][-1] for measured in running] or [1.0]
+    fastest = float(ranks.largest(torch.tensor(firsts, dtype=torch.float64)).min())
+    for measured in running:
+        measured.calls = max(1, min(effort.in_a_row, int(_ROW_S / fastest)))
     _warm_up(running, ranks, effort.warmup, budget)
     running = [measured for measured in running if measured.prepared is not None]
     if not running:
@@ -185,7 +193,7 @@ def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: floa
         last = measured.seconds["both"][-1] if measured.seconds["both"] else 0.0
         slow = float(ranks.largest(torch.tensor([last], dtype=torch.float64))[0])
         affordable = int(_WARMUP_SHARE * budget / len(running) / max(slow, 1e-9))
-        for _ in range(min(calls, affordable) - len(measured.seconds["both"])):
+        for _ in range(-(-min(calls, affordable) // measured.calls) - len(measured.seconds["both"])):
             if measured.prepared is not None:
                 _call(measured, ranks)
 
@@ -198,7 +206,7 @@ def _order(running: Sequence[Measured], number: int) -> list[Measured]:
 
 
 def _call(measured: Measured, ranks: Ranks) -> None:
-    """One timed call, forward and backward; a failure ends the contender, on all ranks alike."""
+    """One timed call, or several in a row, forward and backward; a failure ends the contender, on all ranks alike."""
     family = measured.contender.family
     if ranks.group(family) is not measured.group:  # another contender of the family failed, and its messages with it
         _prepare(measured, ranks)
@@ -210,13 +218,15 @@ def _call(measured: Measured, ranks: Ranks) -> None:
         _, failure = ranks.attempt(lambda: stack.enter_context(prepared.around()), family)
         if failure is None:
             ranks.align()
-            clock, failure = ranks.attempt(lambda: _timed(prepared.attend, measured.inputs, ranks.cuda), family)
+            clock, failure = ranks.attempt(
+                lambda: _timed(prepared.attend, measured.inputs, measured.calls, ranks.cuda), family
+            )
     if clock is None:
         measured.fail("failed", failure or "")
         ranks.say(f"  {measured.contender.name}: failed: {failure}")
         return
     for name, seconds in zip(PASSES, clock.seconds(), strict=True):
-        measured.seconds[name].append(seconds)
+        measured.seconds[name].append(seconds / measured.calls)
 
 
 class _Clock:
@@ -242,13 +252,14 @@ class _Clock:
         return middle - first, last - middle, last - first
 
 
-def _timed(attend: Attend, inputs: Sequence[torch.Tensor], cuda: bool) -> _Clock:
+def _timed(attend: Attend, inputs: Sequence[torch.Tensor], calls: int, cuda: bool) -> _Clock:
     q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
     clock = _Clock(cuda)
     clock.mark()
-    out = attend(q, k, v)
+    outs = [attend(q, k, v) for _ in range(calls)]
     clock.mark()
-    torch.autograd.grad(out, (q, k, v), inputs[3])
+    while outs:
+        torch.autograd.grad(outs.pop(), (q, k, v), inputs[3])
     clock.mark()
     return clock
 

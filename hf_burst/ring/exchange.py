@@ -140,11 +140,6 @@ class Exchange(Protocol):
 
     sent: Traffic
 
-    @property
-    def side(self) -> torch.cuda.Stream | None:
-        """A second stream for what is computed meanwhile, if that is of use."""
-        ...
-
     def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[torch.Tensor | None]:
         """Where the tensors that are published next may be written, so that nothing is copied then.
 
@@ -194,6 +189,7 @@ class Exchange(Protocol):
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
+        behind: bool = False,
     ) -> Posted:
         """Starts a round in which heads are exchanged.
 
@@ -204,6 +200,7 @@ class Exchange(Protocol):
                 and dtypes on all ranks.
             into (sequence of `torch.Tensor` of shape `(B, S', H', D)`): The destinations, of any strides.
             tag (`int`): Tells the rounds apart.
+            behind (`bool`, defaults to `False`): Whether something is computed meanwhile.
         """
         ...
 
@@ -235,11 +232,6 @@ class PeerToPeer:
     device: torch.device
     sent: Traffic = field(default_factory=Traffic)
 
-    @property
-    def side(self) -> None:
-        """See [`Exchange.side`]; the messages have streams of their own."""
-        return None
-
     def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[None]:
         """See [`Exchange.room`]; messages leave from any memory."""
         return [None] * len(shapes)
@@ -265,6 +257,7 @@ class PeerToPeer:
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
+        behind: bool = False,
     ) -> _Messages:
         """See [`Exchange.move`]."""
         sends = [(block.of(sources[block.index]), block.peer) for block in moves.given if block.peer != self.group.rank]

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from ..plan import Traffic
 
+_TILE, _LARGE_TILE = 2048, 8192  # words that a program copies at a time
+_FEW = 16  # programs of a copy that runs beside other kernels
+
 
 def combine(
     result: torch.Tensor,
@@ -152,27 +155,38 @@ class Table:
         self.unit = next(unit for unit in (16, 8, 4, 2, 1) if all(number % unit == 0 for number in [*bytes_of, *bases]))
         self.word = min(self.unit, 8)
         self.kind = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[self.word]
-        words = [entry[2] // self.word for entry in entries]
-        self.width = min(256, triton.next_power_of_2(max(words)))
-        self.height = max(1, 2048 // self.width)
-        tiles = [
-            triton.cdiv(w, self.width) * triton.cdiv(e[5], self.height) for w, e in zip(words, entries, strict=True)
-        ]
-        self.grid = (max(tiles), len(entries))
+        sizes = [(entry[2] // self.word, entry[5]) for entry in entries]
+        self.width = min(256, triton.next_power_of_2(max(words for words, _ in sizes)))
+        self.tiles = {
+            tile: max(
+                triton.cdiv(words, self.width) * triton.cdiv(rows, max(1, tile // self.width)) for words, rows in sizes
+            )
+            for tile in (_TILE, _LARGE_TILE)
+        }
+        self.count = len(entries)
         self.table = torch.tensor(entries, dtype=torch.int64).to(into[0].device)
 
-    def run(self, into: Sequence[torch.Tensor]) -> None:
-        """Copies into these destinations, which are laid out as those that the table was made with."""
+    def run(self, into: Sequence[torch.Tensor], behind: bool) -> None:
+        """Copies into these destinations, which are laid out as those that the table was made with.
+
+        Args:
+            into (sequence of `torch.Tensor`): The destinations.
+            behind (`bool`): Whether it runs beside other kernels: then on few multiprocessors, each of which has as
+                much under way as it can, since a copy that waits for a peer's memory keeps the others out.
+        """
         given = [tensor.data_ptr() for tensor in into]
         places = [*given, *given[:1] * (4 - len(given))]
+        tile = _LARGE_TILE if behind else _TILE
+        work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
-            _copy[self.grid](
-                *(self.table, *places),
+            _copy[(min(work, _FEW) if behind else work,)](
+                *(self.table, *places, self.tiles[tile], work),
                 kind=self.kind,
                 word=self.word,
                 aligned=self.unit,
                 width=self.width,
-                height=self.height,
+                height=max(1, tile // self.width),
+                num_warps=32 if behind else 4,
             )
 
 
@@ -194,23 +208,24 @@ def _runs(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Ten
                     yield first, second, rows, 1, first.stride(0), second.stride(0)
 
 
-@triton.jit(do_not_specialize=["first", "second", "third", "fourth"])
+@triton.jit(do_not_specialize=["first", "second", "third", "fourth", "tiles", "work"])
 def _copy(
-    table, first, second, third, fourth,
+    table, first, second, third, fourth, tiles, work,
     kind: tl.constexpr, word: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, height: tl.constexpr,
 ):  # fmt: skip
-    entry = table + tl.program_id(1) * 8
-    source, ahead, inner = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) // word
-    source_step, place_step = tl.load(entry + 3) // word, tl.load(entry + 4) // word
-    outer, index = tl.load(entry + 5), tl.load(entry + 6)
-    base = tl.where(index == 0, first, tl.where(index == 1, second, tl.where(index == 2, third, fourth)))
-    columns = tl.cdiv(inner, width)
-    row = tl.program_id(0) // columns * height + tl.arange(0, height)
-    column = tl.program_id(0) % columns * width + tl.arange(0, width)
-    here = (row < outer)[:, None] & (column < inner)[None]
-    start = tl.multiple_of(source.to(tl.pointer_type(kind)), aligned)
-    stop = tl.multiple_of((base + ahead).to(tl.pointer_type(kind)), aligned)
-    if aligned == 16:
-        source_step, place_step = tl.multiple_of(source_step, 2), tl.multiple_of(place_step, 2)
-    values = tl.load(start + row[:, None] * source_step + column[None], mask=here)
-    tl.store(stop + row[:, None] * place_step + column[None], values, mask=here)
+    for part in range(tl.program_id(0), work, tl.num_programs(0)):
+        entry = table + part // tiles * 8
+        source, ahead, inner = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) // word
+        source_step, place_step = tl.load(entry + 3) // word, tl.load(entry + 4) // word
+        outer, index = tl.load(entry + 5), tl.load(entry + 6)
+        base = tl.where(index == 0, first, tl.where(index == 1, second, tl.where(index == 2, third, fourth)))
+        columns = tl.cdiv(inner, width)
+        row = part % tiles // columns * height + tl.arange(0, height)
+        column = part % tiles % columns * width + tl.arange(0, width)
+        here = (row < outer)[:, None] & (column < inner)[None]
+        start = tl.multiple_of(source.to(tl.pointer_type(kind)), aligned)
+        stop = tl.multiple_of((base + ahead).to(tl.pointer_type(kind)), aligned)
+        if aligned == 16:
+            source_step, place_step = tl.multiple_of(source_step, 2), tl.multiple_of(place_step, 2)
+        values = tl.load(start + row[:, None] * source_step + column[None], mask=here)
+        tl.store(stop + row[:, None] * place_step + column[None], values, mask=here)

@@ -76,7 +76,7 @@ class HeadsIn:
     def fetch(self, index: int, into: Sequence[torch.Tensor]) -> Posted:
         """Starts to fetch a slice into tensors of shape `(B, N, H / ranks / slices, D)`."""
         moves = _moves_in(self.mates, self.heads, self.slices, index)
-        return self.exchange.move("heads in", moves, self.tensors, into, tag=2 * index)
+        return self.exchange.move("heads in", moves, self.tensors, into, 2 * index, behind=index > 0)
 
 
 class HeadsOut:
@@ -103,7 +103,8 @@ class HeadsOut:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
         self.exchange.publish("heads out", tensors, sum(tensor.nbytes for tensor in tensors))
         moves = _moves_out(self.mates, tuple(tensor.shape[2] for tensor in tensors), self.slices, index)
-        self.under_way.append(self.exchange.move("heads out", moves, tensors, self.results, tag=2 * index + 1))
+        behind = index + 1 < self.slices
+        self.under_way.append(self.exchange.move("heads out", moves, tensors, self.results, 2 * index + 1, behind))
 
     def finish(self) -> None:
         """Waits for what is still under way."""

@@ -51,11 +51,10 @@ class Recorded:
         if self.graph is None:
             return list(self.run(Symmetric(self.arena), inputs))
         self.own.meet()  # nobody reads any more what the replay before has published
-        torch._foreach_copy_(self.inputs, list(inputs), non_blocking=True)
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
         self.graph.replay()
-        results = [torch.empty_like(output) for output in self.outputs]
-        torch._foreach_copy_(results, self.outputs, non_blocking=True)
-        return results
+        return [torch.empty_like(output).copy_(output, non_blocking=True) for output in self.outputs]
 
     def _record(self, inputs: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph | None:
         """The pass as a graph; `None` if a rank could not record it, and then on all of them."""

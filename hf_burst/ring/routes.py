@@ -18,7 +18,6 @@ from .exchange import Exchange, PeerToPeer, Posted
 from .execute import Attention, backward, forward
 from .gather import gather_backward, gather_forward
 from .heads import HeadsIn, HeadsOut, Mates
-from .lanes import Lanes
 from .merge import accumulation_dtype, by_head, heads_first
 from .symmetric import Arena, Symmetric, open_arena
 
@@ -140,18 +139,14 @@ class Routed:
         kept = [q.new_empty(shape) for shape in kept_shapes(self.route, q.shape[0], q.shape[1], sizes, q.device)]
         some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
         under_way = [arriving.fetch(index, own) for index, own in enumerate(some)]
-        lanes = Lanes(exchange.side)
         for index, (posted, (own_q, own_k, own_v)) in enumerate(zip(under_way, some, strict=True)):
-            with lanes.lane(index):
-                posted.wait()
-                given_sinks = None if own_sinks is None else own_sinks[index]
-                rows = (*own_q.shape[:3],)
-                place, lse_place = leaving.room((((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)))
-                into = (place, None if lse_place is None else lse_place.squeeze(3))
-                part, part_lse = self._forward(exchange, own_q, own_k, own_v, given_sinks, into)
-                leaving.send(index, (part, part_lse.unsqueeze(3)))
-                lanes.keep(part, part_lse)
-        lanes.join()
+            posted.wait()
+            given_sinks = None if own_sinks is None else own_sinks[index]
+            rows = (*own_q.shape[:3],)
+            place, lse_place = leaving.room((((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)))
+            into = (place, None if lse_place is None else lse_place.squeeze(3))
+            part, part_lse = self._forward(exchange, own_q, own_k, own_v, given_sinks, into)
+            leaving.send(index, (part, part_lse.unsqueeze(3)))
         leaving.finish()
         return out, lse, kept
 
@@ -197,16 +192,12 @@ class Routed:
             return posted, own_dout, scalars
 
         under_way = [fetch(index) for index in range(slices)]
-        lanes = Lanes(exchange.side)
         for index, ((posted, own_dout, (own_lse, own_delta)), packed) in enumerate(zip(under_way, inputs, strict=True)):
-            with lanes.lane(index):
-                posted.wait()
-                q, k, v = unpack(packed, sizes.piece(pieces))
-                into = leaving.room([(tensor.shape, dout.dtype) for tensor in (q, k, v)])
-                found = self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta, into)
-                leaving.send(index, found)
-                lanes.keep(found)
-        lanes.join()
+            posted.wait()
+            q, k, v = unpack(packed, sizes.piece(pieces))
+            into = leaving.room([(tensor.shape, dout.dtype) for tensor in (q, k, v)])
+            found = self._backward(exchange, own_dout, q, k, v, None, own_lse, own_delta, into)
+            leaving.send(index, found)
         leaving.finish()
         return dq, dk, dv
 

@@ -93,8 +93,7 @@ class Segments:
 
 
 class Arena:
-    """The symmetric memory of a group, and the streams of its passes beside the current one: one for copies, one for
-    kernels that alternate. One for all passes.
+    """The symmetric memory of a group, and the stream on which copies go. One for all passes.
 
     Args:
         group ([`ContextGroup`]): The ranks, all of one host.
@@ -104,7 +103,7 @@ class Arena:
 
     def __init__(self, group: ContextGroup, device: torch.device, milliseconds: int) -> None:
         self.group, self.device, self.milliseconds = group, device, milliseconds
-        self.stream, self.side = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self.channels: dict[Channel, Segments] = {}
         self.passes: dict[Hashable, Any] = {}  # those that are recorded
         self.failed = ""  # what ended a pass in the middle, after which ranks need not agree on what was published
@@ -166,11 +165,6 @@ class Symmetric:
     sent: Traffic = field(default_factory=Traffic)
     held: list[Any] = field(default_factory=list)  # what a recording reads and nobody else may keep
     first: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # published first, and where
-
-    @property
-    def side(self) -> torch.cuda.Stream | None:
-        """See [`Exchange.side`]."""
-        return self.arena.side if self.aside else None
 
     def go_inline(self) -> None:
         """From now on copies go on the current stream, behind those of passes before."""
@@ -237,6 +231,7 @@ class Symmetric:
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
+        behind: bool = False,
     ) -> _Copies:
         """See [`Exchange.move`]; one kernel reads from all peers."""
         segments = self.arena.channels[channel]
@@ -249,7 +244,7 @@ class Symmetric:
         if torch.cuda.is_current_stream_capturing():
             self.held.append(table)
         with self._stream():
-            table.run(into)
+            table.run(into, behind)
             done = self._event() if self.aside else None
         self.sent += table.sent
         return _Copies(into, done, self.arena.device)
