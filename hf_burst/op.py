@@ -172,7 +172,7 @@ def _(
     tokens = int(q.shape[0]), int(q.shape[1])
     machine = machine_for(members, q.device) if schedule == "auto" and members.size > 1 else None
     route = _route(schedule, transport, sizes, *tokens, q.dtype, settings[:3], members, machine)
-    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, *tokens, sizes, q.device)]
+    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, members.size, *tokens, sizes, q.device)]
 
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")

@@ -1,7 +1,7 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
 from .choose import Choice, candidates, choose, name_of
-from .cost import Cost, estimate, slices_of
+from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
 from .mask import Mask
 from .schedule import Plan, Step, Transfer, make_plan
@@ -31,6 +31,7 @@ __all__ = [
     "choose",
     "chunks_per_rank",
     "estimate",
+    "head_slices",
     "make_plan",
     "make_sharding",
     "name_of",

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from ..config import Route, Transport
 from ..errors import ConfigError
-from .cost import Cost, estimate, slices_of
+from .cost import Cost, estimate
 from .machine import Machine
 from .work import Layer
 
@@ -59,7 +59,6 @@ def choose(
     machine: Machine,
     transport: Transport = "auto",
     budget: int | None = None,
-    most_slices: bool = False,
 ) -> Choice:
     """The schedule of a layer. Depends on nothing but its arguments, so that all ranks choose alike.
 
@@ -70,8 +69,6 @@ def choose(
         transport (`str`, defaults to `"auto"`): What carries messages inside a host.
         budget (`int`, *optional*): The most memory that a layer may take beside its inputs and outputs, in bytes; a
             quarter of the device's by default.
-        most_slices (`bool`, defaults to `False`): Whether heads are always cut into as many slices as may be
-            ([`slices_of`]), and not into the number that is fastest.
 
     Raises:
         ConfigError: If the group cannot run the schedule asked for.
@@ -86,8 +83,7 @@ def choose(
     routes = candidates(ranks, shapes.q_heads, shapes.kv_heads, machine.ranks_per_host)
     if asked and asked not in routes:
         routes.append(asked)
-    counts = {route: slices_of(route, ranks, shapes.kv_heads)[-1] if most_slices else None for route in routes}
-    costs = {route: estimate(route, layer, machine, transport, counts[route], budget) for route in routes}
+    costs = {route: estimate(route, layer, machine, transport, budget=budget) for route in routes}
     refused = {
         route: f"needs {_size(cost.memory_bytes - budget)} more memory than is free"
         for route, cost in costs.items()

@@ -19,6 +19,9 @@ from .traffic import Pass, Shapes, step_traffic
 from .work import Call, Layer, Load, load_of, visitor_of
 
 MOST_SLICES = 4
+_BLOCK_ROWS = 128
+_SLICE_BLOCKS = 1024  # of rows
+_SCATTERED = 0.72  # of a link's bandwidth is left for heads cut out of rows: 272 of 375 GB/s on H200s
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def estimate(
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the faster of them.
-        slices (`int`, *optional*): Into how many slices the heads are cut; by default the fastest of
-            [`slices_of`] that fits.
+        slices (`int`, *optional*): Into how many slices the heads are cut; by default [`head_slices`], and for gathered
+            keys the fastest number that fits.
         budget (`float`, defaults to `inf`): The most memory beside inputs and outputs, in bytes, where there is a
             choice: transports and slices that fit go before faster ones.
 
@@ -86,7 +89,7 @@ def estimate(
             f"{machine.device}. Take the transport 'p2p', or 'auto'."
         )
     ways: list[Transport] = [transport] if transport != "auto" else _transports(machine, within)
-    counts = [slices] if slices else slices_of(route, layer.ranks, layer.shapes.kv_heads)
+    counts = [slices] if slices else _counts(route, layer, machine)
     load = load_of(route, layer)
     costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways for count in counts]
     return min(costs, key=lambda cost: (max(cost.memory_bytes - budget, 0), cost.total_s))
@@ -107,6 +110,30 @@ def slices_of(route: Route, ranks: int, kv_heads: int) -> list[int]:
         return [1]
     heads = kv_heads // route.ulysses
     return [count for count in range(1, MOST_SLICES + 1) if heads % count == 0]
+
+
+def head_slices(route: Route, ranks: int, heads: tuple[int, int], tokens: int, device: str) -> int:
+    """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs only
+    where there is much to compute, since a slice costs the host as much as the whole.
+
+    Args:
+        route ([`Route`]): With `ulysses` ranks that exchange heads.
+        ranks (`int`): Ranks of the group.
+        heads (`tuple[int, int]`): Query and key heads of all ranks.
+        tokens (`int`): Tokens of one rank.
+        device (`str`): Type of the device.
+    """
+    blocks = heads[0] * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
+    most = MOST_SLICES if device == "cpu" else max(1, blocks // _SLICE_BLOCKS)
+    return max(count for count in slices_of(route, ranks, heads[1]) if count <= most)
+
+
+def _counts(route: Route, layer: Layer, machine: Machine) -> list[int]:
+    """The numbers of slices among which to choose."""
+    if route.around == "all_gather":
+        return slices_of(route, layer.ranks, layer.shapes.kv_heads)
+    heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
+    return [head_slices(route, layer.ranks, heads, tokens, "cpu" if machine.device == "CPU" else "cuda")]
 
 
 @dataclass(frozen=True)
@@ -169,11 +196,11 @@ class _Setting:
         link = self.machine.between_hosts if several else self.inside
         return _Busy(link.seconds(size), link.drag * link.seconds(size))
 
-    def spread(self, size: float, places: int, stride: int) -> _Busy:
-        """`size` bytes to each of `places - 1` peers that lie `stride` ranks apart; those on other hosts are reached
-        at the same time as those on this one."""
+    def spread(self, size: float, places: int, stride: int, share: float = 1.0) -> _Busy:
+        """`size` bytes to each of `places - 1` peers that lie `stride` ranks apart, at a share of the bandwidth inside
+        of a host; those on other hosts are reached at the same time as those on this one."""
         near = min(places, max(1, self.machine.ranks_per_host // stride))
-        within = self.inside.seconds(size * (near - 1))
+        within = self.inside.seconds(size * (near - 1) / share)
         between = self.machine.between_hosts.seconds(size * (places - near))
         link = self.inside if within >= between else self.machine.between_hosts
         return _Busy(max(within, between), max(within, between) * link.drag)
@@ -251,7 +278,7 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
         if following:
             visiting = travel((following.send, visit), (following.recv, visit))
         ahead = following is not None and (step.ahead or not backward)
-        touched, launches = _touched(step.calls, setting.shapes, direction, alone)
+        touched, launches = _touched(step.calls, setting.shapes, direction, kept=step is steps[0])
         kernels = sum(setting.kernel(call.pairs, backward) for call in step.calls)
         tally.stage(kernels, setting.other(touched, launches), returning + visiting if ahead else returning)
         tally.launches += launches
@@ -275,10 +302,10 @@ def _row_bytes(visitor: Visitor, direction: Pass, shapes: Shapes) -> tuple[int, 
     return visit.bytes, summed.bytes, lone.bytes
 
 
-def _touched(calls: tuple[Call, ...], shapes: Shapes, direction: Pass, alone: bool) -> tuple[int, int]:
+def _touched(calls: tuple[Call, ...], shapes: Shapes, direction: Pass, kept: bool) -> tuple[int, int]:
     """Bytes of memory read and written beside the kernel's own, and calls: merges, or sums of gradients, which read
-    what the kernel wrote and read and write a sum."""
-    if alone:
+    what the kernel wrote and read and write a sum. What is `kept` as the kernel made it costs nothing."""
+    if kept and len(calls) <= 1:
         return 0, len(calls)
     added = shapes.itemsize + 2 * shapes.accumulator_itemsize
     queries, keys = sum(call.q_rows for call in calls), sum(call.k_rows for call in calls)
@@ -289,8 +316,8 @@ def _touched(calls: tuple[Call, ...], shapes: Shapes, direction: Pass, alone: bo
 
 
 def _ends(setting: _Setting, direction: Pass, alone: bool, tally: _Tally) -> None:
-    """What a ring does before its first and after its last step, and its memory: delta, sums to be cast, and for
-    symmetric memory a copy to where peers read it, between two barriers."""
+    """What a ring does before its first and after its last step, and its memory: delta, sums, and for symmetric memory
+    a copy to where peers read it, between two barriers."""
     shapes, rows = setting.shapes, setting.load.rows
     wide, narrow = shapes.accumulator_itemsize, shapes.itemsize
     outputs = rows * shapes.q_heads * shapes.value_dim
@@ -300,9 +327,7 @@ def _ends(setting: _Setting, direction: Pass, alone: bool, tally: _Tally) -> Non
         touched, launches = 2 * outputs * narrow + rows * shapes.q_heads * wide, 1
         tally.memory += rows * shapes.q_heads * wide
     if not alone:
-        sums, tensors = (outputs, 1) if direction == "forward" else (inputs, 3)
-        touched, launches = touched + sums * (wide + narrow), launches + tensors
-        tally.memory += sums * (wide + narrow)
+        tally.memory += (outputs if direction == "forward" else inputs) * (wide + narrow)
     if setting.transport == "symmetric" and setting.load.places > 1:
         payload = 2 * rows * max(shapes.q_heads, shapes.kv_heads) * shapes.head_dim * narrow
         touched, launches = touched + 2 * payload, launches + 4
@@ -346,7 +371,8 @@ def _exchange(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy,
     inputs, outputs = rows * inputs * shapes.itemsize, rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
     scalars = rows * shapes.q_heads * shapes.accumulator_itemsize
     sizes = (inputs, outputs + scalars) if direction == "forward" else (outputs + 2 * scalars, inputs)
-    coming, leaving = (setting.spread(size / ulysses, ulysses, 1) for size in sizes)
+    share = _SCATTERED if setting.transport == "symmetric" else 1.0
+    coming, leaving = (setting.spread(size / ulysses, ulysses, 1, share) for size in sizes)
     packs = 2 if setting.transport == "symmetric" else 4  # packed, read and written; p2p unpacks too
     tally.sent += sum(sizes) * (ulysses - 1) // ulysses
     tally.received += sum(sizes) * (ulysses - 1) // ulysses

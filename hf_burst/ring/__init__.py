@@ -2,7 +2,7 @@
 
 from .exchange import Exchange, PeerToPeer
 from .merge import accumulation_dtype, merge_, row_products
-from .routes import HeadSizes, Routed, head_slices, kept_shapes, open_exchange
+from .routes import HeadSizes, Routed, kept_shapes, open_exchange
 
 __all__ = [
     "Exchange",
@@ -10,7 +10,6 @@ __all__ = [
     "PeerToPeer",
     "Routed",
     "accumulation_dtype",
-    "head_slices",
     "kept_shapes",
     "merge_",
     "open_exchange",

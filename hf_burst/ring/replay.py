@@ -17,7 +17,7 @@ from .symmetric import Arena, Segments, Symmetric
 logger = logging.getLogger(__name__)
 
 _LARGEST = 1 << 25
-_MOST = 16
+_MOST = 8
 _SIGHTINGS = 48  # a step or two of a model: lengths that change with every batch are not worth it
 
 Pass = Callable[[Exchange, Sequence[torch.Tensor]], Sequence[torch.Tensor]]

@@ -12,7 +12,7 @@ from ..config import Chunking, Route
 from ..errors import ConfigError
 from ..kernels import Into, Kernel, Scores
 from ..mesh import ContextGroup
-from ..plan import Mask, make_plan, make_sharding
+from ..plan import Mask, head_slices, make_plan, make_sharding
 from ..plan.schedule import Visitor
 from .exchange import Exchange, PeerToPeer, Posted
 from .execute import Attention, backward, forward
@@ -20,10 +20,6 @@ from .gather import gather_backward, gather_forward
 from .heads import HeadsIn, HeadsOut, Mates
 from .merge import accumulation_dtype, by_head, heads_first
 from .symmetric import Arena, Symmetric, open_arena
-
-_SLICES = 4
-_BLOCK_ROWS = 128
-_BLOCKS = 1024  # of rows, in a slice
 
 
 class HeadSizes(NamedTuple):
@@ -50,29 +46,13 @@ class HeadSizes(NamedTuple):
         return [(heads // pieces, dim) for _, _, heads, dim in self.shapes(0, 0)]
 
 
-def head_slices(route: Route, sizes: HeadSizes, tokens: int, device: torch.device) -> int:
-    """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs only
-    where there is much to compute, since every slice costs the host as much as the first one.
-
-    Args:
-        route ([`Route`]): With `ulysses` ranks that exchange heads.
-        sizes ([`HeadSizes`]): Heads of all ranks.
-        tokens (`int`): Tokens of one rank.
-        device (`torch.device`): Where it is computed.
-    """
-    heads = sizes.kv_heads // route.ulysses
-    blocks = sizes.q_heads * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
-    most = _SLICES if device.type == "cpu" else max(1, min(_SLICES, blocks // _BLOCKS))
-    return next(count for count in range(most, 0, -1) if heads % count == 0)
-
-
 def kept_shapes(
-    route: Route, batch: int, tokens: int, sizes: HeadSizes, device: torch.device
+    route: Route, ranks: int, batch: int, tokens: int, sizes: HeadSizes, device: torch.device
 ) -> list[tuple[int, int, int]]:
     """What the forward pass of a route keeps instead of q, k and v, if it does."""
     if route.ulysses == 1:
         return []
-    slices = head_slices(route, sizes, int(tokens), device)
+    slices = head_slices(route, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), device.type)
     width = sum(heads * dim for heads, dim in sizes.piece(route.ulysses * slices))
     return [(batch, tokens * route.ulysses, width)] * slices
 
@@ -129,14 +109,17 @@ class Routed:
         if self.route.ulysses == 1:
             return *self._forward(exchange, q, k, v, sinks), []
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        mates, slices = self._mates, head_slices(self.route, sizes, q.shape[1], q.device)
+        kept = [
+            q.new_empty(shape)
+            for shape in kept_shapes(self.route, self.group.size, q.shape[0], q.shape[1], sizes, q.device)
+        ]
+        mates, slices = self._mates, len(kept)
         _go_inline(exchange, slices, self.route.ulysses == self.group.size)
         arriving = HeadsIn(exchange, mates, (q, k, v), slices)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsOut(exchange, mates, (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.route.ulysses)[mates.member].chunk(slices)
-        kept = [q.new_empty(shape) for shape in kept_shapes(self.route, q.shape[0], q.shape[1], sizes, q.device)]
         some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
         under_way = [arriving.fetch(index, own) for index, own in enumerate(some)]
         for index, (posted, (own_q, own_k, own_v)) in enumerate(zip(under_way, some, strict=True)):
