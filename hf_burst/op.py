@@ -156,7 +156,7 @@ def attention(
         return [out, lse, *kept]
 
     exchange = open_exchange(transport, members, q.device)
-    recurring = record and sinks is None and recurs(work.masks, q)
+    recurring = record and sinks is None and isinstance(exchange, Symmetric) and recurs(work.masks, q)
     out, lse, *kept = _carry_out(exchange, ("forward", request) if recurring else None, run, (q, k, v))
     return out, lse, kept
 
@@ -207,7 +207,8 @@ def attention_backward(
         dout, sizes, layout, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
     )
     work = _prepared(request)
-    recurring = record and recurs(work.masks, dout)
+    exchange = open_exchange(transport, members, dout.device)
+    recurring = record and isinstance(exchange, Symmetric) and recurs(work.masks, dout)
     # a recording is the same on all ranks, also where one alone has a gradient into lse
     true_out = dlse is None and not recurring
     delta = row_products(dout, out, dlse) if work.sends_delta or not true_out else None
@@ -219,7 +220,6 @@ def attention_backward(
         own_out = more.pop() if true_out else None
         return list(work.backward(exchange, sizes, dout, inputs, own_out, lse, more[0] if more else None))
 
-    exchange = open_exchange(transport, members, dout.device)
     key = ("backward", request) if recurring else None
     dq, dk, dv = _carry_out(exchange, key, run, (dout, lse, *inputs, *extras))
     return dq, dk, dv
@@ -379,7 +379,7 @@ def _request(
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _prepared(request: _Request) -> Routed:
     """What carries an attention out: made once, for all layers and steps that ask for the same."""
     layout = SequenceLayout.decode(request.layout)

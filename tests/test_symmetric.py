@@ -19,7 +19,7 @@ class Shared(Case):
 
     @property
     def config(self) -> BurstConfig:
-        return replace(super().config, transport="symmetric")
+        return replace(super().config, transport="symmetric", record=False)
 
 
 def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]) -> list:

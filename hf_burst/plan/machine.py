@@ -147,7 +147,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     32,768; below, from the 0.06 ms forward and 0.09 ms backward by which the first call is longer than its FLOPs take
     at full rate. Other kernels run at the share of it that they reach at 32,768 tokens. A hop of NCCL has a floor of
     0.12 ms and reaches 132 GB/s at 16 MiB and 359 GB/s at 1 GiB; the copy engine takes 0.055, 0.100 and 0.368 ms for
-    16, 32 and 128 MiB, and ranks reach its barriers 0.04 ms apart. Between hosts 400 Gb/s a GPU are assumed, not measured.
+    16, 32 and 128 MiB, and ranks reach its barriers 0.04 ms apart. Between hosts 400 Gb/s a GPU are assumed, not
+    measured.
     """
     share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
     points = [

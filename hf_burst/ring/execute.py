@@ -258,7 +258,7 @@ def _circulate(
     returns.finish()
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _visits(attention: Attention, visitor: Visitor, shapes: tuple[Shape, ...]) -> list[tuple[Step, Round]]:
     """The steps of a place, and how their visitors come, if what visits has these shapes at home."""
     found = []
@@ -339,7 +339,7 @@ class _Returns:
         self.under_way = None
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _returns(
     attention: Attention, visitor: Visitor, shapes: tuple[Shape, ...], lone_dtype: torch.dtype | None
 ) -> dict[int, Round]:

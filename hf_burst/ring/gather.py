@@ -184,7 +184,7 @@ class _Scattered:
         self.under_way = None
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
     """How K and V of a slice are fetched, if all slices of this rank have these shapes; and the tokens that come."""
     given, taken, places = [], [], []
@@ -202,7 +202,7 @@ def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...])
     return Round(shapes, tuple(given), tuple(taken), 2 * index), places
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=128)
 def _slice_scattered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
     """How dK and dV of a slice, of these shapes on every rank, go home; and the rows that come."""
     given, taken, places = [], [], []
