@@ -214,6 +214,43 @@ def test_deterministic_runs_have_the_same_bits(gpus: Ranks) -> None:
     gpus(min(GPUS, 4)).run(attend_twice_alike)
 
 
+def attend_on_streams(rank: int, size: int) -> None:
+    """Layers on two streams in turn, while other work takes and fills the memory that they let go of."""
+    device, length = torch.device("cuda", rank), 4096
+    group = hf_burst.ContextGroup.from_mesh(None)
+    layout = hf_burst.SequenceLayout.for_batch([(0, 1500, length)], size)
+    streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
+    generator = torch.Generator(device).manual_seed(rank)
+
+    def layers(schedule: str, transport: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        config = hf_burst.BurstConfig(schedule=schedule, transport=transport)
+        found = []
+        for index, tensor in enumerate(inputs):
+            stream = streams[index % 2]
+            stream.wait_stream(streams[1 - index % 2])
+            with torch.cuda.stream(stream):
+                leaf = (tensor * 1.0).requires_grad_()
+                out, _ = hf_burst.burst_attention(*leaf.split([8, 4, 4], 2), layout, group, config=config)
+                (gradient,) = torch.autograd.grad(out, leaf, out.detach())
+                found += [out.detach(), gradient]
+                del out, leaf
+                for _ in range(4):
+                    torch.full((tensor.numel(),), torch.nan, device=device, dtype=tensor.dtype)
+        torch.cuda.synchronize()
+        return found
+
+    inputs = [torch.randn(1, length // size, 16, 64, device=device, generator=generator).bfloat16() for _ in range(10)]
+    for schedule in dict.fromkeys(name for name, _ in ways(size, (8, 4)) if name != "auto"):
+        found = [layers(schedule, transport, inputs) for transport in ("symmetric", "p2p")]
+        for one, other in zip(*found, strict=True):
+            assert relative(one, other.float()) < 2e-3, schedule
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_streams_and_memory_that_is_taken_anew(gpus: Ranks) -> None:
+    gpus(min(GPUS, 4)).run(attend_on_streams)
+
+
 def lose_a_rank(rank: int, port: int, transport: str) -> None:
     """The last of two ranks dies between two passes."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
