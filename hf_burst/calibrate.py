@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 Start = Callable[[], Callable[[], Any]]
 
 _REPEATS = 7
+_BARRIER_MS = 60_000
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
 
 
 def _copies(group: ContextGroup, device: torch.device, largest: int) -> Callable[[int], Start]:
-    """Copies from the next rank's memory on a stream of their own."""
+    """Copies from the next rank's memory on a stream of their own, behind a barrier as in a pass."""
     import torch.distributed._symmetric_memory as symmetric  # CUDA only, and private
 
     buffer = symmetric.empty(largest, dtype=torch.uint8, device=device)
@@ -315,6 +316,7 @@ def _copies(group: ContextGroup, device: torch.device, largest: int) -> Callable
         def start() -> Callable[[], Any]:
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
+                handle.barrier(channel=0, timeout_ms=_BARRIER_MS)
                 landing.copy_(peer[:size])
             return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 

@@ -104,6 +104,9 @@ def burst_attention(
     return out, lse
 
 
+_before = globals().get("_library")
+if _before is not None:  # this module is loaded anew, as notebooks do
+    _before._destroy()
 _library = torch.library.Library("hf_burst", "DEF")  # torch.library.custom_op is the same, three times as slow to call
 _SETTINGS = (
     "Tensor layout, bool causal, int window, int chunk, float scale, float softcap, str kernel, str schedule, "
@@ -122,7 +125,7 @@ _library.define(
 
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def attention(
+def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -169,15 +172,15 @@ def _(
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     schedule, transport, _, group = settings[-4:]
     sizes, members = _sizes(q, k, v), _members(group)
-    tokens = int(q.shape[0]), int(q.shape[1])
     machine = machine_for(members, q.device) if schedule == "auto" and members.size > 1 else None
-    route = _route(schedule, transport, sizes, *tokens, q.dtype, settings[:3], members, machine)
-    return out, lse, [q.new_empty(shape) for shape in kept_shapes(route, members.size, *tokens, sizes, q.device)]
+    route = _route(schedule, transport, sizes, q.shape[0], q.shape[1], q.dtype, settings[:3], members, machine)
+    kept = kept_shapes(route, members.size, q.shape[0], q.shape[1], sizes, q.device)
+    return out, lse, [q.new_empty(shape) for shape in kept]
 
 
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def attention_backward(
+def _attention_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     inputs: list[torch.Tensor],
@@ -197,7 +200,7 @@ def attention_backward(
     record: bool,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of [`attention`] with respect to q, k and v; that of the sinks follows from `lse` alone.
+    """The gradients of `hf_burst::attention` with respect to q, k and v; that of the sinks follows from `lse` alone.
 
     `inputs` are q, k and v, or what the forward pass kept of them.
     """
@@ -213,10 +216,11 @@ def attention_backward(
     true_out = dlse is None and not recurring
     delta = row_products(dout, out, dlse) if work.sends_delta or not true_out else None
     extras = [tensor for tensor in (delta, out if true_out else None) if tensor is not None]
+    count = len(inputs)
 
     def run(exchange: Exchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         dout, lse, *rest = tensors
-        inputs, more = rest[: -len(extras)], rest[-len(extras) :]
+        inputs, more = rest[:count], rest[count:]
         own_out = more.pop() if true_out else None
         return list(work.backward(exchange, sizes, dout, inputs, own_out, lse, more[0] if more else None))
 
@@ -288,6 +292,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 @torch.library.impl(_library, "attention", "Autograd")
+@torch.compiler.disable
 def _(*arguments: Any) -> Any:
     if _is_tracked(arguments[:4]):
         return _Attention.apply(*arguments)
@@ -296,6 +301,7 @@ def _(*arguments: Any) -> Any:
 
 
 @torch.library.impl(_library, "attention_backward", "Autograd")
+@torch.compiler.disable
 def _(dout: torch.Tensor, dlse: torch.Tensor | None, inputs: list[torch.Tensor], *others: Any) -> Any:
     if _is_tracked((dout, dlse, *inputs, *others[:2])):
         return _AttentionBackward.apply(dout, dlse, len(inputs), *inputs, *others)
@@ -315,7 +321,7 @@ def _carry_out(
     if not isinstance(exchange, Symmetric):
         return list(run(exchange, inputs))
     try:
-        known = None if key is None else recorded(exchange.arena, key, run)
+        known = None if key is None else recorded(exchange.arena, key, run, inputs)
         return list(run(exchange, inputs)) if known is None else known(inputs)
     except Exception as problem:
         exchange.arena.failed = repr(problem).splitlines()[0]
@@ -438,6 +444,7 @@ def _route(
         return _named(schedule, sizes, members.size)
     if machine is None:
         return Route()
+    batch, tokens = int(batch), int(tokens)  # which makes a graph one of this length
     causal, window, chunk = mask
     back = min([reach for reach in (window, chunk - 1) if reach >= 0], default=None)
     whole = Mask(tokens * members.size, causal, back)

@@ -80,20 +80,21 @@ class InPlace:
     """A kernel that writes where it may."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.card, self.unavailable, self.written = kernel, kernel.card, kernel.unavailable, 0
+        self.kernel, self.card, self.unavailable = kernel, kernel.card, kernel.unavailable
+        self.written = {"forward": 0, "backward": 0}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores, into: Into | None = None
     ) -> list[torch.Tensor]:
-        return self._put(self.kernel.forward(q, k, v, band, scores), into)
+        return self._put("forward", self.kernel.forward(q, k, v, band, scores), into)
 
     def backward(self, *arguments: Any) -> list[torch.Tensor]:
         into = arguments[9] if len(arguments) > 9 else None
-        return self._put(self.kernel.backward(*arguments[:9]), into)
+        return self._put("backward", self.kernel.backward(*arguments[:9]), into)
 
-    def _put(self, results: Sequence[torch.Tensor], into: Into | None) -> list[torch.Tensor]:
+    def _put(self, direction: str, results: Sequence[torch.Tensor], into: Into | None) -> list[torch.Tensor]:
         places = [None] * len(results) if into is None else into
-        self.written += sum(place is not None for place in places)
+        self.written[direction] += sum(place is not None for place in places)
         return [result if place is None else place.copy_(result) for result, place in zip(results, places, strict=True)]
 
 

@@ -126,6 +126,8 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     assert set(rows) == {(name, length, heads) for name in right for length in (64, 128) for heads in (2, 4)}
     for (_, length, heads), row in rows.items():
         assert 3 <= len(row["seconds"]["both"]) <= 6
+        assert 1 <= row["calls"] <= 4
+        assert row["calls"] == rows["limit", length, heads]["calls"]
         assert_numbers_agree(row, rows["limit", length, heads])
     # over two ranks in zigzag, rank 0 needs all keys of rank 1, which needs one half of those of rank 0 and returns the
     # gradients of that half; Ulysses sends one half of q, k, v and out

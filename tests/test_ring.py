@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -661,6 +663,28 @@ def test_a_new_packing_compiles_nothing_new():
         got = attend_once(q, k, v, sinks, layout, *settings_)
         assert torch.equal(got, torch.ops.hf_burst.attention(q, k, v, sinks, layout, *settings_)[0])
     assert len(compiled) == 1
+
+
+def test_another_length_of_one_process_compiles_once_more_and_no_further():
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    attend_once = torch.compile(
+        lambda *arguments: torch.ops.hf_burst.attention(*arguments)[0], fullgraph=True, backend=backend
+    )
+    settings_ = operator_arguments(grad=False)[5:]
+    for length in (16, 20, 24, 28, 32):
+        q, k, v = (torch.randn(1, length, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+        attend_once(q, k, v, None, SequenceLayout.for_batch([(0, length)], 1).encode(), *settings_)
+    assert len(compiled) <= 2
+
+
+def test_the_module_of_the_operator_can_be_loaded_anew():
+    script = "import importlib, hf_burst.op; importlib.reload(hf_burst.op); import torch; torch.ops.hf_burst.attention"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 @pytest.fixture

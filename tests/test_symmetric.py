@@ -1,13 +1,18 @@
 """Attention through memory that ranks read of each other: segments that take turns, and what is written in place."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from hf_burst import BurstConfig
-from hf_burst.ring import symmetric
+import hf_burst.ring.routes
+from hf_burst import BurstConfig, SequenceLayout, burst_attention
+from hf_burst.config import Route
+from hf_burst.ring import replay, symmetric
 from tests.shared_memory import shared_memory
 from tests.test_ring import PRODUCTS, SCHEDULES, Case, assert_exact, attend, context_group, fitting, put_together
 
@@ -22,13 +27,18 @@ class Shared(Case):
         return replace(super().config, transport="symmetric", record=False)
 
 
-def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]) -> list:
-    """The results of every case, the sizes of which come and go; all in one memory."""
-    torch.manual_seed(rank)
+def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]) -> tuple[list, dict]:
+    """The results of every case, the sizes of which come and go, all in one memory; and how many results of kernels
+    were written where they are published, by schedule and direction."""
+    results, written = [], {(case.schedule, direction): 0 for case in cases for direction in ("forward", "backward")}
     with shared_memory(folder, context_group(size)) as kernels:
-        results = [attend(rank, size, case) for case in [*cases, *cases]]
-        assert any(kernel.written for kernel in kernels), "no kernel wrote in place"
-    return results
+        for case in [*cases, *cases]:
+            results.append(attend(rank, size, case))
+            for kernel in kernels:
+                for direction, count in kernel.written.items():
+                    written[case.schedule, direction] += count
+                    kernel.written[direction] = 0
+    return results, written
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -45,9 +55,72 @@ def test_attention_through_shared_memory_is_exact(ranks, size, slices, tmp_path)
     many = fitting(size, [replace(case, schedule=name) for name in names for case in kinds])
     if slices > 1:
         many = [replace(case, heads=(case.heads[0] * slices, case.heads[1] * slices)) for case in many]
-    every = ranks(size).run(attend_again_and_again, tmp_path, many)
+    answers = ranks(size).run(attend_again_and_again, tmp_path, many)
+    every = [results for results, _ in answers]
+    for _, written in answers:
+        for (name, direction), count in written.items():
+            route = Route.parse(name, size)
+            in_place = route.ulysses == size or (direction == "backward" and route.around != "all_gather")
+            assert bool(count) == in_place, (name, direction)
     for case, found in zip([*many, *many], put_together(every, size, [*many, *many]), strict=True):
         assert_exact(case, found, 1e-10 if case.dtype == torch.float64 else 2e-5)
+
+
+class Again(replay.Recorded):
+    """A recording on CPUs: a replay is the pass once more, in the memory of the recording."""
+
+    def __init__(self, arena, run, inputs):
+        super().__init__(arena, run, inputs)
+
+        def again() -> None:
+            arena.restart()
+            for output, result in zip(self.outputs, run(symmetric.Symmetric(arena), self.inputs), strict=True):
+                output.copy_(result)
+
+        self.graph.replay = again
+
+
+def replay_passes(rank: int, size: int, folder: Path, schedule: str) -> None:
+    """Passes of two lengths that recur, and others that do not; the one that is recorded has q, k and v in common."""
+    generator = torch.Generator().manual_seed(rank)
+    group = context_group(size)
+
+    def attend(inputs: list[torch.Tensor], transport: str) -> list[torch.Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        if inputs[0] is inputs[1]:
+            leaves = leaves[:1] * 3
+        layout = SequenceLayout.for_batch([(0, size * inputs[0].shape[1])], size)
+        out, _ = burst_attention(*leaves, layout, group, config=BurstConfig(schedule=schedule, transport=transport))
+        return [out, *torch.autograd.grad(out, leaves[:1] if inputs[0] is inputs[1] else leaves, out.detach())]
+
+    with (
+        shared_memory(folder, group) as kernels,
+        mock.patch.multiple(replay, _SIGHTINGS=3, Recorded=Again),
+        mock.patch.object(torch.cuda, "CUDAGraph", SimpleNamespace),
+        mock.patch.object(torch.cuda, "graph", return_value=nullcontext()),
+    ):
+        for length in range(20, 30, 2):  # seen once each, which takes no place from those that recur
+            attend([torch.randn(1, length, 4, 8, generator=generator) for _ in range(3)], "symmetric")
+        for turn in range(6):
+            for length in (16, 18):
+                inputs = [torch.randn(1, length, 4, 8, generator=generator) for _ in range(3)]
+                inputs = inputs[:1] * 3 if turn == 2 else inputs
+                found = [attend(inputs, transport) for transport in ("symmetric", "p2p")]
+                for one, other in zip(*found, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=f"{schedule} {turn} {length}")
+        passes = symmetric_arena().passes
+        assert len(passes) == 4, len(passes)  # two lengths, forward and backward
+        assert all(isinstance(known, Again) for known in passes.values())
+    assert kernels
+
+
+def symmetric_arena() -> symmetric.Arena:
+    return hf_burst.ring.routes.open_arena(None, None)
+
+
+@pytest.mark.parametrize("schedule", ["kv_ring", "burst", "ulysses", "all_gather"])
+def test_what_is_replayed_is_what_was_recorded(ranks, schedule, tmp_path):
+    ranks(2).run(replay_passes, tmp_path, schedule)
 
 
 def test_what_is_remembered_does_not_grow_for_ever():

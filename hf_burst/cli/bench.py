@@ -51,7 +51,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in-a-row", type=int, default=4, help="calls that follow each other, as layers do; fewer of slow ones"
     )
-    parser.add_argument("--warmup", type=int, default=10, help="calls before the first round; fewer of slow ones")
+    parser.add_argument("--warmup", type=int, default=56, help="calls before the first round; fewer of slow ones")
     parser.add_argument("--check-length", type=int, default=2048, help="tokens at which results are compared with fp64")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one call may take")

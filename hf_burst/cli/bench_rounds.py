@@ -136,7 +136,7 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
     running = [measured for measured in running if measured.prepared is not None]
     if not running:
         return found
-    pace = [sum(measured.seconds["both"][-1] for measured in running), time.perf_counter() - start]
+    pace = [sum(measured.calls * measured.seconds["both"][-1] for measured in running), time.perf_counter() - start]
     once, spent = ranks.largest(torch.tensor(pace, dtype=torch.float64)).tolist()
     fewest, most = effort.rounds
     rounds = int(min(max((budget - spent) / once, fewest), most))
@@ -193,7 +193,7 @@ def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: floa
         last = measured.seconds["both"][-1] if measured.seconds["both"] else 0.0
         slow = float(ranks.largest(torch.tensor([last], dtype=torch.float64))[0])
         affordable = int(_WARMUP_SHARE * budget / len(running) / max(slow, 1e-9))
-        for _ in range(-(-min(calls, affordable) // measured.calls) - len(measured.seconds["both"])):
+        for _ in range(-(-(min(calls, affordable) - len(measured.seconds["both"])) // measured.calls)):
             if measured.prepared is not None:
                 _call(measured, ranks)
 

@@ -74,10 +74,9 @@ def estimate(
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the faster of them.
-        slices (`int`, *optional*): Into how many slices the heads are cut; by default [`head_slices`], and for gathered
-            keys the fastest number that fits.
+        slices (`int`, *optional*): Into how many slices the heads are cut; [`head_slices`] by default.
         budget (`float`, defaults to `inf`): The most memory beside inputs and outputs, in bytes, where there is a
-            choice: transports and slices that fit go before faster ones.
+            choice: transports that fit go before faster ones.
 
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
@@ -89,14 +88,16 @@ def estimate(
             f"{machine.device}. Take the transport 'p2p', or 'auto'."
         )
     ways: list[Transport] = [transport] if transport != "auto" else _transports(machine, within)
-    counts = [slices] if slices else _counts(route, layer, machine)
+    heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
+    device = "cpu" if machine.device == "CPU" else "cuda"
+    count = slices or head_slices(route, layer.ranks, heads, tokens, device)
     load = load_of(route, layer)
-    costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways for count in counts]
+    costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways]
     return min(costs, key=lambda cost: (max(cost.memory_bytes - budget, 0), cost.total_s))
 
 
 def _transports(machine: Machine, within: bool) -> list[Transport]:
-    """Those that may win: of two links, not the one that is worse in every number."""
+    """Those that may win: of two links, not the one that is worse in every number (of whole rows)."""
     first, second = machine.symmetric, machine.p2p
     if first is None or not within:
         return ["p2p"]
@@ -117,7 +118,7 @@ def head_slices(route: Route, ranks: int, heads: tuple[int, int], tokens: int, d
     where there is much to compute, since a slice costs the host as much as the whole.
 
     Args:
-        route ([`Route`]): With `ulysses` ranks that exchange heads.
+        route ([`Route`]): With `ulysses` ranks that exchange heads, or keys that are gathered.
         ranks (`int`): Ranks of the group.
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
@@ -126,14 +127,6 @@ def head_slices(route: Route, ranks: int, heads: tuple[int, int], tokens: int, d
     blocks = heads[0] * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
     most = MOST_SLICES if device == "cpu" else max(1, blocks // _SLICE_BLOCKS)
     return max(count for count in slices_of(route, ranks, heads[1]) if count <= most)
-
-
-def _counts(route: Route, layer: Layer, machine: Machine) -> list[int]:
-    """The numbers of slices among which to choose."""
-    if route.around == "all_gather":
-        return slices_of(route, layer.ranks, layer.shapes.kv_heads)
-    heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
-    return [head_slices(route, layer.ranks, heads, tokens, "cpu" if machine.device == "CPU" else "cuda")]
 
 
 @dataclass(frozen=True)
@@ -289,7 +282,8 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
         if following and not ahead:
             tally.stage(0.0, 0.0, visiting)
     tally.stage(0.0, 0.0, returning)
-    tally.memory *= 4 if backward else 2  # two slots of what comes, two of what returns
+    # two slots of what comes, two of what returns, or three where kernels write it in place
+    tally.memory *= 2 if not backward else 5 if setting.transport == "symmetric" else 4
     _ends(setting, direction, alone, tally)
 
 
@@ -377,6 +371,8 @@ def _exchange(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy,
     tally.sent += sum(sizes) * (ulysses - 1) // ulysses
     tally.received += sum(sizes) * (ulysses - 1) // ulysses
     tally.memory += min(2, setting.slices) * sum(sizes) * (1 if direction == "forward" else 2)
+    if setting.transport == "symmetric":
+        tally.memory += sizes[1]  # a third segment of what leaves
     tally.launches += 8
     tally.stage(0.0, setting.other(packs * sum(sizes), 8), _Busy())
     return coming, leaving

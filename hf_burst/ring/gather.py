@@ -9,12 +9,12 @@ from functools import lru_cache
 
 import torch
 
+from ..config import Route
 from ..kernels import project_out
+from ..plan import head_slices
 from .exchange import Exchange, Given, Part, Posted, Round, Shape
 from .execute import Attention, band_of
 from .merge import Merged, Summed, accumulation_dtype
-
-_SLICES = 4
 
 # which tensor, first row or token, how many: where each part of a round goes
 _Places = list[tuple[int, int, int]]
@@ -29,7 +29,7 @@ def gather_forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`forward`], by all-gathers."""
-    keys = _Gathered(attention, exchange, k, v)
+    keys = _Gathered(attention, exchange, q.shape[2], k, v)
     merged = []
     for index, (heads, _) in enumerate(keys.slices(q)):
         some = q[:, :, heads]
@@ -67,7 +67,7 @@ def gather_backward(
     if out is None and attention.kernel.card.wants_out:
         assert delta is not None, "there is out or delta"
         dout, out = project_out(dout, delta)
-    keys = _Gathered(attention, exchange, k, v)
+    keys = _Gathered(attention, exchange, q.shape[2], k, v)
     home = _Scattered(attention, exchange, k, v)
     dqs = []
     for index, (heads, kv_heads) in enumerate(keys.slices(q)):
@@ -101,12 +101,16 @@ class _Gathered:
 
     Args:
         attention, exchange: As in [`gather_forward`].
+        q_heads (`int`): Query heads.
         k, v (`torch.Tensor` of shape `(B, n, Hkv, D)`): Those of this rank.
     """
 
-    def __init__(self, attention: Attention, exchange: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(
+        self, attention: Attention, exchange: Exchange, q_heads: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         self.attention, self.exchange = attention, exchange
-        self.count = next(count for count in range(_SLICES, 0, -1) if k.shape[2] % count == 0)
+        places, heads = attention.plan.sharding.ranks, (q_heads, k.shape[2])
+        self.count = head_slices(Route("all_gather"), places, heads, k.shape[1], k.device.type)
         cut = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [block.contiguous() for pair in cut for block in pair]
         rows = attention.plan.sharding.most_tokens

@@ -58,6 +58,12 @@ class Mates:
         return found
 
 
+@lru_cache(maxsize=64)
+def mates_of(sharding: Sharding, together: Sharding, rank: int, ulysses: int) -> Mates:
+    """The [`Mates`]: the same for all packings of one length."""
+    return Mates(sharding, together, rank, ulysses)
+
+
 class HeadsIn:
     """Tensors on their way from a rank's tokens of all heads to all tokens of a rank's heads.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..plan import Mask
 from .exchange import Exchange
-from .symmetric import Arena, Segments, Symmetric
+from .symmetric import Arena, Symmetric, remember
 
 logger = logging.getLogger(__name__)
 
@@ -24,83 +24,80 @@ Pass = Callable[[Exchange, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class Recorded:
-    """One recurring pass: run as it is at first, then recorded, and replayed from then on.
+    """A pass that was recorded.
 
     Recorded passes share one symmetric memory: a replay begins when all ranks have ended the one before.
 
     Args:
-        arena ([`Arena`]): The symmetric memory for passes that are not recorded.
+        arena ([`Arena`]): The symmetric memory of recorded passes.
         run (`Callable`): The pass: takes an [`Exchange`] and tensors, returns tensors.
+        inputs (sequence of `torch.Tensor`): What it is given, for shapes and dtypes.
     """
 
-    def __init__(self, arena: Arena, run: Pass) -> None:
-        self.arena, self.run, self.own = arena, run, arena.recordings
-        self.seen = 0
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.exchange: Symmetric | None = None  # which holds what is recorded
-        self.memory: list[Segments] = []  # and what it reads and writes
-        self.inputs: list[torch.Tensor] = []
+    def __init__(self, arena: Arena, run: Pass, inputs: Sequence[torch.Tensor]) -> None:
+        self.arena, self.graph, self.problem = arena, torch.cuda.CUDAGraph(), ""
+        given = [tensor.clone() for tensor in inputs]  # each in memory of its own, by which it is known again
+        first = self._rehearse(run, given)
+        # what is published at once is copied to where it is published from
+        places = {tensor.data_ptr(): place for tensor, place in first.first if tensor.numel() == place.numel()}
+        self.inputs = [
+            places[one.data_ptr()].view(one.shape) if one.data_ptr() in places else torch.empty_like(one)
+            for one in given
+        ]
+        self._rehearse(run, self.inputs)  # makes what must not be made while recording
+        arena.meet()
+        arena.restart()
+        self.exchange = Symmetric(arena)  # which holds what is recorded
         self.outputs: list[torch.Tensor] = []
+        try:
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                arena.stream.wait_stream(torch.cuda.current_stream(arena.device))
+                self.outputs = list(run(self.exchange, self.inputs))
+                torch.cuda.current_stream(arena.device).wait_stream(arena.stream)
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            self.problem = repr(error).splitlines()[0]
+        self.memory = list(arena.channels.values())  # what is recorded reads and writes it
+
+    def _rehearse(self, run: Pass, inputs: Sequence[torch.Tensor]) -> Symmetric:
+        self.arena.meet()
+        self.arena.restart()
+        exchange = Symmetric(self.arena)
+        run(exchange, inputs)
+        torch.cuda.current_stream(self.arena.device).wait_stream(self.arena.stream)
+        return exchange
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a pass, in memory of their own."""
-        self.seen += 1
-        if self.seen == _SIGHTINGS:
-            with torch.inference_mode(False), torch.no_grad():  # later passes may train
-                self.graph = self._record(inputs)
-        if self.graph is None:
-            return list(self.run(Symmetric(self.arena), inputs))
-        self.own.meet()  # nobody reads any more what the replay before has published
+        self.arena.meet()  # nobody reads any more what the replay before has published
         for own, given in zip(self.inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
         self.graph.replay()
         return [torch.empty_like(output).copy_(output, non_blocking=True) for output in self.outputs]
 
-    def _record(self, inputs: Sequence[torch.Tensor]) -> torch.cuda.CUDAGraph | None:
-        """The pass as a graph; `None` if a rank could not record it, and then on all of them."""
-        own, first, graph = self.own, Symmetric(self.own), torch.cuda.CUDAGraph()
-        own.meet()
-        own.restart()
-        self.run(first, inputs)
-        torch.cuda.current_stream(own.device).wait_stream(own.stream)
-        # what is published at once is copied to where it is published from
-        places = list(first.first)
-        for tensor in inputs:
-            own_place = (tensor.data_ptr(), tensor.numel())
-            index = next((i for i, (one, _) in enumerate(places) if (one.data_ptr(), one.numel()) == own_place), None)
-            self.inputs.append(torch.empty_like(tensor) if index is None else places.pop(index)[1].view(tensor.shape))
-        own.meet()
-        own.restart()
-        self.run(Symmetric(own), self.inputs)  # makes what must not be made while recording
-        torch.cuda.current_stream(own.device).wait_stream(own.stream)
-        own.meet()
-        own.restart()
-        self.exchange = Symmetric(own)
-        problem = ""
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                own.stream.wait_stream(torch.cuda.current_stream(own.device))
-                self.outputs = list(self.run(self.exchange, self.inputs))
-                torch.cuda.current_stream(own.device).wait_stream(own.stream)
-        except RuntimeError as error:
-            problem = str(error).splitlines()[0]
-        self.memory = list(own.channels.values())
-        found = [problem] * own.group.size
-        dist.all_gather_object(found, problem, group=own.group.process_group)
-        if any(found):
-            logger.warning("hf_burst launches a pass kernel by kernel, since it could not be recorded: %s", found)
-            return None
-        return graph
 
-
-def recorded(arena: Arena, key: Hashable, run: Pass) -> Recorded | None:
-    """The pass of a key, one for all its calls; `None` if there are many already, whose memory would add up."""
-    if key not in arena.passes and len(arena.passes) < _MOST:
-        arena.passes[key] = Recorded(arena, run)
-    return arena.passes.get(key)
+def recorded(arena: Arena, key: Hashable, run: Pass, inputs: Sequence[torch.Tensor]) -> Recorded | None:
+    """The recording of a pass; `None` until it has come often enough, if a rank could not record it, and if there are
+    many already, whose memory would add up. All ranks of the arena call it equally often, in the same order."""
+    if key in arena.passes:
+        found: Recorded | None = arena.passes[key]
+        return found
+    sightings = arena.sightings.get(key, 0) + 1
+    remember(arena.sightings, key, sightings)
+    if sightings < _SIGHTINGS or len(arena.passes) >= _MOST:
+        return None
+    with torch.inference_mode(False), torch.no_grad():  # later passes may train
+        made = Recorded(arena.recordings, run, inputs)
+    problems = [made.problem] * arena.group.size
+    dist.all_gather_object(problems, made.problem, group=arena.group.process_group)
+    if any(problems):
+        logger.warning("hf_burst launches a pass kernel by kernel, since it could not be recorded: %s", problems)
+        arena.passes[key] = None
+        return None
+    arena.passes[key] = made
+    logger.info("hf_burst replays a pass that recurs from now on (inputs %s)", [tuple(one.shape) for one in inputs])
+    return made
 
 
 def recurs(masks: Sequence[Mask], q: torch.Tensor) -> bool:
     """Whether a pass is worth recording: short, and of whole sequences, whose masks are the same in every step."""
-    short = q.nbytes <= _LARGEST and all(len(mask.documents) == 2 for mask in masks)
-    return short and not torch.cuda.is_current_stream_capturing()
+    return q.nbytes <= _LARGEST and all(len(mask.documents) == 2 for mask in masks)

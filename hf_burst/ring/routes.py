@@ -17,7 +17,7 @@ from ..plan.schedule import Visitor
 from .exchange import Exchange, PeerToPeer, Posted
 from .execute import Attention, backward, forward
 from .gather import gather_backward, gather_forward
-from .heads import HeadsIn, HeadsOut, Mates
+from .heads import HeadsIn, HeadsOut, Mates, mates_of
 from .merge import accumulation_dtype, by_head, heads_first
 from .symmetric import Arena, Symmetric, open_arena
 
@@ -238,7 +238,7 @@ class Routed:
         length = self.masks[0].length
         sharding = make_sharding(length, self.group.size, self.chunking)
         together = make_sharding(length, self.group.size // self.route.ulysses, self.chunking)
-        return Mates(sharding, together, self.group.rank, self.route.ulysses)
+        return mates_of(sharding, together, self.group.rank, self.route.ulysses)
 
 
 def _go_inline(exchange: Exchange, slices: int, alone: bool) -> None:
@@ -251,7 +251,8 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
     """The messages of one pass, by a transport of [`BurstConfig`].
 
     Raises:
-        ConfigError: If the ranks cannot read each other's memory although that was asked for.
+        ConfigError: If the ranks cannot read each other's memory although that was asked for, or the caller records a
+            CUDA graph, in which what the ranks publish would not take its turn.
     """
     if group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda"):
         return PeerToPeer(group, device)
@@ -261,6 +262,12 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
             raise ConfigError(
                 f"An attention over these ranks ended in the middle ({arena.failed}), so that they no longer agree on "
                 "what was sent. Start the job anew, with smaller batches if memory was short."
+            )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
+                "Set BurstConfig(transport='p2p'), or leave it out of the graph: hf_burst records short passes by "
+                "itself."
             )
         return Symmetric(arena)
     if transport == "symmetric":

@@ -105,7 +105,8 @@ class Arena:
         self.group, self.device, self.milliseconds = group, device, milliseconds
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.channels: dict[Channel, Segments] = {}
-        self.passes: dict[Hashable, Any] = {}  # those that are recorded
+        self.sightings: dict[Hashable, int] = {}  # how often passes came that may be recorded
+        self.passes: dict[Hashable, Any] = {}  # those that are recorded, and, as `None`, those that could not be
         self.failed = ""  # what ended a pass in the middle, after which ranks need not agree on what was published
 
     def segments(self, channel: Channel, nbytes: int) -> Segments:
@@ -142,6 +143,7 @@ class _Copies:
     into: Sequence[torch.Tensor]
     done: torch.cuda.Event | None
     device: torch.device
+    table: "Table | None" = None  # which the kernel reads
 
     def wait(self) -> list[torch.Tensor]:
         if self.done is not None:
@@ -247,7 +249,7 @@ class Symmetric:
             table.run(into, behind)
             done = self._event() if self.aside else None
         self.sent += table.sent
-        return _Copies(into, done, self.arena.device)
+        return _Copies(into, done, self.arena.device, table)
 
     def _stream(self) -> AbstractContextManager[None]:
         """Where copies go; they wait for what the current stream has done so far."""
@@ -290,10 +292,10 @@ def _capacity(most: int) -> int:
     return most + _TENSORS * _ALIGNMENT
 
 
-def remember(memory: dict[Hashable, Any], key: Hashable, value: Any) -> None:
-    """Keeps a value that is made anew if need be; lengths that come and go do not fill the memory."""
-    if len(memory) >= _REMEMBERED:
-        memory.clear()
+def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
+    """Keeps a value, and forgets the oldest if there are many; lengths that come and go do not fill the memory."""
+    if key not in memory and len(memory) >= _REMEMBERED:
+        del memory[next(iter(memory))]
     memory[key] = value
 
 

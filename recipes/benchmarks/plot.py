@@ -124,6 +124,9 @@ def _dress(axes: Axes, lengths: Sequence[int], title: str) -> None:
 def main() -> int:
     args = parse_args()
     found = [json.loads(path.read_text()) for path in args.results]
+    if len({result["settings"].get("in_a_row", 1) for result in found}) > 1:
+        print("Some of the files have single calls and others calls in a row: draw them apart.", file=sys.stderr)
+        return 2
     if args.markdown:
         print(markdown(found))
     if args.out is None:
