@@ -84,10 +84,10 @@ class BurstConfig:
         transport (`str`, defaults to `"auto"`):
             How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory),
             `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.
-        record (`bool`, defaults to `True`):
+        record (`bool`, defaults to `False`):
             Whether short passes over whole sequences that recur with the same shapes are recorded and replayed as CUDA
             graphs, where the transport is symmetric memory: they would wait for the host otherwise. Costs the memory of
-            at most eight such passes.
+            at most eight such passes. Experimental.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         content_checks (`int`, defaults to `8`):
@@ -99,7 +99,7 @@ class BurstConfig:
     schedule: str = "auto"
     kernel: KernelName = "auto"
     transport: Transport = "auto"
-    record: bool = True
+    record: bool = False
     logits_limit_gib: float = 4.0
     content_checks: int = 8
 

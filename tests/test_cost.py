@@ -4,6 +4,7 @@ and nothing that makes a machine better makes a schedule slower."""
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +96,8 @@ def test_where_nothing_else_costs_time_a_layer_takes_that_of_its_flops(route):
     forward = 64 * 65 // 2 * 32 * 4 * 128
     cost = estimate(route, layer, SLOW_KERNEL)
     heaviest = max(pairs_of_ranks(layer.plan(1))) * 32 * 4 * 128 if route.ulysses == 1 else None
-    assert cost.forward_s == pytest.approx(heaviest or forward / 4, rel=0.05)
+    rate = 0.93 if route == GATHER else 1.0  # its tiles are slower ones
+    assert cost.forward_s == pytest.approx((heaviest or forward / 4) / rate, rel=0.05)
     assert cost.backward_s == pytest.approx(2.5 * cost.forward_s)
     assert cost.kernels_s == pytest.approx(cost.total_s)
     assert cost.exposed_s == pytest.approx(0, abs=1e-6 * cost.total_s)
@@ -279,23 +281,23 @@ def test_the_built_in_h200_gives_what_was_measured_of_a_ring(kv_heads, measured)
     assert flops / cost.total_s / 1e12 == pytest.approx(measured, rel=0.05)
 
 
-# milliseconds, forward and backward, of six layers in a row on 2 H200s with flash-attn 4, by tokens and key heads
-MEASURED_ON_TWO = {
-    ("kv_ring", 16384, 8): 7.16,
-    ("ulysses", 16384, 8): 7.53,
-    ("kv_ring", 16384, 32): 7.38,
-    ("burst", 16384, 32): 7.29,
-    ("ulysses", 16384, 32): 7.50,
-    ("kv_ring", 32768, 8): 26.49,
-    ("kv_ring", 32768, 32): 27.17,
-    ("burst", 32768, 32): 27.11,
-}
+def measured_on_two() -> list:
+    """What the schedules took on 2 H200s, where the host did not count."""
+    found = []
+    for name in ("attention_2xH200", "attention_2xH200_mha", "attention_2xH200_fa2"):
+        result = json.loads((Path(__file__).parents[1] / "recipes/benchmarks/results" / f"{name}.json").read_text())
+        for row in result["results"]:
+            package, _, schedule = row["contender"].partition(" ")
+            if package == "hf_burst" and schedule != "auto" and row["length"] > 8192:
+                values = (result["kernel"], schedule, row["length"], row["kv_heads"], row["median_s"]["both"])
+                found.append(pytest.param(*values, id="-".join(map(str, values[:4]))))
+    return found
 
 
-@pytest.mark.parametrize(("name", "length", "kv_heads"), MEASURED_ON_TWO)
-def test_the_built_in_h200_gives_what_was_measured_through_symmetric_memory(name, length, kv_heads):
-    cost = estimate(Route.parse(name, 2), causal(length, 2, kv_heads), h200(), "symmetric")
-    assert 1e3 * cost.total_s == pytest.approx(MEASURED_ON_TWO[name, length, kv_heads], rel=0.06)
+@pytest.mark.parametrize(("kernel", "name", "length", "kv_heads", "seconds"), measured_on_two())
+def test_the_built_in_h200_gives_what_was_measured_through_symmetric_memory(kernel, name, length, kv_heads, seconds):
+    cost = estimate(Route.parse(name, 2), causal(length, 2, kv_heads), h200(kernel), "symmetric")
+    assert cost.total_s == pytest.approx(seconds, rel=0.06)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 32])

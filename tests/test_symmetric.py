@@ -90,7 +90,9 @@ def replay_passes(rank: int, size: int, folder: Path, schedule: str) -> None:
         if inputs[0] is inputs[1]:
             leaves = leaves[:1] * 3
         layout = SequenceLayout.for_batch([(0, size * inputs[0].shape[1])], size)
-        out, _ = burst_attention(*leaves, layout, group, config=BurstConfig(schedule=schedule, transport=transport))
+        out, _ = burst_attention(
+            *leaves, layout, group, config=BurstConfig(schedule=schedule, transport=transport, record=True)
+        )
         return [out, *torch.autograd.grad(out, leaves[:1] if inputs[0] is inputs[1] else leaves, out.detach())]
 
     with (
