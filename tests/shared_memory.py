@@ -1,7 +1,10 @@
-"""Symmetric memory on CPUs: files that all ranks map, for what `hf_burst.ring.symmetric` does beside streams."""
+"""Symmetric memory on CPUs: files that all ranks map, and streams that do everything at once but know what they have
+waited for: from their clocks follows which reads and writes a GPU may do in another order (Lamport's happened-before;
+vector clocks of Fidge and Mattern)."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,9 +25,21 @@ class Mapped:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank, self.count = folder, rank, 0
+        self.mapped: list[tuple[int, int, tuple[int, int]]] = []  # first and last address, buffer and its rank
 
     def map(self, count: int, rank: int, size: int) -> torch.Tensor:
-        return torch.from_file(f"{self.folder}/{count}_{rank}", shared=True, size=size, dtype=torch.uint8)
+        found = torch.from_file(f"{self.folder}/{count}_{rank}", shared=True, size=size, dtype=torch.uint8)
+        self.mapped.append((found.data_ptr(), found.data_ptr() + size, (count, rank)))
+        return found
+
+    def place(self, tensor: torch.Tensor) -> tuple[tuple[int, int], int, int] | None:
+        """In which buffer a tensor lies, and from which byte to which; `None` if it lies in memory of its own."""
+        address = tensor.data_ptr()
+        extent = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        for first, last, buffer in self.mapped:
+            if first <= address < last:
+                return buffer, address - first, address - first + extent * tensor.element_size()
+        return None
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.count += 1
@@ -39,7 +54,11 @@ class Mapped:
             return whole.view(dtype)[: shape[0]]
 
         def barrier(channel: int, timeout_ms: int) -> None:
-            dist.barrier(group)
+            stream = Stream.current
+            clocks: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(clocks, stream.tick(), group=group)
+            for clock in clocks:
+                stream.meet(clock)
 
         return SimpleNamespace(get_buffer=get_buffer, barrier=barrier)
 
@@ -64,16 +83,80 @@ class Table:
             into[index].as_strided(shape, strides, into[index].storage_offset() + ahead).copy_(source)
 
 
+Clock = dict[tuple[int, int], int]
+
+
 class Stream:
-    """Where everything is done at once."""
+    """Does everything at once, and counts what it has done and what it knows to be done on others."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None: ...
+    rank = 0
+    made = 0
+    current: "Stream"
 
-    def wait_stream(self, other: Any) -> None: ...
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        Stream.made += 1
+        self.key, self.clock = (Stream.rank, Stream.made), Clock()
 
-    def wait_event(self, event: Any) -> None: ...
+    def tick(self) -> Clock:
+        self.clock[self.key] = self.clock.get(self.key, 0) + 1
+        return dict(self.clock)
 
-    def record(self, stream: Any) -> None: ...
+    def meet(self, clock: Clock) -> None:
+        for key, time in clock.items():
+            self.clock[key] = max(time, self.clock.get(key, 0))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.meet(other.tick())
+
+    def wait_event(self, event: "Event") -> None:
+        self.meet(event.clock)
+
+
+class Event:
+    """What a stream had done when it was recorded."""
+
+    def record(self, stream: Stream) -> None:
+        self.clock = stream.tick()
+
+
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+@dataclass
+class Access:
+    """A read or a write of bytes of a buffer, and what its stream knew."""
+
+    kind: str
+    buffer: tuple[int, int]
+    start: int
+    stop: int
+    stream: tuple[int, int]
+    clock: Clock
+
+    def before(self, other: "Access") -> bool:
+        return other.clock.get(self.stream, 0) >= self.clock[self.stream]
+
+
+def races(accesses: Sequence[Access]) -> list[tuple[Access, Access]]:
+    """Accesses of the same bytes, one of them a write, in no order."""
+    by_buffer: dict[tuple[int, int], list[Access]] = {}
+    for access in accesses:
+        by_buffer.setdefault(access.buffer, []).append(access)
+    return [
+        (one, other)
+        for same in by_buffer.values()
+        for one in same
+        if one.kind == "write"
+        for other in same
+        if one is not other and one.start < other.stop and other.start < one.stop
+        if not one.before(other) and not other.before(one)
+    ]
 
 
 class InPlace:
@@ -99,15 +182,16 @@ class InPlace:
 
 
 @contextmanager
-def shared_memory(folder: Path, group: ContextGroup) -> Iterator[list[InPlace]]:
-    """Lets attention over a group go through shared memory; yields the kernels that were taken."""
+def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | None = None) -> Iterator[list[InPlace]]:
+    """Lets attention over a group go through shared memory; yields the kernels that were taken, and notes accesses."""
     fused = ModuleType("fused")
     fused.Table = Table  # type: ignore[attr-defined]
+    Stream.rank, Stream.current = group.rank, Stream()
     fakes = {
         "Stream": Stream,
-        "Event": Stream,
-        "current_stream": lambda *device: Stream(),
-        "stream": lambda stream: nullcontext(),
+        "Event": Event,
+        "current_stream": lambda *device: Stream.current,
+        "stream": on,
         "synchronize": lambda *device: None,
         "is_current_stream_capturing": lambda: False,
     }
@@ -119,11 +203,21 @@ def shared_memory(folder: Path, group: ContextGroup) -> Iterator[list[InPlace]]:
         return kernels[-1]
 
     mapped = Mapped(folder, group.rank)
+    copy = torch.Tensor.copy_
+
+    def noted(place: torch.Tensor, source: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        for kind, tensor in (("read", source), ("write", place)):
+            where = mapped.place(tensor)
+            if where is not None and accesses is not None and tensor.numel():
+                accesses.append(Access(kind, *where, Stream.current.key, Stream.current.tick()))
+        return copy(place, source, *arguments, **keywords)
+
     with (
         mock.patch.object(symmetric, "symmetric_memory", mapped),
         mock.patch.dict("sys.modules", {"hf_burst.ring.fused": fused}),
         mock.patch.multiple(torch.cuda, **fakes),
         mock.patch.object(torch.Tensor, "record_stream"),
+        mock.patch.object(torch.Tensor, "copy_", noted),
         mock.patch.object(hf_burst.op, "select_kernel", in_place),
     ):
         hf_burst.op._prepared.cache_clear()

@@ -13,7 +13,7 @@ import hf_burst.ring.routes
 from hf_burst import BurstConfig, SequenceLayout, burst_attention
 from hf_burst.config import Route
 from hf_burst.ring import replay, symmetric
-from tests.shared_memory import shared_memory
+from tests.shared_memory import Access, races, shared_memory
 from tests.test_ring import PRODUCTS, SCHEDULES, Case, assert_exact, attend, context_group, fitting, put_together
 
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
@@ -64,6 +64,28 @@ def test_attention_through_shared_memory_is_exact(ranks, size, slices, tmp_path)
             assert bool(count) == in_place, (name, direction)
     for case, found in zip([*many, *many], put_together(every, size, [*many, *many]), strict=True):
         assert_exact(case, found, 1e-10 if case.dtype == torch.float64 else 2e-5)
+
+
+def accesses_of(rank: int, size: int, folder: Path, cases: list[Case]) -> list[Access]:
+    found: list[Access] = []
+    with shared_memory(folder, context_group(size), found):
+        for case in cases * 3:
+            attend(rank, size, case)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, schedule, tmp_path):
+    """Of several passes in a row, with one slice of the heads and with four, by what their streams wait for."""
+    many = [
+        Shared(((0, 24),), kernel="reference", schedule=schedule, heads=(2 * size * slices, size * slices))
+        for slices in (1, 4)
+    ]
+    found = [access for own in ranks(size).run(accesses_of, tmp_path, many) for access in own]
+    for kind in ("read", "write"):
+        assert sum(access.kind == kind for access in found) > 10, kind
+    assert not races(found)
 
 
 class Again(replay.Recorded):
