@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import torch
@@ -33,6 +33,14 @@ class SequenceLayout:
     documents: tuple[tuple[int, ...], ...]
     padding: int = 0
     real: tuple[tuple[int, int], ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: there may be thousands of documents."""
+        return hash((self.length, self.ranks, self.chunking, self.documents, self.padding, self.real))
 
     @classmethod
     def for_batch(
@@ -85,7 +93,7 @@ class SequenceLayout:
             chunk (`int`, *optional*): Into pieces of how many tokens every document is cut, which do not see each other
                 (the chunked attention of Llama 4).
         """
-        return tuple(Mask(self.length, causal, window, _chunked(row, chunk)) for row in self.documents)
+        return _masks(self, causal, window, chunk)
 
     def indices(self, rank: int) -> torch.Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
@@ -138,6 +146,11 @@ class SequenceLayout:
     def decode(cls, encoded: bytes) -> "SequenceLayout":
         """The layout that [`SequenceLayout.encode`] wrote, from the bytes of its tensor."""
         return _decode(encoded)
+
+
+@lru_cache(maxsize=64)
+def _masks(layout: SequenceLayout, causal: bool, window: int | None, chunk: int | None) -> tuple[Mask, ...]:
+    return tuple(Mask(layout.length, causal, window, _chunked(row, chunk)) for row in layout.documents)
 
 
 def _chunked(documents: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:

@@ -9,9 +9,13 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hf_burst.cli import main
+from hf_burst.cli.plan import steps_of, who_computes
+from hf_burst.plan import Mask, make_plan, make_sharding
+from tests.oracle import admitted_pairs
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--q-heads", "8", "--kv-heads", "2", "--head-dim", "64", "--length", "4096"]
@@ -137,3 +141,51 @@ def test_the_installed_command_is_this_one():
     module, function = target.split(":")
     assert name == "hf-burst"
     assert getattr(importlib.import_module(module), function) is main
+
+
+@pytest.mark.parametrize("visitor", ["kv", "q"])
+@pytest.mark.parametrize("chunking", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("causal", "window", "documents"),
+    [(True, None, ()), (False, None, (0, 5, 47)), (True, 6, ()), (True, None, (0, 1, 2, 20, 33, 47)), (False, 3, ())],
+)
+def test_the_picture_of_a_plan_is_its_mask(causal, window, documents, visitor, chunking):
+    """Each admitted pair is drawn once, as that of the rank that holds its query, or where queries travel its key."""
+    sharding = make_sharding(47, 3, chunking)
+    plan = make_plan((Mask(47, causal, window, documents),), sharding)
+    ranks, steps = who_computes(plan, visitor, range(47))
+    admitted = np.array(admitted_pairs(47, causal, window, documents or (0, 47)))
+    assert np.array_equal(ranks >= 0, admitted)
+    owners = np.array([sharding.owner(token) for token in range(47)])
+    hosts, guests = (owners[:, None], owners[None]) if visitor == "kv" else (owners[None], owners[:, None])
+    assert np.array_equal(ranks, np.where(admitted, np.broadcast_to(hosts, (47, 47)), -1))
+    assert np.array_equal(steps, np.where(admitted, (hosts - guests) % 3, -1))
+    work = steps_of(plan, visitor)
+    assert [sum(own) for own in work] == [int((ranks == rank).sum()) for rank in range(3)]
+
+
+def test_a_plan_is_told_and_drawn(tmp_path, capsys):
+    picture = tmp_path / "deep" / "plan.png"
+    assert main(["plan", "--documents", "300", "1700", "96", "2000", "--ranks", "4", "--out", str(picture)]) == 0
+    table = capsys.readouterr().out
+    assert "3,496,656 pairs of 4,096 tokens; the busiest of 4 ranks has 9.9% more than an even share." in table
+    assert re.search(r"^   0     1024  27.5%   0: 21%  1: 25%  2: 27%  3: 27%$", table, re.MULTILINE)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["plan", "--length", "65536", "--ranks", "1"]) == 0
+    assert "the busiest of 1 ranks has 0.0% more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--documents", "10", "20", "--length", "64"], "have 30 tokens together and --length is 64; give one"),
+        (["--documents", "10", "0"], "give lengths of at least 1"),
+        (["--length", "3"], "too short for 4 ranks"),
+        (["--window", "-2"], "window=-2 is negative"),
+        (["--out", "plan.nothing"], "--out is plan.nothing"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(words, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *words]) == 1
+    assert said in capsys.readouterr().err

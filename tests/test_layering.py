@@ -21,7 +21,7 @@ WITHIN = {
         *("fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "replay"),
         "__init__",
     ],
-    "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "__init__"],
+    "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),

@@ -6,6 +6,7 @@ Dv head size of v.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -24,6 +25,14 @@ class Band:
     low: int | None = None
     high: int | None = None
     segments: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: there may be thousands of segments."""
+        return hash((self.low, self.high, self.segments))
 
     def __post_init__(self) -> None:
         assert not self.segments or (self.low or 0) <= 0 <= (self.high or 0), f"{self} leaves out the diagonal"

@@ -202,8 +202,7 @@ def dense_call(piece: Piece) -> tuple[Lengths, Window]:
 
 def varlen_call(band: Band, q: torch.Tensor) -> tuple[Lengths, Window]:
     """Documents, in each of which there are as many rows as columns."""
-    bounds = _cumulative(band.segments, q.shape[0], q.device)
-    longest = max(stop - start for start, stop in pairwise(band.segments))
+    bounds, longest = _documents(band, q.shape[0], q.device)
     lengths = (bounds, bounds, longest, longest)
     if band.low == 0 and band.high is None:
         return lengths, (True, None, None)
@@ -231,8 +230,9 @@ def _by_head(rows: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _cumulative(segments: tuple[int, ...], batch: int, device: torch.device) -> torch.Tensor:
-    """The boundaries of every row of the batch, on the device."""
-    size = segments[-1]
-    bounds = [row * size + stop for row in range(batch) for stop in segments[1:]]
-    return torch.tensor([0, *bounds], dtype=torch.int32, device=device)
+def _documents(band: Band, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """The boundaries of every row of the batch, on the device, and the longest document."""
+    size = band.segments[-1]
+    bounds = [row * size + stop for row in range(batch) for stop in band.segments[1:]]
+    longest = max(stop - start for start, stop in pairwise(band.segments))
+    return torch.tensor([0, *bounds], dtype=torch.int32, device=device), longest

@@ -1,7 +1,7 @@
 """The loop that executes the schedule of a ring, forward and backward."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -26,6 +26,7 @@ class Attention:
         peers (`tuple[int, ...]`): The rank of the group that stands at each place.
         kernel ([`Kernel`]): What computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
+        bands (`dict`): What `band` has made.
     """
 
     plan: Plan
@@ -33,6 +34,14 @@ class Attention:
     peers: tuple[int, ...]
     kernel: Kernel
     scores: Scores
+    bands: dict[int, tuple[Tile, Band]] = field(default_factory=dict, repr=False)
+
+    def band(self, tile: Tile) -> Band:
+        """What a tile of the plan admits, as kernels are told: one object for all calls, which remembers its hash."""
+        found = self.bands.get(id(tile))
+        if found is None:
+            found = self.bands[id(tile)] = tile, Band(tile.low, tile.high, tile.segments)
+        return found[1]
 
     @cached_property
     def alone(self) -> bool:
@@ -79,7 +88,7 @@ def forward(
                 _cut(q, tile.batch, tile.q),
                 _cut(keys, tile.batch, tile.k, first),
                 _cut(values, tile.batch, tile.k, first),
-                band_of(tile),
+                attention.band(tile),
                 attention.scores,
                 into,
             )
@@ -199,7 +208,7 @@ def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into:
             None if rows.out is None else _cut(rows.out, *q_place),
             _cut(rows.lse, *q_place),
             None if rows.delta is None else _cut(rows.delta, *q_place),
-            band_of(tile),
+            attention.band(tile),
             attention.scores,
             into,
         )
@@ -372,8 +381,3 @@ def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], fi
     if batch == (0, tensor.shape[0]) and rows == (first, first + tensor.shape[1]):
         return tensor
     return tensor[batch[0] : batch[1], rows[0] - first : rows[1] - first]
-
-
-def band_of(tile: Tile) -> Band:
-    """What a tile admits, as kernels are told."""
-    return Band(tile.low, tile.high, tile.segments)

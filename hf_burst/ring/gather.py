@@ -13,7 +13,7 @@ from ..config import Route
 from ..kernels import project_out
 from ..plan import head_slices
 from .exchange import Exchange, Given, Part, Posted, Round, Shape
-from .execute import Attention, band_of
+from .execute import Attention
 from .merge import Merged, Summed, accumulation_dtype
 
 # which tensor, first row or token, how many: where each part of a round goes
@@ -41,7 +41,7 @@ def gather_forward(
                 some[batch, rows],
                 all_k[batch, columns],
                 all_v[batch, columns],
-                band_of(tile),
+                attention.band(tile),
                 attention.scores,
             )
             part.add(tile.batch, tile.q, out, lse)
@@ -85,7 +85,7 @@ def gather_backward(
                 None if out is None else out[batch, rows, heads],
                 lse[batch, rows, heads],
                 None if delta is None else delta[batch, rows, heads],
-                band_of(tile),
+                attention.band(tile),
                 attention.scores,
             )
             for total, gradient, place in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):

@@ -1,0 +1,192 @@
+"""`hf-burst plan`: a mask, and who computes which part of it in which step of a ring, as a picture and in numbers."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from ..config import Chunking
+from ..errors import ConfigError
+from ..plan import Mask, Plan, make_plan, make_sharding
+from ..plan.schedule import Visitor
+from ..plan.tiles import Tile
+from ..plan.work import tile_pairs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_POINTS = 720  # of a picture, along each side
+_NOBODY = -1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
+    parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself (default all)")
+    parser.add_argument("--length", type=int, help="tokens over all ranks (default 4096, or those of the documents)")
+    parser.add_argument(
+        "--documents", type=int, nargs="+", metavar="TOKENS", help="lengths of packed documents, one after the other"
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="places of the ring (default %(default)s)")
+    parser.add_argument("--chunking", choices=get_args(Chunking), default="zigzag", help="(default %(default)s)")
+    parser.add_argument(
+        "--visitor", choices=get_args(Visitor), default="kv", help='what travels: K and V, or Q as in "burst" backward'
+    )
+    parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the work of each rank and step, and draws the plan; the exit status."""
+    if any(size < 1 for size in arguments.documents or ()):
+        raise ConfigError(f"--documents are {arguments.documents}; give lengths of at least 1.")
+    documents = tuple(accumulate(arguments.documents or (), initial=0))
+    length = documents[-1] if arguments.documents else arguments.length or 4096
+    if arguments.length is not None and arguments.length != length:
+        raise ConfigError(f"--documents have {length} tokens together and --length is {arguments.length}; give one.")
+    mask = Mask(length, arguments.mask == "causal", arguments.window, documents if arguments.documents else ())
+    plan = make_plan((mask,), make_sharding(length, arguments.ranks, arguments.chunking))
+    print(describe(plan, arguments.visitor))
+    if arguments.out is None:
+        return 0
+    try:
+        figure = draw(plan, arguments.visitor)
+    except ImportError as problem:
+        print(f"hf-burst plan: a picture needs matplotlib ({problem}): pip install matplotlib", file=sys.stderr)
+        return 1
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(arguments.out, dpi=150)
+    except ValueError as problem:
+        raise ConfigError(f"--out is {arguments.out}: {problem}") from problem
+    return 0
+
+
+def describe(plan: Plan, visitor: Visitor) -> str:
+    """A table: for each rank its tokens, its share of the work, and the share of it in every step; then the balance."""
+    ranks, work = plan.sharding.ranks, steps_of(plan, visitor)
+    total = sum(map(sum, work))
+    lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
+    for rank, steps in enumerate(work):
+        own = sum(steps)
+        parts = "  ".join(f"{distance}: {step / own:.0%}" for distance, step in enumerate(steps) if step)
+        lines.append(f"{rank:4}  {plan.sharding.tokens(rank):7}  {own / total:5.1%}   {parts}")
+    most = max(map(sum, work))
+    lines.append(f"{plan.pairs:,} pairs of {plan.sharding.length:,} tokens; the busiest of {ranks} ranks has ")
+    lines[-1] += f"{most * ranks / total - 1:.1%} more than an even share."
+    return "\n".join(lines)
+
+
+def steps_of(plan: Plan, visitor: Visitor) -> list[list[int]]:
+    """The pairs that each rank computes in each step."""
+    ranks = plan.sharding.ranks
+    work = [[0] * ranks for _ in range(ranks)]
+    for rank in range(ranks):
+        for step in plan.schedule(rank, visitor):
+            batch = [tile.batch[1] - tile.batch[0] for tile in step.tiles]
+            work[rank][step.distance] = sum(
+                rows * tile_pairs(tile) for rows, tile in zip(batch, step.tiles, strict=True)
+            )
+    return work
+
+
+def who_computes(plan: Plan, visitor: Visitor, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The rank that computes each pair of some tokens of the first row of a batch, and in which step; -1 where nobody
+    does. As the tiles of the plan have it, not as the mask does.
+
+    Args:
+        plan ([`Plan`]): The plan.
+        visitor (`str`): What travels.
+        tokens (sequence of `int`): Rising; queries along the first dimension, keys along the second.
+
+    Returns:
+        Two `np.ndarray` of shape `(len(tokens), len(tokens))`.
+    """
+    owners, rows = _homes(plan, tokens)
+    ranks = np.full((len(tokens), len(tokens)), _NOBODY)
+    steps = ranks.copy()
+    for host in range(plan.sharding.ranks):
+        for step in plan.schedule(host, visitor):
+            guest = (host - step.distance) % plan.sharding.ranks
+            q_rank, k_rank = (host, guest) if visitor == "kv" else (guest, host)
+            for tile in step.tiles:
+                if tile.batch[0] > 0:
+                    continue
+                for query, key in _drawn(tile, owners == q_rank, owners == k_rank, rows):
+                    ranks[query, key], steps[query, key] = host, step.distance
+    return ranks, steps
+
+
+def _homes(plan: Plan, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The rank that holds each token, and its row there."""
+    where = np.asarray(tokens)
+    owners, rows = np.full(len(where), _NOBODY), np.full(len(where), _NOBODY)
+    for rank in range(plan.sharding.ranks):
+        for piece in plan.sharding.runs(rank):
+            inside = (where >= piece.start) & (where < piece.stop)
+            owners[inside], rows[inside] = rank, where[inside] - piece.start + piece.local
+    return owners, rows
+
+
+def _drawn(tile: Tile, queries: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> Any:
+    """The tokens among those looked at whose pairs a tile computes: each query with its keys."""
+    for query in np.flatnonzero(queries & (rows >= tile.q[0]) & (rows < tile.q[1])):
+        start, stop = tile.columns(int(rows[query]) - tile.q[0])
+        yield query, np.flatnonzero(keys & (rows >= tile.k[0] + start) & (rows < tile.k[0] + stop))
+
+
+def draw(plan: Plan, visitor: Visitor) -> "Figure":
+    """The mask, coloured by the rank that computes each part, the darker the earlier; beside it the work of each rank.
+
+    Args:
+        plan ([`Plan`]): What is drawn, of the first row of its batch.
+        visitor (`str`): What travels.
+    """
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
+
+    ranks, length = plan.sharding.ranks, plan.sharding.length
+    points = min(length, _POINTS)
+    tokens = [(2 * index + 1) * length // (2 * points) for index in range(points)]
+    owner, step = who_computes(plan, visitor, tokens)
+    hues = [np.array(to_rgb(f"C{rank % 10}")) for rank in range(ranks)]
+    picture = np.ones((points, points, 3))
+    for rank in range(ranks):
+        for distance in range(ranks):
+            picture[(owner == rank) & (step == distance)] = _shade(hues[rank], distance, ranks)
+    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
+    mask, bars = figure.subplots(1, 2, width_ratios=[1.5, 1])
+    mask.imshow(picture, extent=(0, length, length, 0), interpolation="nearest")
+    for boundary in plan.sharding.boundaries[1:-1]:
+        mask.axhline(boundary, color="#bbbbbb", linewidth=0.5)
+        mask.axvline(boundary, color="#bbbbbb", linewidth=0.5)
+    mask.set(xlabel="key", ylabel="query", title=f"Who computes what, over {ranks} ranks")
+    _bars(bars, plan, visitor, hues)
+    return figure
+
+
+def _bars(axes: "Axes", plan: Plan, visitor: Visitor, hues: Sequence[np.ndarray]) -> None:
+    """The work of each rank, step by step, in even shares."""
+    work, ranks = steps_of(plan, visitor), plan.sharding.ranks
+    even = sum(map(sum, work)) / ranks
+    for rank, steps in enumerate(work):
+        left = 0.0
+        for distance, pairs in enumerate(steps):
+            axes.barh(rank, pairs / even, left=left, color=_shade(hues[rank], distance, ranks), edgecolor="white")
+            left += pairs / even
+    most = max(map(sum, work)) / even - 1
+    axes.axvline(1.0, color="#666666", linewidth=1.0, linestyle="--")
+    axes.set(xlabel="work, in even shares", ylabel="rank", yticks=range(ranks))
+    axes.set_title(f"Dark: own block; paler: later steps\nbusiest rank {most:.1%} above an even share", fontsize=10)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _shade(hue: np.ndarray, distance: int, ranks: int) -> np.ndarray:
+    """The colour of a step: that of the rank, mixed with white."""
+    pale = 0.75 * distance / max(1, ranks - 1)
+    return hue * (1 - pale) + pale
