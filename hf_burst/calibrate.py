@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .errors import RankMismatchError
 from .kernels import Band, Kernel, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
@@ -261,10 +262,18 @@ def _measure_links(
         peers = ((group.rank + per_host) % group.size, (group.rank - per_host) % group.size)
         between = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size == per_host > 1 and reach:
+        copies, error = None, None
         try:
-            symmetric = _measure_link(_copies(group, device, max(sizes.messages)), sizes.messages, work, device)
+            copies = _copies(group, device, max(sizes.messages))
         except RuntimeError as problem:  # containers may forbid it
+            error = problem
+        try:
+            group.agree({}, error, device)  # or those that can would wait in a barrier for those that cannot
+        except (RuntimeError, RankMismatchError) as problem:
             logger.warning("hf_burst measures no symmetric memory: %s", problem)
+        else:
+            assert copies is not None
+            symmetric = _measure_link(copies, sizes.messages, work, device)
     return p2p, between, symmetric
 
 
@@ -309,15 +318,14 @@ def _copies(group: ContextGroup, device: torch.device, largest: int) -> Callable
     handle = symmetric.rendezvous(buffer, group.process_group)
     peer = handle.get_buffer((group.rank + 1) % group.size, (largest,), torch.uint8)
     stream = torch.cuda.Stream(device)
+    landing = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def transport(size: int) -> Start:
-        landing = torch.empty(size, dtype=torch.uint8, device=device)
-
         def start() -> Callable[[], Any]:
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 handle.barrier(channel=0, timeout_ms=_BARRIER_MS)
-                landing.copy_(peer[:size])
+                landing[:size].copy_(peer[:size])
             return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
         return start

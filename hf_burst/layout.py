@@ -39,8 +39,9 @@ class SequenceLayout:
 
     @cached_property
     def _hash(self) -> int:
-        """Once: there may be thousands of documents."""
-        return hash((self.length, self.ranks, self.chunking, self.documents, self.padding, self.real))
+        """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
+        zigzag = self.chunking == "zigzag"
+        return hash((self.length, self.ranks, zigzag, self.documents, self.padding, self.real))
 
     @classmethod
     def for_batch(

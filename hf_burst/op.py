@@ -93,7 +93,7 @@ def burst_attention(
             "kernel": kernel,
         }
         group.agree(facts, error, q.device)
-        prepare(config.schedule, q.device, group)
+        prepare(config.schedule, config.kernel, q.device, group)
     elif error is not None:
         raise error
     out, lse, _ = torch.ops.hf_burst.attention(
@@ -170,9 +170,9 @@ def _(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    schedule, transport, _, group = settings[-4:]
+    kernel, schedule, transport, _, group = settings[-5:]
     sizes, members = _sizes(q, k, v), _members(group)
-    machine = machine_for(members, q.device) if schedule == "auto" and members.size > 1 else None
+    machine = _machine(schedule, kernel, q.device, members)
     route = _route(schedule, transport, sizes, q.shape[0], q.shape[1], q.dtype, settings[:3], members, machine)
     kept = kept_shapes(route, members.size, q.shape[0], q.shape[1], sizes, q.device)
     return out, lse, [q.new_empty(shape) for shape in kept]
@@ -381,7 +381,7 @@ def _request(
     return _Request(
         *(encoded.numpy().tobytes(), mask, scores, kernel, schedule, transport, sizes, like.shape[0], like.shape[1]),
         *(like.dtype, like.device, _deterministic(), members),
-        machine_for(members, like.device) if schedule == "auto" and members.size > 1 else None,
+        _machine(schedule, kernel, like.device, members),
     )
 
 
@@ -413,18 +413,25 @@ def _kernel(
     )
 
 
-def prepare(schedule: str, device: torch.device, group: ContextGroup) -> None:
+def prepare(schedule: str, kernel: str, device: torch.device, group: ContextGroup) -> None:
     """Lets the ranks of a group agree on what machine they run on, if they have not yet: what a schedule is chosen by.
 
     The operator does it by itself, but not while it is traced.
 
     Args:
         schedule (`str`): As in [`BurstConfig`].
+        kernel (`str`): As in [`BurstConfig`].
         device (`torch.device`): Where they compute.
         group ([`ContextGroup`]): The ranks; every one of them calls it.
     """
-    if schedule == "auto" and group.size > 1:
-        machine_for(group, device)
+    _machine(schedule, kernel, device, group)
+
+
+def _machine(schedule: str, kernel: str, device: torch.device, group: ContextGroup) -> Machine | None:
+    """By what a schedule is chosen, if it is: the machine, with the rates of the kernel that was asked for."""
+    if schedule != "auto" or group.size == 1:
+        return None
+    return machine_for(group, device, None if kernel == "auto" else kernel)
 
 
 def _route(

@@ -181,11 +181,14 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
         (["--documents", "10", "20", "--length", "64"], "have 30 tokens together and --length is 64; give one"),
         (["--documents", "10", "0"], "give lengths of at least 1"),
         (["--length", "3"], "too short for 4 ranks"),
+        (["--length", "0"], "got length=0"),
+        (["--out", "folder.png"], "--out is folder.png, where no picture can be written"),
         (["--window", "-2"], "window=-2 is negative"),
         (["--out", "plan.nothing"], "--out is plan.nothing"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(words, said, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
     assert main(["plan", *words]) == 1
     assert said in capsys.readouterr().err

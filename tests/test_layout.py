@@ -1,5 +1,9 @@
 """How a batch lies over the ranks, as a value: encoded and back, padding, chunks."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,3 +73,20 @@ def test_a_padding_mask_says_which_tokens_are_real():
 def test_every_document_begins_its_chunks_anew(documents, chunk, wanted):
     (mask,) = SequenceLayout.for_batch([documents], 1).masks(True, None, chunk)
     assert mask.documents == wanted
+
+
+def test_the_hash_of_a_layout_holds_in_other_processes():
+    """It is remembered, and layouts come from the workers of data loaders."""
+    script = "from hf_burst import SequenceLayout; print(hash(SequenceLayout.for_batch([(0, 3, 16)], 2)))"
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for seed in "12"
+    }
+    assert len(hashes) == 1

@@ -74,6 +74,14 @@ def accesses_of(rank: int, size: int, folder: Path, cases: list[Case]) -> list[A
     return found
 
 
+@pytest.mark.parametrize("schedule", ["kv_ring", "burst"])
+def test_no_bytes_are_written_too_early_where_ranks_leave_rounds_out(ranks, schedule, tmp_path):
+    case = Shared(((0, 40),), window=3, kernel="reference", schedule=schedule)
+    found = [access for own in ranks(5).run(accesses_of, tmp_path, [case]) for access in own]
+    assert sum(access.kind == "read" for access in found) > 10
+    assert not races(found)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, schedule, tmp_path):

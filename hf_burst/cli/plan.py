@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _POINTS = 720  # of a picture, along each side
 _NOBODY = -1
+_RULED = 32  # ranks up to which the chunks are marked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     if any(size < 1 for size in arguments.documents or ()):
         raise ConfigError(f"--documents are {arguments.documents}; give lengths of at least 1.")
     documents = tuple(accumulate(arguments.documents or (), initial=0))
-    length = documents[-1] if arguments.documents else arguments.length or 4096
-    if arguments.length is not None and arguments.length != length:
+    length = arguments.length
+    if arguments.documents:
+        length = documents[-1]
+    elif length is None:
+        length = 4096
+    if arguments.documents and arguments.length not in (None, length):
         raise ConfigError(f"--documents have {length} tokens together and --length is {arguments.length}; give one.")
     mask = Mask(length, arguments.mask == "causal", arguments.window, documents if arguments.documents else ())
     plan = make_plan((mask,), make_sharding(length, arguments.ranks, arguments.chunking))
@@ -58,11 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError as problem:
         print(f"hf-burst plan: a picture needs matplotlib ({problem}): pip install matplotlib", file=sys.stderr)
         return 1
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(arguments.out, dpi=150)
-    except ValueError as problem:
-        raise ConfigError(f"--out is {arguments.out}: {problem}") from problem
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"--out is {arguments.out}, where no picture can be written: {problem}") from problem
     return 0
 
 
@@ -154,14 +159,12 @@ def draw(plan: Plan, visitor: Visitor) -> "Figure":
     tokens = [(2 * index + 1) * length // (2 * points) for index in range(points)]
     owner, step = who_computes(plan, visitor, tokens)
     hues = [np.array(to_rgb(f"C{rank % 10}")) for rank in range(ranks)]
-    picture = np.ones((points, points, 3))
-    for rank in range(ranks):
-        for distance in range(ranks):
-            picture[(owner == rank) & (step == distance)] = _shade(hues[rank], distance, ranks)
+    palette = np.array([[_shade(hue, distance, ranks) for distance in range(ranks)] for hue in hues])
+    picture = np.where((owner >= 0)[..., None], palette[owner, step], 1.0)
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     mask, bars = figure.subplots(1, 2, width_ratios=[1.5, 1])
     mask.imshow(picture, extent=(0, length, length, 0), interpolation="nearest")
-    for boundary in plan.sharding.boundaries[1:-1]:
+    for boundary in plan.sharding.boundaries[1:-1] if ranks <= _RULED else ():
         mask.axhline(boundary, color="#bbbbbb", linewidth=0.5)
         mask.axvline(boundary, color="#bbbbbb", linewidth=0.5)
     mask.set(xlabel="key", ylabel="query", title=f"Who computes what, over {ranks} ranks")

@@ -212,7 +212,7 @@ class _Patch:
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
-        prepare(self.config.schedule, next(module.parameters()).device, group)
+        prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
         self.forwards += 1
         self.explicit = call.explicit
         if counted is not None and tokens == 0 and not facts["num_items_in_batch (labels of all ranks)"]:

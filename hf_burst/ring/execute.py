@@ -16,6 +16,9 @@ from .merge import Merged, Summed, accumulation_dtype
 Visit = Callable[[Step, Sequence[torch.Tensor], Into], Sequence[torch.Tensor]]
 
 
+_BANDS = 1024
+
+
 @dataclass(frozen=True, eq=False)
 class Attention:
     """One attention over a ring: what is the same for its forward and its backward pass, and from layer to layer.
@@ -38,8 +41,10 @@ class Attention:
 
     def band(self, tile: Tile) -> Band:
         """What a tile of the plan admits, as kernels are told: one object for all calls, which remembers its hash."""
-        found = self.bands.get(id(tile))
+        found = self.bands.get(id(tile))  # whose tile is kept, so that nothing else has its id
         if found is None:
+            if len(self.bands) >= _BANDS:
+                self.bands.clear()
             found = self.bands[id(tile)] = tile, Band(tile.low, tile.high, tile.segments)
         return found[1]
 

@@ -266,8 +266,7 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
-                "Set BurstConfig(transport='p2p'), or leave it out of the graph: hf_burst records short passes by "
-                "itself."
+                "Set BurstConfig(transport='p2p'), or leave it out of the graph."
             )
         return Symmetric(arena)
     if transport == "symmetric":
