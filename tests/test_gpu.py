@@ -111,8 +111,8 @@ def ways(size: int, heads: tuple[int, int]) -> list[tuple[str, str]]:
 
 
 def config_for(schedule: str, transport: str, **settings: bool) -> hf_burst.BurstConfig:
-    """The kernel that is chosen by itself, which may write in place. Gathered keys and products have many kinds of tiles:
-    there one that compiles nothing."""
+    """The kernel that is chosen by itself, which may write in place. Gathered keys and products have many kinds of
+    tiles: there one that compiles nothing."""
     kernel = "auto" if schedule in ("auto", "ulysses", "kv_ring", "burst") else "torch_flash"
     return hf_burst.BurstConfig(schedule=schedule, transport=transport, kernel=kernel, **settings)
 
