@@ -1,7 +1,7 @@
 """K and V of all ranks at once, some heads at a time; dK and dV go home summed over the rows of a rank.
 
-Every row of the output has one kernel call. The next heads are under way while some
-are computed, and so are the gradients of the heads before.
+Every row of the output has one kernel call. The next heads are under way while some are computed, and so are the
+gradients of the heads before.
 """
 
 from collections.abc import Sequence
