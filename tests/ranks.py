@@ -7,15 +7,18 @@ does not answer in time ends the whole pool, so a hang is a failure and never a 
 
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
+
+_GRACE = 30.0  # seconds for the others when a rank has raised
 
 
 class RankError(Exception):
@@ -45,24 +48,36 @@ class RankPool:
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 240.0) -> list[Any]:
-        """Runs a function on every rank and returns what they return, in rank order."""
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 180.0) -> list[Any]:
+        """Runs a function on every rank and returns what they return, in rank order. Ranks that wait for one that
+        raised are ended."""
         for pipe in self.pipes:
             pipe.send((function, arguments))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(timeout):
-                self.close()
-                raise TimeoutError(f"rank {rank} of {self.size} did not answer within {timeout} s: it hangs")
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                self.close()
-                raise RuntimeError(f"rank {rank} of {self.size} died") from None
-        errors, traces = [error for _, error, _ in answers], [trace for _, _, trace in answers]
-        if any(trace is not None for trace in traces):
+        answers: dict[int, tuple[Any, BaseException | None, str | None]] = {}
+        last = time.monotonic() + timeout
+        while len(answers) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = wait(waiting, max(0.0, last - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = None, RuntimeError(f"rank {rank} of {self.size} died"), "it died"
+                if answers[rank][1] is not None:
+                    last = min(last, time.monotonic() + _GRACE)
+        late = [rank for rank in range(self.size) if rank not in answers]
+        errors = [answers[rank][1] if rank in answers else None for rank in range(self.size)]
+        traces = [answers[rank][2] if rank in answers else "did not answer" for rank in range(self.size)]
+        if late or any(trace == "it died" for trace in traces):
+            self.close()
+        if late and not any(errors):
+            raise TimeoutError(f"ranks {late} of {self.size} did not answer within {timeout} s: they hang")
+        if any(error is not None for error in errors):
             raise RankError(errors, traces)
-        return [result for result, _, _ in answers]
+        return [answers[rank][0] for rank in range(self.size)]
 
     @property
     def alive(self) -> bool:

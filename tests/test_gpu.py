@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 import hf_burst
 from hf_burst.config import Route
-from hf_burst.ring import replay, symmetric
+from hf_burst.ring import merge, replay, symmetric
 from tests import models
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
@@ -135,6 +135,39 @@ def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "head_dim"), [(509, 64), (4096, 128), (1024, 80), (300, 256)])
+def test_merges_are_exact_each_time(dtype: torch.dtype, rows: int, head_dim: int) -> None:
+    """Whatever the order in which the threads of a kernel come to read and write."""
+    from hf_burst.ring import fused  # needs Triton
+
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(2, *shape, device="cuda", generator=generator)
+
+    out, part = normal(rows, 6, head_dim).to(dtype), normal(rows // 2, 6, head_dim).to(dtype)
+    lse, part_lse = normal(6, rows).transpose(1, 2), normal(6, rows // 2).transpose(1, 2)
+    lse[0, rows // 3], lse[1, rows - 5], part_lse[1, 7] = -torch.inf, -torch.inf, -torch.inf
+    first = rows // 2 - 3
+    place = (slice(None), slice(first, first + rows // 2))
+    wanted, wanted_lse = out.double(), lse.double()
+    merge.merge_(wanted[place], wanted_lse[place], part, part_lse)
+    bits = []
+    for index in range(200):
+        given = out.clone()
+        result = given if index % 2 and dtype == torch.float32 else torch.empty_like(out)
+        given_lse = lse.transpose(1, 2).clone().transpose(1, 2)
+        fused.combine(result, given, given_lse, part, part_lse, (0, 2), (first, first + rows // 2))
+        bits.append((result, given_lse))
+    for found, found_lse in bits:
+        assert torch.equal(found, bits[0][0])
+        assert torch.equal(found_lse, bits[0][1])
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
+    torch.testing.assert_close(bits[0][0].double(), wanted, **tolerance)
+    torch.testing.assert_close(bits[0][1].double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
 def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
     """Passes of one shape, three layers at once, each with inputs of its own: what is recorded and replayed is what is
     run as it is, and nothing that was returned is overwritten. Batches of other sizes and dtypes come in between."""
@@ -183,7 +216,8 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
                     found = [attend(schedule, way, layers, douts, layout) for way in ("symmetric", "p2p")]
                     for one, other in zip(*found, strict=True):
                         assert one.dtype == dtype
-                        assert relative(one, other.float()) < 2e-3, (schedule, step, batch, length, dtype)
+                        # kernels that want an output are given another one with the same product with its gradient
+                        assert relative(one, other.float()) < 5e-3, (schedule, step, batch, length, dtype)
         assert recordings() == before + 2 * len(named) * len(kinds), "not all were recorded"
 
 
@@ -268,7 +302,7 @@ def lose_a_rank(rank: int, port: int, transport: str) -> None:
     group = hf_burst.ContextGroup.from_mesh(None)
     layout = hf_burst.SequenceLayout.for_batch([(0, 256)], 2)
     q, k, v = (torch.randn(1, 128, 4, 64, device=f"cuda:{rank}").bfloat16() for _ in range(3))
-    config = hf_burst.BurstConfig(schedule="kv_ring", transport=transport)
+    config = hf_burst.BurstConfig(schedule="kv_ring", transport=transport, kernel="torch_flash")
     for _ in range(4):
         hf_burst.burst_attention(q, k, v, layout, group, config=config, check=False)
     torch.cuda.synchronize()
@@ -289,7 +323,7 @@ def test_a_rank_that_is_gone_ends_the_others(transport: str) -> None:
     processes = [context.Process(target=lose_a_rank, args=(rank, port, transport)) for rank in range(2)]
     for process in processes:
         process.start()
-    processes[0].join(90)
+    processes[0].join(150)  # NCCL writes down what was under way before it ends a process
     alive = processes[0].is_alive()
     for process in processes:
         process.kill()

@@ -87,6 +87,7 @@ def _combine(
         base = tl.where(nothing, 0.0, total)
         old = old * tl.where(one == -float("inf"), 0.0, tl.exp(one - base))[:, None]
         new = new * tl.where(other == -float("inf"), 0.0, tl.exp(other - base))[:, None]
+        tl.debug_barrier()  # other threads of the program may have yet to read what is written here
         tl.store(old_place, total, mask=inside)
     tl.store(result + b * r_b + s[:, None] * r_s + h * r_h + d[None], old + new, mask=some)
 
