@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 import hf_burst
 from hf_burst.config import Route
-from hf_burst.ring import merge, replay, symmetric
+from hf_burst.ring import replay, symmetric
 from tests import models
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
@@ -133,39 +133,6 @@ def test_error_is_at_most_twice_that_of_plain_bf16(gpus: Ranks, size: int, kind:
 @pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
 def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "head_dim"), [(509, 64), (4096, 128), (1024, 80), (300, 256)])
-def test_merges_are_exact_each_time(dtype: torch.dtype, rows: int, head_dim: int) -> None:
-    """Whatever the order in which the threads of a kernel come to read and write."""
-    from hf_burst.ring import fused  # needs Triton
-
-    generator = torch.Generator("cuda").manual_seed(rows)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(2, *shape, device="cuda", generator=generator)
-
-    out, part = normal(rows, 6, head_dim).to(dtype), normal(rows // 2, 6, head_dim).to(dtype)
-    lse, part_lse = normal(6, rows).transpose(1, 2), normal(6, rows // 2).transpose(1, 2)
-    lse[0, rows // 3], lse[1, rows - 5], part_lse[1, 7] = -torch.inf, -torch.inf, -torch.inf
-    first = rows // 2 - 3
-    place = (slice(None), slice(first, first + rows // 2))
-    wanted, wanted_lse = out.double(), lse.double()
-    merge.merge_(wanted[place], wanted_lse[place], part, part_lse)
-    bits = []
-    for index in range(200):
-        given = out.clone()
-        result = given if index % 2 and dtype == torch.float32 else torch.empty_like(out)
-        given_lse = lse.transpose(1, 2).clone().transpose(1, 2)
-        fused.combine(result, given, given_lse, part, part_lse, (0, 2), (first, first + rows // 2))
-        bits.append((result, given_lse))
-    for found, found_lse in bits:
-        assert torch.equal(found, bits[0][0])
-        assert torch.equal(found_lse, bits[0][1])
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
-    torch.testing.assert_close(bits[0][0].double(), wanted, **tolerance)
-    torch.testing.assert_close(bits[0][1].double(), wanted_lse, rtol=1e-5, atol=1e-5)
 
 
 def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
@@ -309,7 +276,8 @@ def lose_a_rank(rank: int, port: int, transport: str) -> None:
     if rank == 1:
         os._exit(0)
     hf_burst.burst_attention(q, k, v, layout, group, config=config, check=False)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # NCCL may give up the messages first and end the process then
+    time.sleep(100)
     os._exit(0)  # which must not be reached
 
 
