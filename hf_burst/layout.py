@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional
 
 from .config import Chunking
-from .errors import BatchError
-from .plan import Mask, Sharding, chunks_per_rank, make_sharding
+from .errors import BatchError, ShardingError
+from .plan import Mask, Sharding, assign, cut, imbalance
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,7 @@ class SequenceLayout:
 
     Args:
         length (`int`): Tokens of every row over all ranks, padding included.
-        ranks (`int`): Ranks of the group.
-        chunking (`str`): `"zigzag"` or `"contiguous"`.
+        owners (`tuple[int, ...]`): The rank of the group that holds each of the equal chunks into which it is cut.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
         padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
         real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
@@ -28,8 +27,7 @@ class SequenceLayout:
     """
 
     length: int
-    ranks: int
-    chunking: Chunking
+    owners: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
     padding: int = 0
     real: tuple[tuple[int, int], ...] = ()
@@ -40,15 +38,14 @@ class SequenceLayout:
     @cached_property
     def _hash(self) -> int:
         """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
-        zigzag = self.chunking == "zigzag"
-        return hash((self.length, self.ranks, zigzag, self.documents, self.padding, self.real))
+        return hash((self.length, self.owners, self.documents, self.padding, self.real))
 
     @classmethod
     def for_batch(
         cls,
         documents: Sequence[tuple[int, ...]],
         ranks: int,
-        chunking: Chunking = "zigzag",
+        chunking: Chunking | Sequence[int] = "balanced",
         real: tuple[tuple[int, int], ...] = (),
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
@@ -56,7 +53,8 @@ class SequenceLayout:
         Args:
             documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
             ranks (`int`): Ranks of the group.
-            chunking (`str`, defaults to `"zigzag"`): Which rank owns which chunk.
+            chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
+                [`BurstConfig`]; or the owner of each of the equal chunks, as many for every rank.
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
 
         Raises:
@@ -71,15 +69,26 @@ class SequenceLayout:
                 f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
                 "length. Pad them first."
             )
-        chunks = ranks * chunks_per_rank(chunking) if ranks > 1 else 1
-        make_sharding(length, ranks, chunking)  # raises for sequences shorter than the chunks
-        padding = -length % chunks
+        masks = tuple(Mask(length, documents=tuple(row)) for row in documents)
+        owners = assign(masks, ranks, chunking) if isinstance(chunking, str) else _checked(tuple(chunking), ranks)
+        padding = -length % len(owners)
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
-        return cls(length + padding, ranks, chunking, filled, padding, real)
+        return cls(length + padding, owners, filled, padding, real)
 
     @property
+    def ranks(self) -> int:
+        """Those of the group."""
+        return self.sharding.ranks
+
+    @cached_property
     def sharding(self) -> Sharding:
-        return make_sharding(self.length, self.ranks, self.chunking)
+        """Who holds what."""
+        return cut(self.length, self.owners)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """By how much the rank with the most pairs of a causal mask is above the mean: 0.02 is 2 %."""
+        return imbalance(self.masks(True, None), self.owners)
 
     @property
     def batch_size(self) -> int:
@@ -149,6 +158,17 @@ class SequenceLayout:
         return _decode(encoded)
 
 
+def _checked(owners: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Owners that give every rank as many chunks."""
+    counts = {owners.count(rank) for rank in range(ranks)}
+    if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
+        raise ShardingError(
+            f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name the rank, "
+            f"0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
+        )
+    return owners
+
+
 @lru_cache(maxsize=64)
 def _masks(layout: SequenceLayout, causal: bool, window: int | None, chunk: int | None) -> tuple[Mask, ...]:
     return tuple(Mask(layout.length, causal, window, _chunked(row, chunk)) for row in layout.documents)
@@ -164,7 +184,7 @@ def _chunked(documents: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _encode(layout: SequenceLayout) -> torch.Tensor:
-    numbers = [layout.length, layout.ranks, int(layout.chunking == "zigzag"), layout.padding, layout.batch_size]
+    numbers = [layout.length, layout.padding, layout.batch_size, len(layout.owners), *layout.owners]
     numbers += [2 * len(layout.real), *(bound for span in layout.real for bound in span)]
     numbers += [len(row) for row in layout.documents]
     for row in layout.documents:
@@ -175,12 +195,12 @@ def _encode(layout: SequenceLayout) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _decode(encoded: bytes) -> SequenceLayout:
-    length, ranks, zigzag, padding, rows, bounds, *rest = memoryview(encoded).cast("q").tolist()
+    length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
+    owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
     real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
     sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
     documents, position = [], 0
     for size in sizes:
         documents.append(tuple(boundaries[position : position + size]))
         position += size
-    chunking: Chunking = "zigzag" if zigzag else "contiguous"
-    return SequenceLayout(length, ranks, chunking, tuple(documents), padding, real)
+    return SequenceLayout(length, owners, tuple(documents), padding, real)

@@ -20,7 +20,7 @@ from .errors import BatchError, ConfigError, KernelError, ShardingError
 from .kernels import Kernel, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Layer, Machine, Mask, Shapes, choose, name_of
+from .plan import Layer, Machine, Mask, Shapes, choose, make_sharding, name_of
 from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
 from .ring.replay import Pass, recorded, recurs
 from .ring.symmetric import Symmetric
@@ -397,7 +397,7 @@ def _prepared(request: _Request) -> Routed:
     )
     windowed = window >= 0 or route.around == "all_gather"  # whose tiles have the corner of a causal mask elsewhere
     kernel = _kernel(request.kernel, request.device, request.dtype, request.sizes, request.scores.softcap, windowed)
-    return Routed(route, request.members, masks, layout.chunking, kernel, request.scores)
+    return Routed(route, request.members, masks, layout.sharding, kernel, request.scores)
 
 
 def _deterministic() -> bool:
@@ -481,7 +481,7 @@ def _chosen(
 ) -> Route:
     ranks = members.size
     shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    layer = Layer(masks, ranks, "zigzag", shapes)
+    layer = Layer(masks, make_sharding(masks[0].length, ranks), shapes)
     choice = choose("auto", layer, machine, transport)
     if members.rank == 0:
         logger.info(

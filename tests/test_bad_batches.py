@@ -51,7 +51,7 @@ def no_labels_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
 
 
 def too_short(rank: int) -> dict[str, torch.Tensor]:
-    return models.make_batch("plain", length=3)
+    return models.make_batch("plain", length=1)
 
 
 def empty(rank: int) -> dict[str, torch.Tensor]:
@@ -128,8 +128,9 @@ def sharded_then_cut(rank: int) -> dict[str, Any]:
     }
 
 
-def sharded_otherwise(rank: int) -> dict[str, Any]:
-    return hf_burst.shard_batch(good(rank), config=hf_burst.BurstConfig(chunking="contiguous"))
+def sharded_otherwise_on_one_rank(rank: int) -> dict[str, Any]:
+    chunking = "contiguous" if rank else "zigzag"
+    return hf_burst.shard_batch(good(rank), config=hf_burst.BurstConfig(chunking=chunking))
 
 
 def sharded_from_different_batches(rank: int) -> dict[str, Any]:
@@ -225,7 +226,7 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     other_content: (RankMismatchError, r"parallelism_config=hf_burst.BurstParallelismConfig\(burst_size=N\)"),
     other_documents: (RankMismatchError, "documents"),
     no_labels_on_one_rank: (RankMismatchError, "labels: rank 0 has True, rank 1 has False"),
-    too_short: (ShardingError, "3 tokens is too short for 2 ranks.*Pad it to 4"),
+    too_short: (ShardingError, "1 tokens is too short for 2 ranks.*Pad it to 2"),
     empty: (BatchError, r"input_ids is \(2, 0\)"),
     empty_on_one_rank: (BurstError, r"input_ids is \(2, 0\)"),
     all_ignored: (BatchError, "All labels of the batch are -100"),
@@ -242,9 +243,9 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     weights_of_attention: (BatchError, "output_attentions"),
     sharded_then_moved: (BatchError, "position_ids do not match the sharding"),
     sharded_then_cut: (BatchError, "Do not cut or pad"),
-    sharded_otherwise: (BatchError, "sharded as contiguous"),
+    sharded_otherwise_on_one_rank: (RankMismatchError, "chunks: rank 0 has 4 .*, rank 1 has 2 "),
     sharded_from_different_batches: (RankMismatchError, "content"),
-    sharded_by_hand_contiguously: (BatchError, "do not match zigzag sharding"),
+    sharded_by_hand_contiguously: (BatchError, "do not match balanced sharding"),
     sharded_without_positions: (BatchError, "position_ids are missing"),
     sharded_with_a_mask: (BatchError, "attention_mask"),
     sharded_twice: (BatchError, "Shard it once"),
@@ -415,7 +416,7 @@ def test_nan_passes_through(ranks: Ranks) -> None:
 
 def test_settings_are_checked_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, message in (
-        ({"chunking": "spiral"}, "'spiral'.*'zigzag', 'contiguous'"),
+        ({"chunking": "spiral"}, "'spiral'.*'balanced', 'zigzag', 'contiguous'"),
         ({"schedule": "ring"}, "'auto', 'kv_ring', 'burst'"),
         ({"kernel": "flash"}, "'cpu_flash'"),
         ({"logits_limit_gib": 0.0}, "above 0"),

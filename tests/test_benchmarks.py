@@ -6,18 +6,22 @@ import os
 import statistics
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_burst.cli import bench
-from hf_burst.cli.bench_contenders import Case, Native, hf_burst
+from hf_burst.cli.bench_contenders import Case, Documents, Native, hf_burst
 from hf_burst.config import Route
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.mesh import ContextGroup
+from hf_burst.plan import Mask
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed, row_products
 
 ROOT = Path(__file__).parents[1]
@@ -93,9 +97,16 @@ def assert_follows_schema(result: dict[str, Any]) -> None:
     jsonschema.validate(result, schema)
 
 
+def mask_of(row: dict[str, Any]) -> Mask:
+    documents = Documents(*row["document_tokens"]) if row["document_tokens"] else None
+    bounds = documents.bounds(row["length"], 2 * row["ranks"]) if documents else ()
+    return Mask(row["length"], window=row["window"], documents=bounds)
+
+
 def assert_numbers_agree(row: dict[str, Any], limit: dict[str, Any]) -> None:
     """Everything that is derived follows from the times of the rounds."""
-    flops = 2 * row["length"] ** 2 * row["q_heads"] * row["head_dim"] / row["ranks"]
+    pairs = row["length"] ** 2 / 2 if row["documents"] == 1 and row["window"] is None else mask_of(row).pairs
+    flops = 4 * pairs * row["q_heads"] * row["head_dim"] / row["ranks"]
     for part, factor in (("forward", 1), ("backward", 2.5), ("both", 3.5)):
         seconds = row["seconds"][part]
         assert row["median_s"][part] == statistics.median(seconds)
@@ -152,6 +163,33 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     assert "| hf_burst auto | " in drawn.stdout
 
 
+@pytest.mark.parametrize("mask", [("--documents", "4", "16"), ("--window", "7"), ("--documents", "4", "4")])
+def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
+    out = tmp_path / "result.json"
+    options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
+    options += ["contiguous", "--seconds", "2", "--rounds", "2", "3", "--warmup", "2", "--out", str(out), *mask]
+    launch("recipes/benchmarks/attention.py", *options)
+    result = json.loads(out.read_text())
+    assert_follows_schema(result)
+    assert all(check["errors"]["dk"] < 1e-5 for check in result["checks"] if check["status"] == "ok")
+    rows = {row["contender"]: row for row in result["results"]}
+    ours = {f"hf_burst {name}{how}" for name in ("kv_ring", "ulysses") for how in ("", " contiguous")}
+    assert set(rows) == {"limit", "ulysses plain"} | ours
+    for row in rows.values():
+        assert row["status"] == "ok", row["reason"]
+        assert_numbers_agree(row, rows["limit"])
+    sent = rows["hf_burst kv_ring"]["bytes_sent"]["forward"]
+    assert sent < 2 * 64 * 2 * 16 * 4, "less than all K and V of a rank"
+
+
+@given(shortest=st.integers(1, 50), longest=st.integers(50, 400), length=st.sampled_from([64, 256, 1024]))
+def test_drawn_documents_fill_the_sequence(shortest: int, longest: int, length: int) -> None:
+    bounds = Documents(shortest, longest).bounds(length, 8)
+    assert (bounds[0], bounds[-1]) == (0, length)
+    assert all(start < stop and (stop - start) % 8 == 0 for start, stop in pairwise(bounds))
+    assert bounds == Documents(shortest, longest).bounds(length, 8), "the same on every rank"
+
+
 def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     script, out = tmp_path / "failing.py", tmp_path / "result.json"
     script.write_text(FAILING)
@@ -180,7 +218,7 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def case_of(rank: int, size: int) -> Case:
-    native = Native("cpu_flash", lambda q, k, v: q)
+    native = Native("cpu_flash", lambda q, k, v, mask: q)
     return Case(128, 8, 4, 16, 2, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
 
 
@@ -189,7 +227,7 @@ def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
     case = case_of(rank, size)
     layout, kernel = case.layout(), select_kernel("auto", "cpu", case.dtype, 16, 16)
     route, group = Route.parse(schedule, size), ContextGroup.from_mesh(None)
-    routed = Routed(route, group, layout.masks(True, None), "zigzag", kernel, Scores(1.0))
+    routed = Routed(route, group, layout.masks(True, None), layout.sharding, kernel, Scores(1.0))
     shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
     q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
     there, back = (PeerToPeer(group, case.device) for _ in range(2))

@@ -27,8 +27,10 @@ from hf_burst.plan import (
     built_in,
     candidates,
     choose,
+    cut,
     estimate,
     head_slices,
+    make_sharding,
     name_of,
     rank_traffic,
     slices_of,
@@ -48,7 +50,9 @@ SLOW_LINK = replace(SLOW_KERNEL, rates=(KernelRate(1, 1e30, 1e30),), p2p=Link(3.
 
 
 def causal(length: int, ranks: int, kv_heads: int = 8, chunking: str = "zigzag", window: int | None = None) -> Layer:
-    return Layer((Mask(length, True, window),), ranks, chunking, replace(BF16, kv_heads=kv_heads))
+    return Layer(
+        (Mask(length, True, window),), make_sharding(length, ranks, chunking), replace(BF16, kv_heads=kv_heads)
+    )
 
 
 @settings(max_examples=100)
@@ -151,7 +155,7 @@ def count_bytes(rank: int, size: int, route: Route, length: int, kv_heads: int) 
     """What leaves a rank of the executed route, or arrives if that is more, forward and backward, in fp32."""
     layout = SequenceLayout.for_batch([(0, length)], size)
     kernel = select_kernel("auto", "cpu", torch.float32, 8, 8)
-    routed = Routed(route, ContextGroup.from_mesh(None), layout.masks(True, None), "zigzag", kernel, Scores(1.0))
+    routed = Routed(route, ContextGroup.from_mesh(None), layout.masks(True, None), layout.sharding, kernel, Scores(1.0))
     q, dout = (torch.randn(1, length // size, 8, 8) for _ in range(2))
     k, v = (torch.randn(1, length // size, kv_heads, 8) for _ in range(2))
     exchange = Counted(routed.group, torch.device("cpu"))
@@ -168,7 +172,7 @@ def test_the_bytes_are_those_on_the_wire(ranks, name):
     route = Route.parse(name, 4)
     sent = ranks(4).run(count_bytes, route, 64, 4)
     shapes = Shapes(8, 4, 8, 8, itemsize=4, accumulator_itemsize=4)
-    assert estimate(route, Layer((Mask(64),), 4, "zigzag", shapes), cpu()).sent_bytes == max(sent)
+    assert estimate(route, Layer((Mask(64),), make_sharding(64, 4), shapes), cpu()).sent_bytes == max(sent)
 
 
 @pytest.mark.parametrize(("route", "visitor"), [(RING, "kv"), (BURST, "q")], ids=str)
@@ -208,8 +212,10 @@ def layers(draw) -> Layer:
     cuts = draw(st.sets(st.integers(1, length - 1), max_size=6))
     mask = Mask(length, draw(st.booleans()), draw(st.none() | st.integers(0, length)), (0, *sorted(cuts), length))
     shapes = Shapes(8, draw(st.sampled_from([1, 2, 4, 8])), 16, draw(st.sampled_from([16, 8])), 2, 4)
-    chunking = draw(st.sampled_from(["zigzag", "contiguous"]))
-    return Layer((mask,) * draw(st.integers(1, 2)), draw(st.sampled_from([2, 4, 6, 8])), chunking, shapes)
+    ranks = draw(st.sampled_from([2, 4, 6, 8]))
+    once = tuple(range(ranks))
+    owners = draw(st.sampled_from([once, (*once, *reversed(once))]) | st.permutations(once))
+    return Layer((mask,) * draw(st.integers(1, 2)), cut(length, tuple(owners)), shapes)
 
 
 def faster(machine: Machine, what: str, factor: float) -> Machine:

@@ -18,6 +18,7 @@ from hf_burst.errors import (
     RankMismatchError,
     ShardingError,
 )
+from hf_burst.plan.sharding import pattern
 
 TOKENS = 12
 PATIENCE = 30.0
@@ -224,11 +225,11 @@ def a_negative_window(arguments: dict[str, Any], rank: int, size: int) -> None:
 
 
 def documents_beyond_the_batch(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["layout"] = SequenceLayout(TOKENS * size, size, "zigzag", ((0, TOKENS * size + 1),))
+    arguments["layout"] = SequenceLayout(TOKENS * size, pattern(size, "zigzag"), ((0, TOKENS * size + 1),))
 
 
 def documents_that_fall(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["layout"] = SequenceLayout(TOKENS * size, size, "zigzag", ((0, 8, 7, TOKENS * size),))
+    arguments["layout"] = SequenceLayout(TOKENS * size, pattern(size, "zigzag"), ((0, 8, 7, TOKENS * size),))
 
 
 WRONG_MASK = {

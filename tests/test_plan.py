@@ -17,12 +17,14 @@ from hf_burst.plan import (
     Step,
     Traffic,
     Transfer,
+    cut,
     make_plan,
     make_sharding,
     rank_traffic,
     verify_plan,
 )
 from hf_burst.plan.schedule import goes_ahead
+from hf_burst.plan.sharding import pattern
 from hf_burst.plan.traffic import step_traffic
 from tests.oracle import admitted_pairs
 
@@ -49,11 +51,14 @@ def masks_of(draw, length: int) -> Mask:
 @st.composite
 def plans(draw) -> Plan:
     ranks = draw(st.integers(1, 8))
-    chunking = draw(st.sampled_from(["zigzag", "contiguous"]))
-    length = draw(st.integers(ranks * 2 if chunking == "zigzag" and ranks > 1 else ranks, 48))
+    once = list(range(ranks))
+    dealt = st.lists(st.sampled_from(once), max_size=2 * ranks).flatmap(lambda more: st.permutations(once + more))
+    patterns = [pattern(ranks, "zigzag"), pattern(ranks, "contiguous")]
+    owners = tuple(draw(st.sampled_from(patterns) | dealt))
+    length = draw(st.integers(len(owners), 48))
     rows = draw(st.lists(masks_of(length), min_size=1, max_size=3))
     repeated = tuple(row for row in rows for _ in range(draw(st.integers(1, 2))))
-    return make_plan(repeated, make_sharding(length, ranks, chunking))
+    return make_plan(repeated, cut(length, owners))
 
 
 @settings(max_examples=150)
@@ -373,10 +378,14 @@ def test_a_plan_error_is_a_bug_and_not_an_input_error():
         (lambda: Mask(50, documents=tuple(range(40))), BatchError, ["(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"]),
         (lambda: Sharding((0, 4, 8), (0, 0), 2), ShardingError, ["2 chunks", "(0, 0)", "2 ranks", "own at least one"]),
         (lambda: Sharding((0, 4, 8), (0, 1, 2), 3), ShardingError, ["2 chunks", "name one owner a chunk"]),
-        (lambda: make_sharding(7, 4), ShardingError, ["7 tokens", "4 ranks", "zigzag", "at least 8", "Pad it to 8"]),
-        (lambda: make_sharding(3, 4, "contiguous"), ShardingError, ["3 tokens", "contiguous", "at least 4"]),
+        (lambda: make_sharding(7, 4), ShardingError, ["7 tokens", "4 ranks", "8 chunks", "at least 8", "Pad it to 8"]),
+        (lambda: make_sharding(3, 4, "contiguous"), ShardingError, ["3 tokens", "4 chunks", "at least 4"]),
         (lambda: make_sharding(8, 0), ShardingError, ["at least 1 rank", "ranks=0"]),
-        (lambda: BurstConfig(chunking="snake"), ConfigError, ["chunking", "'snake'", "'zigzag', 'contiguous'"]),
+        (
+            lambda: BurstConfig(chunking="snake"),
+            ConfigError,
+            ["chunking", "'snake'", "'balanced', 'zigzag', 'contiguous'"],
+        ),
         (lambda: BurstConfig(schedule="ring"), ConfigError, ["schedule", "'ring'", "'auto', 'kv_ring', 'burst'"]),
         (lambda: BurstConfig(kernel="triton"), ConfigError, ["kernel", "'triton'", "'auto'", "'reference'"]),
         (lambda: BurstConfig(logits_limit_gib=0), ConfigError, ["logits_limit_gib", "above 0"]),

@@ -54,7 +54,7 @@ class Case:
     documents: tuple[tuple[int, ...], ...]
     causal: bool = True
     window: int | None = None
-    chunking: str = "zigzag"
+    chunking: str | tuple[int, ...] = "balanced"
     schedule: str = "kv_ring"
     kernel: str = "cpu_flash"
     heads: tuple[int, int] = (4, 2)
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def config(self) -> BurstConfig:
-        return BurstConfig(self.chunking, self.schedule, self.kernel)
+        return BurstConfig(schedule=self.schedule, kernel=self.kernel)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """q, k, v, dout and dlse of the whole sequence."""
@@ -213,6 +213,13 @@ def fitting(size: int, cases: list[Case]) -> list[Case]:
     return found
 
 
+def dealt(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Owners of one to three chunks a rank, in any order."""
+    return (
+        st.integers(1, 2 if ranks > 3 else 3).flatmap(lambda each: st.permutations([*range(ranks)] * each)).map(tuple)
+    )
+
+
 @st.composite
 def cases(draw, ranks: int) -> Case:
     length = draw(st.integers(2 * ranks, 41))
@@ -223,7 +230,7 @@ def cases(draw, ranks: int) -> Case:
         documents=tuple((0, *sorted(cuts), length) for cuts in rows),
         causal=draw(st.booleans()),
         window=draw(st.none() | st.integers(0, length)),
-        chunking=draw(st.sampled_from(["zigzag", "contiguous"])),
+        chunking=draw(st.sampled_from(["balanced", "zigzag", "contiguous"]) | dealt(ranks)),
         schedule=schedule,
         kernel=kernel,
         softcap=draw(st.sampled_from([0.0, 0.7])) if kernel == "reference" else 0.0,
@@ -747,7 +754,7 @@ def ask_for_room(rank: int, size: int, case: Case) -> list:
     masks = layout.masks(case.causal, case.window)
     kernel = select_kernel(case.kernel, "cpu", case.dtype, *case.dims)
     route = Route.parse(case.schedule, size)
-    routed = Routed(route, context_group(size), masks, case.chunking, kernel, Scores(1.0))
+    routed = Routed(route, context_group(size), masks, layout.sharding, kernel, Scores(1.0))
     exchange = Asked(routed.group, q.device)
     out, lse, kept = routed.forward(exchange, q, k, v)
     sizes = HeadSizes(*case.heads, *case.dims)

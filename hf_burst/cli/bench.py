@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from ..config import Chunking
 from ..errors import BurstError, ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs=2,
+        metavar=("SHORTEST", "LONGEST"),
+        help="packed documents of so many tokens, whose logarithms are uniform; one whole sequence by default",
+    )
+    parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself; all by default")
+    parser.add_argument("--chunkings", nargs="+", choices=get_args(Chunking), default=["balanced"])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
     parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for all that let one choose")
@@ -114,6 +124,10 @@ def _validate(arguments: argparse.Namespace) -> None:
     for kv_heads in arguments.kv_heads:
         if kv_heads < 1 or arguments.q_heads % kv_heads:
             raise ConfigError(f"--q-heads {arguments.q_heads} is no whole multiple of --kv-heads {kv_heads}.")
+    if arguments.documents and not 1 <= arguments.documents[0] <= arguments.documents[1]:
+        raise ConfigError(f"--documents is {arguments.documents}; give the shortest, at least 1, and the longest.")
+    if arguments.window is not None and arguments.window < 0:
+        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
     fewest, most = arguments.rounds
     if not 1 <= fewest <= most:
         raise ConfigError(f"--rounds is {fewest} {most}; give the fewest, at least 1, and the most.")
@@ -122,7 +136,7 @@ def _validate(arguments: argparse.Namespace) -> None:
 def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: "Ranks") -> dict[str, Any]:
     import torch
 
-    from .bench_contenders import Case, choose_native, hf_burst, limit
+    from .bench_contenders import Case, Documents, choose_native, hf_burst, limit
     from .bench_report import environment
     from .bench_rounds import check
 
@@ -132,7 +146,12 @@ def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: 
     dtype = getattr(torch, arguments.dtype)
     native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
-    every = [limit(), *(hf_burst(schedule, dict(arguments.burst)) for schedule in arguments.schedules), *peers]
+    settings = [
+        dict(arguments.burst) | ({} if chunking == "balanced" else {"chunking": chunking})
+        for chunking in arguments.chunkings
+    ]
+    own = [hf_burst(schedule, given) for schedule in arguments.schedules for given in settings]
+    every = [limit(), *own, *peers]
     contenders = [one for one in every if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
@@ -150,6 +169,8 @@ def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: 
             ranks=ranks.size,
             native=native,
             kernel=arguments.kernel,
+            documents=None if arguments.documents is None else Documents(*arguments.documents),
+            window=arguments.window,
         )
         ranks.say(f"{kv_heads} key heads: results of {len(contenders)} contenders at {case.length} tokens")
         checked = check(contenders, case, ranks)

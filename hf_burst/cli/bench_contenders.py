@@ -1,29 +1,35 @@
 """What a benchmark compares: the limit without communication and hf_burst's schedules. Recipes add their peers.
 
-Every contender does causal attention of one sequence that lies over the ranks, each in the layout that it wants.
+Every contender does causal attention of a sequence that lies over the ranks, each in the layout that it wants: one
+document or several, with or without a window.
 """
 
+import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..config import BurstConfig, Route
+from ..config import BurstConfig, Chunking, Route
 from ..errors import ConfigError
 from ..kernels import select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
-from ..plan import Layer, Plan, Shapes, rank_traffic
+from ..plan import Layer, Mask, Plan, Shapes, rank_traffic
 from ..plan.traffic import Pass
 from ..plan.work import gathered_calls, visitor_of
 from ..ring import accumulation_dtype
 from .bench_ranks import Ranks
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttendMasked = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], torch.Tensor]
 _PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 
@@ -33,11 +39,34 @@ class Native:
 
     Args:
         name (`str`): As in `BurstConfig(kernel=...)`.
-        attend (`Callable`): q, k, v to out.
+        attend (`Callable`): q, k, v and the mask of every row to out.
     """
 
     name: str
-    attend: Attend
+    attend: AttendMasked
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Lengths of packed documents, drawn so that every contender takes them.
+
+    Args:
+        shortest, longest (`int`): Tokens of a document; the logarithms between them are uniform.
+    """
+
+    shortest: int
+    longest: int
+
+    def bounds(self, length: int, multiple: int) -> tuple[int, ...]:
+        """Cumulative boundaries of documents that fill `length` tokens, of multiples of `multiple` tokens each: some
+        peers take no others. In short sequences they are shorter in proportion, so that there are several."""
+        scale = min(1.0, length / (4 * self.longest))
+        draw, bounds = random.Random(length), [0]
+        while bounds[-1] < length:
+            size = scale * math.exp(draw.uniform(math.log(self.shortest), math.log(self.longest)))
+            whole = max(multiple, round(size / multiple) * multiple)
+            bounds.append(min(length, bounds[-1] + whole))
+        return tuple(bounds)
 
 
 @dataclass(frozen=True)
@@ -53,6 +82,8 @@ class Case:
         rank, ranks (`int`): This rank, and how many share the sequence.
         native ([`Native`]): The kernel of the limit and of peers that let one choose.
         kernel (`str`): What was asked for: a name, or `"auto"`.
+        documents ([`Documents`], *optional*): Those that fill the sequence; one by default.
+        window (`int`, *optional*): Tokens that a query sees backwards beside itself.
         group (`ProcessGroup`, *optional*): The contender's own messages; `None` for one process.
     """
 
@@ -67,6 +98,8 @@ class Case:
     ranks: int
     native: Native
     kernel: str
+    documents: Documents | None = None
+    window: int | None = None
     group: dist.ProcessGroup | None = None
 
     @property
@@ -74,15 +107,27 @@ class Case:
         """Tokens of a rank."""
         return self.length // self.ranks
 
-    def layout(self, contiguous: bool = False) -> SequenceLayout:
-        """Zigzag (rank r holds chunks r and 2P-1-r of 2P), or the r-th of P chunks."""
-        chunking = "contiguous" if contiguous else "zigzag"
-        return SequenceLayout.for_batch([(0, self.length)] * self.batch, self.ranks, chunking)  # type: ignore[arg-type]
+    @property
+    def mask(self) -> Mask:
+        """That of every sequence."""
+        bounds = self.documents.bounds(self.length, 2 * self.ranks) if self.documents else ()
+        return Mask(self.length, window=self.window, documents=bounds)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a query sees all that is before it."""
+        return self.documents is None and self.window is None
+
+    def layout(self, chunking: Chunking = "zigzag") -> SequenceLayout:
+        """Which rank holds which tokens."""
+        return SequenceLayout.for_batch([self.mask.documents] * self.batch, self.ranks, chunking)
 
     def flops(self) -> dict[str, float]:
-        """Floating point operations of a rank: 2·S²·Hq·D forward (two products, half of the pairs), 2.5 times as many
-        backward (five products; FlashAttention-2, arXiv 2307.08691, section 4.1)."""
-        forward = 4 * self.length**2 / 2 * self.q_heads * self.head_dim * self.batch / self.ranks
+        """Floating point operations of a rank: two products forward, 4·Hq·D for each pair of a query and a key that it
+        sees (2·S²·Hq·D for one document), 2.5 times as many backward (five products; FlashAttention-2, arXiv
+        2307.08691, section 4.1)."""
+        pairs = self.length**2 / 2 if self.whole else self.mask.pairs
+        forward = 4 * pairs * self.q_heads * self.head_dim * self.batch / self.ranks
         return {"forward": forward, "backward": 2.5 * forward, "both": 3.5 * forward}
 
 
@@ -154,28 +199,35 @@ def limit() -> Contender:
             return tensor[:, :, first : first + share].contiguous()
 
         complete = ("out", "dq", "dk", "dv") if whole else ("out", "dq")
-        return Prepared(case.native.attend, cut, Sent(0, 0, "none"), complete=complete)
+        mask = case.mask
+        return Prepared(lambda q, k, v: case.native.attend(q, k, v, mask), cut, Sent(0, 0, "none"), complete=complete)
 
     return Contender("limit", "limit", build)
 
 
 def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender:
-    """[`burst_attention`] over zigzag shards, by a schedule of [`BurstConfig`], and further settings of it."""
+    """[`burst_attention`] by a schedule of [`BurstConfig`], and further settings of it."""
     settings = settings or {}
 
     def build(case: Case) -> Prepared:
         config = BurstConfig.from_dict({"kernel": case.kernel, **settings, "schedule": schedule})
-        layout, members = case.layout(), ContextGroup.from_mesh(case.group) if case.group else ContextGroup()
+        layout, members = (
+            case.layout(config.chunking),
+            ContextGroup.from_mesh(case.group) if case.group else ContextGroup(),
+        )
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return burst_attention(q, k, v, layout, members, config=config, check=False)[0]
+            return burst_attention(q, k, v, layout, members, window=case.window, config=config, check=False)[0]
 
-        return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _planned(schedule, case))
+        if layout.padding:
+            raise ConfigError(f"{case.length} tokens cannot be cut into {len(layout.owners)} equal chunks.")
+        return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _planned(schedule, case, layout))
 
-    return Contender(f"hf_burst {schedule}", "hf_burst", build, {**settings, "schedule": schedule})
+    name = " ".join(["hf_burst", schedule, *([settings["chunking"]] if "chunking" in settings else [])])
+    return Contender(name, "hf_burst", build, {**settings, "schedule": schedule})
 
 
-def _planned(schedule: str, case: Case) -> Sent:
+def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     """The bytes of a schedule: what the plan of its ring sends, and what its exchange of heads does. `"auto"` chooses
     while it runs, and logs what."""
     if case.ranks == 1:
@@ -185,13 +237,13 @@ def _planned(schedule: str, case: Case) -> Sent:
         return Sent(source="not counted: those of the schedule that was chosen, see `said`")
     if route.refusal(case.ranks, case.q_heads, case.kv_heads) is not None:
         return Sent()  # the call says why
-    layout, ulysses = case.layout(), route.ulysses
+    ulysses = route.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
     kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
     returned = accumulator if kernel.card.wide else itemsize
     heads, dims = (case.q_heads // ulysses, case.kv_heads // ulysses), (case.head_dim, case.head_dim)
     shapes = Shapes(*heads, *dims, itemsize, accumulator, returned)
-    plan = Layer(layout.masks(True, None), case.ranks, layout.chunking, shapes).plan(ulysses)
+    plan = Layer(layout.masks(True, case.window), layout.sharding, shapes).plan(ulysses)
     outputs = case.batch * case.tokens * case.q_heads * case.head_dim * itemsize
     inputs = outputs + 2 * case.batch * case.tokens * case.kv_heads * case.head_dim * itemsize
     scalars = case.batch * case.tokens * case.q_heads * accumulator
@@ -229,11 +281,11 @@ def choose_native(requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: in
         if requested not in ("auto", name):
             continue
 
-        def trial(load: Callable[[], Attend] = load) -> Attend:
+        def trial(load: Callable[[], AttendMasked] = load) -> AttendMasked:
             attend = load()
             shape = (1, 256, 2, head_dim)
             q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
-            out = attend(q, k, v)
+            out = attend(q, k, v, Mask(256))
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             return attend
 
@@ -248,7 +300,7 @@ def choose_native(requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: in
     )
 
 
-def _natives(device: torch.device) -> list[tuple[str, Callable[[], Attend]]]:
+def _natives(device: torch.device) -> list[tuple[str, Callable[[], AttendMasked]]]:
     """Kernels and how to load them, the fastest first."""
     if device.type == "cpu":
         return [("cpu_flash", lambda: _cpu_flash)]
@@ -264,22 +316,45 @@ def _natives(device: torch.device) -> list[tuple[str, Callable[[], Attend]]]:
     return [(name, natives[name]) for name in order]
 
 
-def _flash_attn_4() -> Attend:
-    from flash_attn.cute import flash_attn_func
+def _flash_attn_4() -> AttendMasked:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=True))
-
-
-def _flash_attn_3() -> Attend:
-    from flash_attn_interface import flash_attn_func
-
-    return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=True))
+    return _flash(flash_attn_func, flash_attn_varlen_func, None)
 
 
-def _flash_attn_2() -> Attend:
-    from flash_attn.flash_attn_interface import flash_attn_func
+def _flash_attn_3() -> AttendMasked:
+    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
-    return lambda q, k, v: _first(flash_attn_func(q, k, v, causal=True))
+    return _flash(flash_attn_func, flash_attn_varlen_func, -1)
+
+
+def _flash_attn_2() -> AttendMasked:
+    from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    return _flash(flash_attn_func, flash_attn_varlen_func, -1)
+
+
+def _flash(dense: Callable[..., Any], varlen: Callable[..., Any], no_window: int | None) -> AttendMasked:
+    """The two functions of a FlashAttention package as one."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        window = (no_window if mask.window is None else mask.window, no_window if mask.window is None else 0)
+        if len(mask.documents) == 2:
+            return _first(dense(q, k, v, causal=True, window_size=window))
+        bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
+        flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return _first(varlen(*flat, **lengths, causal=True, window_size=window)).unflatten(0, q.shape[:2])
+
+    return attend
+
+
+@lru_cache(maxsize=16)
+def cu_seqlens(mask: Mask, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Boundaries of the documents of all rows as flash kernels take them, and the longest document."""
+    bounds = [row * mask.length + stop for row in range(batch) for stop in mask.documents[1:]]
+    longest = max(stop - start for start, stop in pairwise(mask.documents))
+    return torch.tensor([0, *bounds], dtype=torch.int32, device=device), longest
 
 
 def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -287,45 +362,75 @@ def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    lengths = (None, None, q.shape[1], k.shape[1])
-    out: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, True, False)[0]
-    return out
+def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    window = {} if mask.window is None else {"window_size_left": mask.window, "window_size_right": 0}
+    if len(mask.documents) == 2:
+        dense = (None, None, q.shape[1], k.shape[1])
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *dense, 0.0, True, False, **window)[0]
+        return out
+    bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
+    flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
+    lengths = (bounds, bounds, longest, longest)
+    out = torch.ops.aten._flash_attention_forward(*flat, *lengths, 0.0, True, False, **window)[0]
+    return out.unflatten(0, q.shape[:2])
 
 
-def _torch_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _torch_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    _only_whole(mask, "torch's cuDNN kernel")
     heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
     out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True, 0.0, True)[0]
     return out.transpose(1, 2)
 
 
-def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """With a mask written out where torch's kernel knows none; on a CPU nothing is compared for its speed."""
     heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)[0]
+    if len(mask.documents) == 2 and mask.window is None:
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)[0]
+        return out.transpose(1, 2)
+    added = torch.zeros(mask.length, mask.length, dtype=q.dtype).masked_fill_(~admitted(mask, q.device), -torch.inf)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out = call(*heads_first, 0.0, False, attn_mask=added)[0]
     return out.transpose(1, 2)
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> dict[str, torch.Tensor]:
-    """out, dq, dk and dv of causal attention, computed in fp64 one key head after another.
+def _only_whole(mask: Mask, what: str) -> None:
+    if len(mask.documents) > 2 or mask.window is not None:
+        raise ConfigError(f"{what} computes whole causal sequences only here, no documents and no windows.")
+
+
+def admitted(mask: Mask, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees: `torch.BoolTensor` of shape `(S, S)`."""
+    position = torch.arange(mask.length, device=device)
+    document = torch.bucketize(position, torch.tensor(mask.documents[1:], device=device), right=True)
+    distance = position[:, None] - position
+    seen = (document[:, None] == document) & (distance >= 0)
+    return seen if mask.window is None else seen & (distance <= mask.window)
+
+
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: Mask
+) -> dict[str, torch.Tensor]:
+    """out, dq, dk and dv of attention, computed in fp64 one key head after another.
 
     Args:
         q, dout (`torch.Tensor` of shape `(B, S, Hq, D)`): Queries, and the gradient of the output.
         k, v (`torch.Tensor` of shape `(B, S, Hkv, D)`): Keys and values.
+        mask ([`Mask`]): Of every row.
 
     Returns:
         `dict` of fp64 tensors in the shapes of q, q, k and v.
     """
-    parts = list(_exact_heads(*(tensor.double() for tensor in (q, k, v, dout))))
+    parts = list(_exact_heads(admitted(mask, q.device), *(tensor.double() for tensor in (q, k, v, dout))))
     return dict(
         zip(("out", "dq", "dk", "dv"), (torch.cat(part, dim=2) for part in zip(*parts, strict=True)), strict=True)
     )
 
 
 def _exact_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+    seen: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     per_key = q.shape[2] // k.shape[2]
-    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
     for head in range(k.shape[2]):
         rows = slice(head * per_key, (head + 1) * per_key)
         inputs = [tensor.detach().requires_grad_() for tensor in (q[:, :, rows], k[:, :, [head]], v[:, :, [head]])]

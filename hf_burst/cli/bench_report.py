@@ -87,6 +87,9 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "kv_heads": case.kv_heads,
         "head_dim": case.head_dim,
         "dtype": str(case.dtype).removeprefix("torch."),
+        "documents": len(case.mask.documents) - 1,
+        "document_tokens": [case.documents.shortest, case.documents.longest] if case.documents else None,
+        "window": case.window,
         "ranks": case.ranks,
         "status": measured.status,
         "reason": measured.reason,
@@ -147,10 +150,17 @@ def _matrices(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
         for row in result["results"]:
             title = (
                 f"{row['ranks']} x {result['hardware']['device']}, {row['q_heads']} query and {row['kv_heads']} key "
-                f"heads, {row['dtype']}, limit by {row['limit_kernel']}"
+                f"heads, {row['dtype']}, limit by {row['limit_kernel']}{_mask_of(row)}"
             )
             tables.setdefault(title, []).append(row)
     return list(tables.items())
+
+
+def _mask_of(row: dict[str, Any]) -> str:
+    """What a title says of documents and windows; older results have none."""
+    documents, window = row.get("document_tokens"), row.get("window")
+    packed = f", documents of {documents[0]} to {documents[1]} tokens" if documents else ""
+    return packed + (f", window {window}" if window is not None else "")
 
 
 def _tokens(length: int) -> str:

@@ -74,8 +74,8 @@ def check(contenders: Sequence[Contender], case: Case, ranks: Ranks) -> list[dic
         of the plain kernel.
     """
     inputs = _whole_inputs(case)
-    exact = exact_attention(*inputs)
-    plain, failure = ranks.attempt(lambda: _results(case.native.attend, *inputs))
+    exact = exact_attention(*inputs, case.mask)
+    plain, failure = ranks.attempt(lambda: _results(lambda q, k, v: case.native.attend(q, k, v, case.mask), *inputs))
     if plain is None:
         raise RuntimeError(f"The kernel {case.native.name} cannot compute {case}: {failure}")
     kernel = _errors(plain, exact)

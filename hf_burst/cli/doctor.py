@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..calibrate import calibrate, default_kernel, machine_for, machine_of, profile_path
-from ..config import BurstConfig
 from ..errors import BurstError, ConfigError
 from ..kernels import explain_kernels
 from ..mesh import ContextGroup
-from ..plan import Layer, Machine, Mask, Shapes, choose
+from ..plan import Layer, Machine, Mask, Shapes, choose, make_sharding
 
 _PACKAGES = ("hf_burst", "torch", "transformers", "accelerate", "trl", "peft", "triton", "flash-attn", "flash-attn-4")
 
@@ -192,7 +191,7 @@ def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int
     itemsize = _dtype(device).itemsize
     shapes = Shapes(arguments.q_heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
     mask = Mask(arguments.length, True, arguments.window)
-    layer = Layer((mask,) * arguments.batch, ranks, BurstConfig().chunking, shapes)
+    layer = Layer((mask,) * arguments.batch, make_sharding(mask.length, ranks), shapes)
     choice = choose(arguments.schedule, layer, machine)
     title = (
         f"a causal layer of {arguments.q_heads} query and {arguments.kv_heads} key heads of {arguments.head_dim}, "

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import Chunking
 from ..errors import ConfigError
-from ..plan import Mask, Plan, make_plan, make_sharding
+from ..plan import Mask, Plan, assign, cut, make_plan
 from ..plan.schedule import Visitor
 from ..plan.tiles import Tile
 from ..plan.work import tile_pairs
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--documents", type=int, nargs="+", metavar="TOKENS", help="lengths of packed documents, one after the other"
     )
     parser.add_argument("--ranks", type=int, default=4, help="places of the ring (default %(default)s)")
-    parser.add_argument("--chunking", choices=get_args(Chunking), default="zigzag", help="(default %(default)s)")
+    parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
     parser.add_argument(
         "--visitor", choices=get_args(Visitor), default="kv", help='what travels: K and V, or Q as in "burst" backward'
     )
@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.documents and arguments.length not in (None, length):
         raise ConfigError(f"--documents have {length} tokens together and --length is {arguments.length}; give one.")
     mask = Mask(length, arguments.mask == "causal", arguments.window, documents if arguments.documents else ())
-    plan = make_plan((mask,), make_sharding(length, arguments.ranks, arguments.chunking))
+    owners = assign((Mask(length, documents=mask.documents),), arguments.ranks, arguments.chunking)
+    plan = make_plan((mask,), cut(length, owners))
     print(describe(plan, arguments.visitor))
     if arguments.out is None:
         return 0

@@ -304,11 +304,10 @@ def layout_of_shard(
             )
         return layout
     layout = about.layout
-    if (about.rank, layout.ranks) != (group.rank, group.size) or layout.chunking != config.chunking:
+    if (about.rank, layout.ranks) != (group.rank, group.size):
         raise BatchError(
-            f"The batch was sharded as {layout.chunking} part {about.rank} of {layout.ranks}, this process is rank "
-            f"{group.rank} of {group.size} and its model expects {config.chunking} chunks. Give the collator the same "
-            "mesh and BurstConfig as patch_model."
+            f"The batch was sharded as part {about.rank} of {layout.ranks}, this process is rank {group.rank} of "
+            f"{group.size}. Give the collator the same mesh as patch_model."
         )
     if (layout.batch_size, layout.sharding.tokens(group.rank)) != (rows, own):
         raise BatchError(

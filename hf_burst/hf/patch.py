@@ -271,6 +271,7 @@ class _Patch:
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "dtype": str(module.dtype),
             "documents": f"{sum(map(len, layout.documents)) - layout.batch_size} (checksum {hash(layout.documents):x})",
+            "chunks": f"{len(layout.owners)} (checksum {hash(layout.owners):x})",
             "labels": prepared.get("labels") is not None,
             "num_items_in_batch (labels of all ranks)": None if items is None else float(items),
             "sharded already": explicit,

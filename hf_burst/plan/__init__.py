@@ -1,11 +1,12 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
+from .balance import assign, imbalance
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
 from .mask import Mask
 from .schedule import Plan, Step, Transfer, make_plan
-from .sharding import Sharding, chunks_per_rank, make_sharding
+from .sharding import Sharding, cut, make_sharding
 from .tiles import Tile, tiles_between
 from .traffic import Shapes, Traffic, rank_traffic
 from .verify import verify_plan
@@ -26,12 +27,14 @@ __all__ = [
     "Tile",
     "Traffic",
     "Transfer",
+    "assign",
     "built_in",
     "candidates",
     "choose",
-    "chunks_per_rank",
+    "cut",
     "estimate",
     "head_slices",
+    "imbalance",
     "make_plan",
     "make_sharding",
     "name_of",

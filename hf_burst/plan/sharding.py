@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal
 
-from ..config import Chunking
 from ..errors import ShardingError
 
 
@@ -59,6 +59,10 @@ class Sharding:
         """The contiguous pieces that `rank` holds, adjacent chunks joined."""
         return _runs(self, rank)
 
+    def joined(self, neighbours: int) -> "Sharding":
+        """The sharding over `ranks / neighbours` places, each of which stands for so many neighbouring ranks."""
+        return self if neighbours == 1 else _joined(self, neighbours)
+
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
         return next(rank for end, rank in zip(self.boundaries[1:], self.owners, strict=False) if token < end)
@@ -79,38 +83,41 @@ def _runs(sharding: Sharding, rank: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def chunks_per_rank(chunking: Chunking) -> int:
-    """How many chunks a rank holds."""
-    return 2 if chunking == "zigzag" else 1
+@lru_cache(maxsize=256)
+def _joined(sharding: Sharding, neighbours: int) -> Sharding:
+    owners = tuple(owner // neighbours for owner in sharding.owners)
+    return Sharding(sharding.boundaries, owners, sharding.ranks // neighbours)
+
+
+def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int, ...]:
+    """The owners of the chunks of one long document: `"zigzag"` (2P chunks, rank r holds r and 2P-1-r, which balances a
+    causal mask) or `"contiguous"` (P chunks)."""
+    if ranks < 1:
+        raise ShardingError(f"A sequence is sharded over at least 1 rank, got ranks={ranks}.")
+    once = tuple(range(ranks))
+    return (*once, *reversed(once)) if chunking == "zigzag" and ranks > 1 else once
 
 
 @lru_cache(maxsize=256)
-def make_sharding(length: int, ranks: int, chunking: Chunking = "zigzag") -> Sharding:
-    """Cuts `length` tokens into chunks whose sizes differ by at most one, and assigns them.
+def cut(length: int, owners: tuple[int, ...]) -> Sharding:
+    """Cuts `length` tokens into chunks whose sizes differ by at most one, for these owners.
 
     Args:
         length (`int`): Tokens in the sequence, any number from the number of chunks on.
-        ranks (`int`): Ranks of the group.
-        chunking (`str`, defaults to `"zigzag"`): `"zigzag"` (2P chunks, rank r holds r and 2P-1-r) or `"contiguous"`
-            (P chunks).
-
-    Returns:
-        [`Sharding`]
+        owners (`tuple[int, ...]`): The rank that holds each chunk.
 
     Raises:
-        ShardingError: If there are more chunks than tokens.
+        ShardingError: If there are more chunks than tokens, or a rank without a chunk.
     """
-    if ranks < 1:
-        raise ShardingError(f"A sequence is sharded over at least 1 rank, got ranks={ranks}.")
-    count = ranks * chunks_per_rank(chunking) if ranks > 1 else 1
+    count, ranks = len(owners), max(owners, default=0) + 1
     if length < count:
         raise ShardingError(
-            f"A sequence of {length} tokens is too short for {ranks} ranks: {chunking} chunking needs at least {count} "
-            f"tokens. Pad it to {count} tokens, drop it, or use fewer ranks."
+            f"A sequence of {length} tokens is too short for {ranks} ranks: it is to be cut into {count} chunks, so it "
+            f"needs at least {count} tokens. Pad it to {count} tokens, drop it, or use fewer ranks."
         )
-    boundaries = tuple(index * length // count for index in range(count + 1))
-    if chunking == "zigzag" and ranks > 1:
-        owners = tuple(min(index, 2 * ranks - 1 - index) for index in range(count))
-    else:
-        owners = tuple(range(count))
-    return Sharding(boundaries, owners, ranks)
+    return Sharding(tuple(index * length // count for index in range(count + 1)), owners, ranks)
+
+
+def make_sharding(length: int, ranks: int, chunking: Literal["zigzag", "contiguous"] = "zigzag") -> Sharding:
+    """The [`Sharding`] of one document by a [`pattern`]."""
+    return cut(length, pattern(ranks, chunking))

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from ..config import Chunking, Route
+from ..config import Route
 from .mask import Mask
 from .schedule import Plan, Transfer, Visitor, goes_ahead, make_plan
-from .sharding import make_sharding
+from .sharding import Sharding
 from .tiles import Tile
 from .traffic import Pass, Shapes
 
@@ -22,19 +22,22 @@ class Layer:
 
     Args:
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        ranks (`int`): Ranks of the group.
-        chunking (`str`): `"zigzag"` or `"contiguous"`.
+        sharding ([`Sharding`]): Which rank of the group holds what.
         shapes ([`Shapes`]): Heads and bytes.
     """
 
     masks: tuple[Mask, ...]
-    ranks: int
-    chunking: Chunking
+    sharding: Sharding
     shapes: Shapes
+
+    @property
+    def ranks(self) -> int:
+        """Those of the group."""
+        return self.sharding.ranks
 
     def plan(self, ulysses: int) -> Plan:
         """The plan of the ring when `ulysses` ranks exchange heads for tokens and are one place of it."""
-        return make_plan(self.masks, make_sharding(self.masks[0].length, self.ranks // ulysses, self.chunking))
+        return make_plan(self.masks, self.sharding.joined(ulysses))
 
 
 @dataclass(frozen=True)

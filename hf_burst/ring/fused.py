@@ -89,6 +89,8 @@ def _combine(
         new = new * tl.where(other == -float("inf"), 0.0, tl.exp(other - base))[:, None]
         tl.debug_barrier()  # other threads of the program may have yet to read what is written here
         tl.store(old_place, total, mask=inside)
+    else:
+        tl.debug_barrier()
     tl.store(result + b * r_b + s[:, None] * r_s + h * r_h + d[None], old + new, mask=some)
 
 

@@ -1,16 +1,43 @@
 """Partial attentions merged by their log-sum-exp, and gradients summed, in the accumulation dtype.
 
-What is alone is kept as the kernel made it: nothing is filled with zeros, widened or rounded without need.
+What is alone is kept as the kernel made it: nothing is filled with zeros, widened, rounded or touched without need.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
 Span = tuple[int, int]
-_Waiting = tuple[Span, Span, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a kernel made for some of the rows of some sequences."""
+
+    batch: Span
+    rows: Span
+    value: torch.Tensor
+    lse: torch.Tensor | None = None
+
+    @property
+    def place(self) -> tuple[slice, slice]:
+        return slice(*self.batch), slice(*self.rows)
+
+    @property
+    def size(self) -> int:
+        """Rows of all its sequences together."""
+        return (self.batch[1] - self.batch[0]) * (self.rows[1] - self.rows[0])
+
+    def meets(self, other: "_Part") -> bool:
+        """Whether a row is in both."""
+        return _overlap(self.batch, other.batch) and _overlap(self.rows, other.rows)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,64 +57,110 @@ def by_head(scalars: torch.Tensor) -> torch.Tensor:
     return heads_first(tuple(scalars.shape), scalars.dtype, scalars.device).copy_(scalars)
 
 
+class _Parts:
+    """Rows whose values come in parts.
+
+    A part that covers all rows, or several that do together, is kept as it is; each row may have one more that waits.
+    If a row has a third one, all are widened to the accumulation dtype, so that no sum of several is rounded in
+    between. What waits at the end is merged where it belongs, without a pass over the other rows.
+
+    Args:
+        shape (`tuple[int, ...]`): `(B, S, H, D)` of the whole.
+        dtype (`torch.dtype`): Dtype of the result.
+        device (`torch.device`): Where.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.accumulator = accumulation_dtype(dtype)
+        self.whole: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
+        self.waiting: list[_Part] = []
+
+    def take(self, part: _Part) -> None:
+        """Merges or adds a part, now or later."""
+        if any(part.meets(other) for other in self.waiting):
+            self.settle(self.accumulator)
+        self.waiting.append(part)
+        batch, rows = self.shape[:2]
+        if self.whole is None and sum(other.size for other in self.waiting) == batch * rows:
+            self._join()
+
+    def settle(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole in a dtype, with what waits; a change of dtype is made in passing, where wider numbers go in first
+        and narrower ones come out last."""
+        if self.whole is None:
+            self.whole = torch.zeros(self.shape, dtype=self.accumulator, device=self.device)
+            if self.waiting and self.waiting[0].lse is not None:
+                self.lse = heads_first(self.shape[:3], self.accumulator, self.device).fill_(-torch.inf)
+        parts, self.waiting = self.waiting, []
+        for index, part in enumerate(parts):
+            changes = index == 0 if dtype == self.accumulator else index + 1 == len(parts)
+            self.whole = _combined(self.whole, dtype if changes else self.whole.dtype, part, self.lse)
+        self.whole = self.whole.to(dtype)
+        return self.whole
+
+    def _join(self) -> None:
+        """Makes the parts that cover all rows, each once, the whole."""
+        first, *others = self.waiting
+        if not others:
+            self.whole, self.lse = first.value, None if first.lse is None else first.lse.to(self.accumulator)
+        else:
+            widest = max((part.value.dtype for part in self.waiting), key=lambda dtype: dtype.itemsize)
+            self.whole = torch.empty(self.shape, dtype=widest, device=self.device)
+            if first.lse is not None:
+                self.lse = heads_first(self.shape[:3], self.accumulator, self.device)
+            for part in self.waiting:
+                self.whole[part.place] = part.value
+                if self.lse is not None and part.lse is not None:
+                    self.lse[part.place] = part.lse
+        self.waiting = []
+
+
 class Merged:
     """The output of rows whose keys come in parts.
-
-    The last part waits until it is known whether it is the last: then the merged rows are rounded as they are written.
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the output.
         dtype (`torch.dtype`): Dtype of the result.
         device (`torch.device`): Where.
-        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores that are merged first, whose values are 0.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores of every row, whose values are 0.
     """
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sinks: torch.Tensor | None
     ) -> None:
-        self.shape, self.dtype, self.device, self.sinks = shape, dtype, device, sinks
-        self.wide = accumulation_dtype(dtype)
-        self.out: torch.Tensor | None = None
-        self.lse: torch.Tensor | None = None
-        self.waiting: _Waiting | None = None
+        self.parts, self.dtype, self.sinks = _Parts(shape, dtype, device), dtype, sinks
 
     def add(self, batch: Span, rows: Span, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         """Merges a partial attention into some of the rows.
 
         Args:
             batch, rows (`tuple[int, int]`): Which.
-            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept for a while.
+            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept for a while, and possibly
+                merged in place.
             part_lse (`torch.Tensor` of shape `(b, s, H)`): Its log-sum-exp.
         """
-        if self.out is None and self.sinks is None and _is_all(self.shape, batch, rows):
-            self.out, self.lse = part, part_lse.to(self.wide)
-            return
-        self._merge_waiting(self.wide)
-        self.waiting = batch, rows, part, part_lse
+        self.parts.take(_Part(batch, rows, part, part_lse))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf."""
-        out, lse = self._merge_waiting(self.dtype)
+        """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf, or the
+        score of their sink."""
+        whole = self.parts.whole
+        narrow = self.sinks is None or whole is None or whole.dtype == self.dtype
+        out = self.parts.settle(self.dtype if narrow else self.parts.accumulator)
+        lse = self.parts.lse
+        if lse is None:  # nothing was added
+            lse = heads_first(out.shape[:3], self.parts.accumulator, out.device).fill_(-torch.inf)
+        if self.sinks is not None:
+            total = torch.logaddexp(lse, self.sinks.to(lse.dtype))
+            out.mul_(_weight(lse, total))
+            lse = total
         return out.to(self.dtype).contiguous(), by_head(lse)
-
-    def _merge_waiting(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merges the part that waits; where that takes a pass over all rows, they are written in `dtype`."""
-        if self.out is None or self.lse is None:
-            self.out = torch.zeros(self.shape, dtype=self.wide, device=self.device)
-            self.lse = heads_first(self.shape[:3], self.wide, self.device)
-            if self.sinks is None:
-                self.lse.fill_(-torch.inf)
-            else:
-                self.lse.copy_(self.sinks.expand(self.shape[:3]))
-        if self.waiting is not None:
-            batch, rows, part, part_lse = self.waiting
-            self.out = _combined(self.out, dtype, batch, rows, part, self.lse, part_lse)
-            self.waiting = None
-        return self.out, self.lse
 
 
 class Summed:
-    """A gradient that comes in parts. As in [`Merged`], the last part waits.
+    """A gradient that comes in parts.
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the gradient.
@@ -96,80 +169,55 @@ class Summed:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.total: torch.Tensor | None = None
-        self.waiting: tuple[Span, Span, torch.Tensor] | None = None
+        self.shape, self.dtype = shape, dtype
+        self.parts = _Parts(shape, dtype, device)
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of one row of all sequences in the accumulation dtype."""
-        return math.prod(self.shape) // self.shape[1] * accumulation_dtype(self.dtype).itemsize
+        return math.prod(self.shape) // self.shape[1] * self.parts.accumulator.itemsize
 
     def add(self, batch: Span, rows: Span, part: torch.Tensor) -> None:
-        """Adds `part` of shape `(b, s, H, D)`, which is kept for a while, to some of the rows."""
-        if self.total is None and self.waiting is None and _is_all(self.shape, batch, rows):
-            self.total = part
-            return
-        if self.waiting is not None:
-            self._add_waiting(accumulation_dtype(self.dtype))
-        self.waiting = batch, rows, part
+        """Adds `part` of shape `(b, s, H, D)`, which is kept for a while and possibly added to, to some of the rows."""
+        self.parts.take(_Part(batch, rows, part))
 
     @property
     def only_part(self) -> torch.Tensor:
         """The sum of a single part that covers all rows, as it was given."""
-        assert self.total is not None
-        assert self.waiting is None, "there are several parts"
-        return self.total
+        assert self.parts.whole is not None
+        assert not self.parts.waiting, "there are several parts"
+        return self.parts.whole
 
     @property
     def wide(self) -> torch.Tensor:
         """The sum in the accumulation dtype; zeros where nothing was added."""
-        wide = accumulation_dtype(self.dtype)
-        return self._add_waiting(wide).to(wide)
+        return self.parts.settle(self.parts.accumulator)
 
     def result(self) -> torch.Tensor:
         """The sum in its dtype."""
-        return self._add_waiting(self.dtype).to(self.dtype).contiguous()
-
-    def _add_waiting(self, dtype: torch.dtype) -> torch.Tensor:
-        """Adds the part that waits; where that takes a pass over all rows, they are written in `dtype`."""
-        if self.total is None:
-            self.total = torch.zeros(self.shape, dtype=accumulation_dtype(self.dtype), device=self.device)
-        if self.waiting is not None:
-            self.total = _combined(self.total, dtype, *self.waiting)
-            self.waiting = None
-        return self.total
+        return self.parts.settle(self.dtype).contiguous()
 
 
-def _is_all(shape: tuple[int, ...], batch: Span, rows: Span) -> bool:
-    return (batch, rows) == ((0, shape[0]), (0, shape[1]))
-
-
-def _combined(
-    so_far: torch.Tensor,
-    dtype: torch.dtype,
-    batch: Span,
-    rows: Span,
-    part: torch.Tensor,
-    lse: torch.Tensor | None = None,
-    part_lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """A part merged into what there is (`lse` in place), or added to it, in place if that has the accumulation dtype
-    and is not asked for in another one."""
+def _combined(so_far: torch.Tensor, dtype: torch.dtype, part: _Part, lse: torch.Tensor | None = None) -> torch.Tensor:
+    """A part merged into what there is (`lse` in place), or added to it: in place if that has the dtype asked for, else
+    with a pass over all rows."""
     wide = accumulation_dtype(so_far.dtype)
     if so_far.is_cuda and wide == torch.float32 and _has_triton():
         from .fused import combine
 
-        result = so_far if so_far.dtype == dtype == wide else torch.empty_like(so_far, dtype=dtype)
-        combine(result, so_far, lse, part, part_lse, batch, rows)
+        result = so_far if so_far.dtype == dtype else torch.empty_like(so_far, dtype=dtype)
+        combine(result, so_far, lse, part.value, part.lse, part.batch, part.rows)
         return result
-    result = so_far.to(wide)
-    where = (slice(*batch), slice(*rows))
-    if lse is None or part_lse is None:
-        result[where].add_(part)
+    result = so_far.to(dtype if dtype == wide else so_far.dtype)
+    rows = result[part.place]
+    total = rows.to(wide)  # the rows themselves if they are wide
+    if lse is None or part.lse is None:
+        total.add_(part.value)
     else:
-        merge_(result[where], lse[where], part, part_lse)
-    return result
+        merge_(total, lse[part.place], part.value, part.lse)
+    if total is not rows:
+        rows.copy_(total)
+    return result.to(dtype)
 
 
 def row_products(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:

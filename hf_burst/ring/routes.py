@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import Chunking, Route
+from ..config import Route
 from ..errors import ConfigError
 from ..kernels import Into, Kernel, Scores
 from ..mesh import ContextGroup
-from ..plan import Mask, head_slices, make_plan, make_sharding
+from ..plan import Mask, Sharding, head_slices, make_plan
 from ..plan.schedule import Visitor
 from .exchange import Exchange, PeerToPeer, Posted
 from .execute import Attention, backward, forward
@@ -73,7 +73,7 @@ class Routed:
         route ([`Route`]): How it is spread.
         group ([`ContextGroup`]): Over which ranks.
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        chunking (`str`): Which rank owns which chunk.
+        sharding ([`Sharding`]): Who holds what.
         kernel ([`Kernel`]): What computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
     """
@@ -81,7 +81,7 @@ class Routed:
     route: Route
     group: ContextGroup
     masks: tuple[Mask, ...]
-    chunking: Chunking
+    sharding: Sharding
     kernel: Kernel
     scores: Scores
 
@@ -229,16 +229,13 @@ class Routed:
         """What a place of the ring does."""
         places, ulysses = self.group.size // self.route.ulysses, self.route.ulysses
         place, member = divmod(self.group.rank, ulysses)
-        plan = make_plan(self.masks, make_sharding(self.masks[0].length, places, self.chunking))
+        plan = make_plan(self.masks, self.sharding.joined(ulysses))
         peers = tuple(other * ulysses + member for other in range(places))
         return Attention(plan, place, peers, self.kernel, self.scores)
 
     @cached_property
     def _mates(self) -> Mates:
-        length = self.masks[0].length
-        sharding = make_sharding(length, self.group.size, self.chunking)
-        together = make_sharding(length, self.group.size // self.route.ulysses, self.chunking)
-        return mates_of(sharding, together, self.group.rank, self.route.ulysses)
+        return mates_of(self.sharding, self.sharding.joined(self.route.ulysses), self.group.rank, self.route.ulysses)
 
 
 def _go_inline(exchange: Exchange, slices: int, alone: bool) -> None:

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -71,11 +72,11 @@ def _ulysses(case: Case) -> Prepared:
     group = _group(case)
     if case.kv_heads % case.ranks:
         raise ValueError(f"{case.kv_heads} key heads do not divide over {case.ranks} ranks")
-    layout = case.layout(contiguous=True)
+    layout, mask = case.layout("contiguous"), case.mask
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (_AllToAll.apply(tensor, group, True) for tensor in (q, k, v))
-        return _AllToAll.apply(case.native.attend(q, k, v), group, False)
+        return _AllToAll.apply(case.native.attend(q, k, v, mask), group, False)
 
     row = case.batch * case.tokens * case.head_dim * case.dtype.itemsize
     each = 2 * row * (case.q_heads + case.kv_heads) * (case.ranks - 1) // case.ranks
@@ -89,18 +90,47 @@ def _ulysses(case: Case) -> Prepared:
 def _ring_flash_attn_zigzag(case: Case) -> Prepared:
     group = _group(case)
     ring_flash_attn = _import_ring_flash_attn()
+    if case.window is not None:
+        raise ValueError("its zigzag ring knows no windows")
+    if case.documents is not None:
+        return _ring_flash_attn_zigzag_varlen(case, group, ring_flash_attn)
     layout = case.layout()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group)
 
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _ring_sent(case))
+
+
+def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_flash_attn: types.ModuleType) -> Prepared:
+    """Every document is cut into 2P chunks, so its length is a multiple of 2P."""
+    if case.batch != 1:
+        raise ValueError("takes packed sequences only: --batch 1")
+    bounds = case.mask.documents
+    spans = [
+        (start + half * (stop - start) // (2 * case.ranks), start + (half + 1) * (stop - start) // (2 * case.ranks))
+        for start, stop in pairwise(bounds)
+        for half in (case.rank, 2 * case.ranks - 1 - case.rank)
+    ]
+    local = torch.tensor([bound // case.ranks for bound in bounds], dtype=torch.int32, device=case.device)
+    longest = max(stop - start for start, stop in pairwise(bounds)) // case.ranks
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ring_flash_attn.zigzag_ring_flash_attn_varlen_func(q, k, v, local, longest, causal=True, group=group)
+
+    def cut(whole: torch.Tensor) -> torch.Tensor:
+        return torch.cat([whole[0, start:stop] for start, stop in spans])
+
+    return Prepared(attend, cut, _ring_sent(case))
+
+
+def _ring_sent(case: Case) -> Sent:
     hops, pair = case.ranks - 1, _kv_elements(case)
-    sent = Sent(
+    return Sent(
         hops * pair * case.dtype.itemsize,
         hops * pair * case.dtype.itemsize + case.ranks * pair * 4,
         "computed: 2·e·n·Hkv·D·(P-1) forward, as much and 8·n·Hkv·D·P backward (fp32 gradients, P hops)",
     )
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank), sent)
 
 
 def _ring_flash_attn_llama3(case: Case) -> Prepared:
@@ -108,15 +138,21 @@ def _ring_flash_attn_llama3(case: Case) -> Prepared:
     ring_flash_attn = _import_ring_flash_attn()
     if case.batch != 1:
         raise ValueError("takes packed sequences only: --batch 1")
-    bounds = torch.tensor([0, case.length], dtype=torch.int32, device=case.device)
+    bounds = torch.tensor(case.mask.documents, dtype=torch.int32, device=case.device)
+    window = (-1, -1) if case.window is None else (case.window, 0)
     lengths = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)
     *lengths, local_k_slice = lengths
     stride = next(count for count in (4, 3, 2, 1) if case.kv_heads % count == 0)
-    layout = case.layout(contiguous=True)
+    layout = case.layout("contiguous")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ring_flash_attn.llama3_flash_attn_varlen_func(
-            q, k, v, *lengths, heads_k_stride=stride, local_k_slice=local_k_slice, causal=True, group=group
+            *(q, k, v, *lengths),
+            heads_k_stride=stride,
+            local_k_slice=local_k_slice,
+            causal=True,
+            window_size=window,
+            group=group,
         )
 
     each = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
@@ -140,6 +176,8 @@ def _torch_context_parallel(kernel: str, method: str) -> Contender:
         group = _group(case)
         if case.device.type != "cuda":
             raise ValueError("context_parallel knows CUDA kernels only")
+        if not case.whole:
+            raise ValueError("scaled_dot_product_attention knows no documents and no windows over ranks")
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -161,12 +199,7 @@ def _torch_context_parallel(kernel: str, method: str) -> Contender:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         layout = case.layout()
-        hops, pair = case.ranks - 1, _kv_elements(case)
-        sent = Sent(
-            hops * pair * case.dtype.itemsize,
-            hops * pair * case.dtype.itemsize + case.ranks * pair * 4,
-            "computed: 2·e·n·Hkv·D·(P-1) forward, as much and 8·n·Hkv·D·P backward (fp32 gradients, P hops)",
-        )
+        sent = _ring_sent(case)
         # heads before tokens and contiguous, which saves it a copy
         return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), sent, around)
 
@@ -178,6 +211,8 @@ def _ringmaster_zigzag(case: Case) -> Prepared:
     group = _group(case)
     if case.device.type != "cuda":
         raise ValueError("its zigzag ring knows CUDA kernels only")
+    if not case.whole:
+        raise ValueError("its zigzag ring knows no documents and no windows")
     from ringmaster.ring.p2p_attn import _flash_ops
     from ringmaster.ring.zigzag import zigzag_ring_attention
 

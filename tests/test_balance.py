@@ -1,0 +1,101 @@
+"""Which rank owns which chunk: equal tokens, even work, and the coarsest cut that gives them."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_burst import SequenceLayout
+from hf_burst.errors import ShardingError
+from hf_burst.plan import Mask, assign, imbalance
+from hf_burst.plan.sharding import pattern
+from tests.oracle import admitted_pairs
+from tests.test_plan import masks_of
+
+ZIGZAG = pattern(4, "zigzag")
+
+
+def log_uniform(total: int, seed: int) -> tuple[int, ...]:
+    """Boundaries of documents of 512 to 65,536 tokens, whose logarithms are uniform."""
+    draw, bounds = random.Random(seed), [0]
+    while bounds[-1] < total:
+        size = int(math.exp(draw.uniform(math.log(512), math.log(65536))))
+        bounds.append(min(total, bounds[-1] + size))
+    return tuple(bounds)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
+def test_packed_documents_are_even_over_the_ranks(ranks):
+    for seed in range(30):
+        mask = Mask(262144, documents=log_uniform(262144, seed))
+        owners = assign((mask,), ranks)
+        assert imbalance((mask,), owners) <= 0.03, seed
+        assert len({owners.count(rank) for rank in range(ranks)}) == 1, "as many tokens everywhere"
+
+
+def test_one_long_document_is_cut_as_ever():
+    assert assign((Mask(131072),), 4) == ZIGZAG
+    assert assign((Mask(131072), Mask(131072)), 4) == ZIGZAG
+    assert assign((Mask(131072),), 1) == (0,)
+
+
+def test_documents_that_cost_the_same_everywhere_stay_together():
+    assert assign((Mask(65536, documents=tuple(range(0, 65537, 64))),), 4) == pattern(4, "contiguous")
+
+
+def test_chunks_are_no_finer_than_balance_needs():
+    """Four documents of an eighth each and one of a half: zigzag is uneven, four chunks a rank are not."""
+    mask = Mask(65536, documents=(0, 8192, 16384, 24576, 32768, 65536))
+    owners = assign((mask,), 4)
+    assert len(owners) == 16
+    assert imbalance((mask,), owners) <= 0.02 < imbalance((mask,), ZIGZAG)
+
+
+def test_short_batches_are_not_cut_into_crumbs():
+    mask = Mask(4096, documents=(0, 2000, 2100, 4096))
+    assert len(assign((mask,), 4)) <= 8
+
+
+def test_rows_of_a_batch_count_together():
+    """The second row is long where the first one is short."""
+    first, second = Mask(64, documents=(0, *range(32, 65))), Mask(64, documents=(*range(33), 64))
+    assert imbalance((first, second), pattern(2, "contiguous")) == 0
+    assert assign((first, second), 2) == pattern(2, "contiguous")
+    assert assign((first,), 2) != pattern(2, "contiguous")
+
+
+@settings(max_examples=60)
+@given(data=st.data(), chunks=st.integers(1, 6), length=st.integers(6, 40))
+def test_the_imbalance_is_that_of_the_pairs_counted_one_by_one(data, chunks, length):
+    masks = tuple(data.draw(st.lists(masks_of(length), min_size=1, max_size=2)))
+    owners = tuple(data.draw(st.permutations([index % 3 for index in range(max(3, chunks))])))
+    size = math.ceil(length / len(owners))
+    loads = [0, 0, 0]
+    for mask in masks:
+        pairs = admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)
+        for query, row in enumerate(pairs):
+            loads[owners[query // size]] += sum(row)
+    assert imbalance(masks, owners) == pytest.approx(max(loads) / (sum(loads) / 3) - 1)
+
+
+def test_a_layout_says_how_even_it_is():
+    documents = log_uniform(32768, 3)
+    dealt = SequenceLayout.for_batch([documents], 4)
+    zigzag = SequenceLayout.for_batch([documents], 4, "zigzag")
+    assert dealt.imbalance <= 0.02 < zigzag.imbalance
+    assert {dealt.sharding.tokens(rank) for rank in range(4)} == {8192}
+
+
+def test_what_fills_the_last_chunk_is_a_document_of_its_own():
+    layout = SequenceLayout.for_batch([(0, 5, 13)], 2, (0, 1, 1, 0, 0, 1))
+    assert (layout.length, layout.padding, layout.documents) == (18, 5, ((0, 5, 13, 18),))
+    assert [stop - start for start, stop in pairwise(layout.sharding.boundaries)] == [3] * 6
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 1), (0, 0), (0, 1, 2), (), (0, 1, -1, 2)])
+def test_owners_that_give_ranks_different_shares_are_refused(owners):
+    with pytest.raises(ShardingError, match=r"as many, and at least one\. Name the rank, 0 to 1"):
+        SequenceLayout.for_batch([(0, 32)], 2, owners)
