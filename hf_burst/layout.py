@@ -1,6 +1,6 @@
 """A plan's sharding applied to tensors: how one batch of sequences lies over the ranks, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -11,6 +11,9 @@ from torch.nn import functional
 from .config import Chunking
 from .errors import BatchError, ShardingError
 from .plan import Mask, Sharding, assign, cut, imbalance
+
+# how many tokens a query sees backwards beside itself, and into pieces of how many tokens documents are cut
+Reach = tuple[int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class SequenceLayout:
         ranks: int,
         chunking: Chunking | Sequence[int] = "balanced",
         real: tuple[tuple[int, int], ...] = (),
+        reaches: Mapping[Reach, int] | None = None,
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -56,6 +60,8 @@ class SequenceLayout:
             chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
                 [`BurstConfig`]; or the owner of each of the equal chunks, as many for every rank.
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
+            reaches (mapping, *optional*): How many layers of a model see how far, `(window, chunk)` as in
+                [`SequenceLayout.masks`]: what is balanced. By default all see whole documents.
 
         Raises:
             BatchError: If the batch is empty.
@@ -69,8 +75,13 @@ class SequenceLayout:
                 f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
                 "length. Pad them first."
             )
-        masks = tuple(Mask(length, documents=tuple(row)) for row in documents)
-        owners = assign(masks, ranks, chunking) if isinstance(chunking, str) else _checked(tuple(chunking), ranks)
+        if isinstance(chunking, str):
+            kinds = reaches or {(None, None): 1}
+            rows = [(tuple(row), reach) for row in documents for reach in kinds]
+            masks = tuple(Mask(length, True, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
+            owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows))
+        else:
+            owners = _checked(tuple(chunking), ranks)
         padding = -length % len(owners)
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
         return cls(length + padding, owners, filled, padding, real)

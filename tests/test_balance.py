@@ -7,9 +7,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from hf_burst import SequenceLayout
 from hf_burst.errors import ShardingError
+from hf_burst.hf.support import layer_reaches
 from hf_burst.plan import Mask, assign, imbalance
 from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs
@@ -79,6 +81,36 @@ def test_the_imbalance_is_that_of_the_pairs_counted_one_by_one(data, chunks, len
         for query, row in enumerate(pairs):
             loads[owners[query // size]] += sum(row)
     assert imbalance(masks, owners) == pytest.approx(max(loads) / (sum(loads) / 3) - 1)
+
+
+def test_what_layers_see_is_what_is_balanced():
+    """Windows cost the same everywhere, so neighbours stay together; full layers decide where they cost more."""
+
+    def owners(reaches):
+        return SequenceLayout.for_batch([(0, 32768)], 4, reaches=reaches).owners
+
+    assert owners({(1023, None): 24}) == owners({(None, 4096): 24}) == pattern(4, "contiguous")
+    assert owners({(None, None): 4, (1023, None): 20}) == owners(None) == ZIGZAG
+    short = {(None, None): 1, (63, None): 4000}  # 16,384 pairs a token in one layer, 256,000 in the others
+    assert owners(short) == ZIGZAG
+    assert owners(short | {(63, None): 20000}) == pattern(4, "contiguous")
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (LlamaConfig(num_hidden_layers=3), {(None, None): 3}),
+        (MistralConfig(num_hidden_layers=2, sliding_window=128), {(127, None): 2}),
+        (MistralConfig(num_hidden_layers=2, sliding_window=None), {(None, None): 2}),
+        (Gemma3TextConfig(num_hidden_layers=12, sliding_window=512), {(511, None): 10, (None, None): 2}),
+        (Qwen2Config(num_hidden_layers=4, use_sliding_window=False), {(None, None): 4}),
+        (Llama4TextConfig(num_hidden_layers=8, attention_chunk_size=256), {(None, 256): 6, (None, None): 2}),
+        (GPT2Config(n_layer=5), {(None, None): 5}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_how_far_the_layers_of_a_model_see(config, wanted):
+    assert layer_reaches(config) == wanted
 
 
 def test_a_layout_says_how_even_it_is():

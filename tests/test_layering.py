@@ -10,7 +10,7 @@ ORDER = [
 ]
 WITHIN = {
     "plan": [
-        *("mask", "sharding", "tiles", "schedule", "traffic", "verify", "machine", "work", "cost", "choose"),
+        *("mask", "sharding", "tiles", "schedule", "traffic", "verify", "machine", "work", "balance", "cost", "choose"),
         "__init__",
     ],
     "kernels": [

@@ -13,7 +13,7 @@ import torch
 
 from ..config import BurstConfig
 from ..errors import BatchError
-from ..layout import SequenceLayout
+from ..layout import Reach, SequenceLayout
 from ..loss import IGNORE_INDEX, shift_labels
 from ..mesh import ContextGroup
 
@@ -182,7 +182,12 @@ def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
 
 
 def shard_full(
-    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, positions: torch.Tensor | None = None
+    batch: Mapping[str, Any],
+    config: BurstConfig,
+    rank: int,
+    ranks: int,
+    positions: torch.Tensor | None = None,
+    reaches: Mapping[Reach, int] | None = None,
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
 
@@ -194,12 +199,13 @@ def shard_full(
         ranks (`int`): Of how many.
         positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`,
             which begin no documents; by default every row counts from 0, as in Transformers.
+        reaches (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
 
     Returns:
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
     """
     rows, length = batch_shape(batch)
-    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch))
+    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch), reaches)
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
     if full.get("position_ids") is not None:

@@ -41,7 +41,7 @@ from .experts import RouterLogits, balance, check_balance
 from .outputs import batch_loss, gather_outputs
 from .positions import LearnedPositions, segment_count
 from .rope import LongestPosition
-from .support import base_model, check_dropout, check_model, check_noise
+from .support import base_model, check_dropout, check_model, check_noise, layer_reaches
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,9 @@ class _Patch:
                 )
         else:
             positions = self.positions.make(batch)
-            prepared, layout = shard_full(batch, self.config, group.rank, group.size, positions)
+            prepared, layout = shard_full(
+                *(batch, self.config, group.rank, group.size, positions, layer_reaches(module.config))
+            )
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.get_text_config().vocab_size, self.segments, self.positions.limits)

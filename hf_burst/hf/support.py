@@ -1,6 +1,7 @@
 """Which models are served. What has not been checked to be exact is refused with a sentence."""
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import UnsupportedModelError
+from ..layout import Reach
 from .served import SERVED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -125,6 +127,17 @@ def _check_parts(model: PreTrainedModel) -> None:
 def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
     """What kinds of layers a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
     return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
+
+
+def layer_reaches(config: PreTrainedConfig) -> Counter[Reach]:
+    """How many layers of a model see how far back, by its config: what the chunks of a batch are balanced for. A config
+    that names nothing known counts as one whose layers see whole documents."""
+    config = config.get_text_config()
+    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
+    near = (window - 1, None) if isinstance(window, int) and window > 0 else (None, None)
+    kinds: dict[str, Reach] = {"sliding_attention": near, "chunked_attention": (None, chunk)}
+    types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
+    return Counter(kinds.get(kind, (None, None)) for kind in types)
 
 
 def check_served(model: PreTrainedModel) -> None:

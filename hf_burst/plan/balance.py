@@ -23,15 +23,18 @@ _SWAPS = 64
 
 
 @lru_cache(maxsize=256)
-def assign(masks: tuple[Mask, ...], ranks: int, chunking: Chunking = "balanced") -> tuple[int, ...]:
+def assign(
+    masks: tuple[Mask, ...], ranks: int, chunking: Chunking = "balanced", weights: tuple[int, ...] = ()
+) -> tuple[int, ...]:
     """The owner of each of the equal chunks into which a batch is cut.
 
     Args:
-        masks (`tuple[Mask, ...]`): Those of the rows of the batch, of one length.
+        masks (`tuple[Mask, ...]`): Those of the rows of the batch, of one length; several of a row if layers differ.
         ranks (`int`): Ranks of the group.
         chunking (`str`, defaults to `"balanced"`): `"contiguous"` (P chunks), `"zigzag"` (2P chunks, rank r holds r and
             2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
             that leaves the busiest rank at most 2 % above the mean; the most even one if none does.
+        weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
 
     Returns:
         `tuple[int, ...]`: As many chunks for every rank. The last one is padded if the length is no multiple.
@@ -45,36 +48,38 @@ def assign(masks: tuple[Mask, ...], ranks: int, chunking: Chunking = "balanced")
     cut(length, owners)  # raises if there are too few tokens
     if chunking != "balanced" or ranks == 1:
         return owners
-    best, least = contiguous, imbalance(masks, contiguous)
+    best, least = contiguous, imbalance(masks, contiguous, weights)
     for each in (2, *_FINER):
         if least <= _EVEN or length < each * ranks * (_SMALLEST if each > 2 else 1):
             break
-        owners = zigzag if each == 2 else _dealt(_work(masks, each * ranks), ranks)
-        found = imbalance(masks, owners)
+        owners = zigzag if each == 2 else _dealt(_work(masks, weights, each * ranks), ranks)
+        found = imbalance(masks, owners, weights)
         if found < least:
             best, least = owners, found
     return best
 
 
-def imbalance(masks: tuple[Mask, ...], owners: Sequence[int]) -> float:
+def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
     """By how much the pairs of the rank with the most are above the mean: 0.02 is 2 %.
 
     Args:
         masks (`tuple[Mask, ...]`): Those of the rows of a batch.
         owners (sequence of `int`): The owner of each of as many equal chunks.
+        weights (sequence of `int`, *optional*): How often each mask is computed; once by default.
     """
     loads = [0] * (max(owners) + 1)
-    for owner, work in zip(owners, _work(masks, len(owners)), strict=True):
+    for owner, work in zip(owners, _work(masks, weights, len(owners)), strict=True):
         loads[owner] += work
     return max(loads) * len(loads) / sum(loads) - 1
 
 
-def _work(masks: Sequence[Mask], chunks: int) -> list[int]:
+def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[int]:
     """The pairs whose query lies in each of as many equal chunks."""
     length = masks[0].length
     size = -(-length // chunks)
     bounds = [min(index * size, length) for index in range(chunks + 1)]
-    before = [sum(pairs_before(mask, bound) for mask in masks) for bound in bounds]
+    weighed = list(zip(masks, weights or [1] * len(masks), strict=True))
+    before = [sum(weight * pairs_before(mask, bound) for mask, weight in weighed) for bound in bounds]
     return [stop - start for start, stop in pairwise(before)]
 
 

@@ -218,9 +218,10 @@ def _call(tile: Tile) -> Call:
 def _cumulative_pairs(mask: Mask) -> tuple[int, ...]:
     """The pairs of all documents that end at each of the mask's boundaries, or before."""
     total, totals = 0, [0]
-    causal = mask.distances == (0, None)
+    low, high = mask.distances
+    causal = mask.length if high is None else high + 1  # up to so many tokens a document is a triangle
     for start, stop in pairwise(mask.documents):
         size = stop - start
-        total += size * (size + 1) // 2 if causal else band_pairs(size, size, *mask.distances)
+        total += size * (size + 1) // 2 if low == 0 and size <= causal else band_pairs(size, size, low, high)
         totals.append(total)
     return tuple(totals)
