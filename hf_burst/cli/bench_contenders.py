@@ -52,16 +52,18 @@ class Documents:
 
     Args:
         shortest, longest (`int`): Tokens of a document; the logarithms between them are uniform.
+        seed (`int`, defaults to 0): Others are other draws.
     """
 
     shortest: int
     longest: int
+    seed: int = 0
 
     def bounds(self, length: int, multiple: int) -> tuple[int, ...]:
         """Cumulative boundaries of documents that fill `length` tokens, of multiples of `multiple` tokens each: some
         peers take no others. In short sequences they are shorter in proportion, so that there are several."""
         scale = min(1.0, length / (4 * self.longest))
-        draw, bounds = random.Random(length), [0]
+        draw, bounds = random.Random(length + self.seed), [0]
         while bounds[-1] < length:
             size = scale * math.exp(draw.uniform(math.log(self.shortest), math.log(self.longest)))
             whole = max(multiple, round(size / multiple) * multiple)

@@ -1,0 +1,87 @@
+"""How evenly packed documents are spread over ranks, and what it takes to plan that. Needs no GPU and no processes.
+
+    python recipes/benchmarks/balance.py --out outputs/balance.json
+
+Documents of 512 to 65,536 tokens whose logarithms are uniform fill 256K tokens (32K a rank from 16 ranks on), a hundred
+times; beside them ten thousand documents of 100 tokens.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+import hf_burst
+from hf_burst.cli.bench_contenders import Documents
+from hf_burst.cli.bench_report import git_commit
+from hf_burst.plan import Mask, assign, imbalance
+
+WAYS = ("contiguous", "zigzag", "balanced")
+
+
+def mix(ranks: int, draws: int) -> list[tuple[int, ...]]:
+    """The boundaries of the documents of each draw."""
+    tokens = max(1 << 18, ranks << 15)
+    return [Documents(512, 65536, seed).bounds(tokens, 1) for seed in range(draws)]
+
+
+def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
+    """Imbalance of each way to cut, and the time of the whole decision for a batch that was not seen before."""
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds, chunks = [], []
+    for documents in batches:
+        mask = Mask(documents[-1], documents=documents)
+        start = time.perf_counter()
+        owners = assign((mask,), ranks)
+        seconds.append(time.perf_counter() - start)
+        chunks.append(len(owners) // ranks)
+        for way in WAYS:
+            found[way].append(imbalance((mask,), assign((mask,), ranks, way)))
+    return {
+        "ranks": ranks,
+        "batches": len(batches),
+        "documents": [min(map(len, batches)) - 1, max(map(len, batches)) - 1],
+        "tokens": batches[0][-1],
+        "imbalance": {way: {"mean": statistics.mean(each), "worst": max(each)} for way, each in found.items()},
+        "chunks_per_rank": {str(count): chunks.count(count) for count in sorted(set(chunks))},
+        "seconds": {"median": statistics.median(seconds), "worst": max(seconds)},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 64])
+    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    arguments = parser.parse_args()
+    result = {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git_commit": git_commit(),
+        "hardware": {"device": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
+        "versions": {"python": platform.python_version(), "hf_burst": hf_burst.__version__},
+        "log_uniform": [measure(ranks, mix(ranks, arguments.draws)) for ranks in arguments.ranks],
+        "short": [measure(ranks, [tuple(range(0, 1_000_001, 100))]) for ranks in arguments.ranks],
+    }
+    print("ranks  contiguous   zigzag  balanced (worst)  chunks a rank                   ms (worst)")
+    for row in [*result["log_uniform"], *result["short"]]:
+        means = [row["imbalance"][way]["mean"] for way in WAYS]
+        counts = ", ".join(f"{each}: {count}" for each, count in row["chunks_per_rank"].items())
+        worst, times = row["imbalance"]["balanced"]["worst"], [1e3 * row["seconds"][key] for key in ("median", "worst")]
+        print(
+            f"{row['ranks']:5}  {means[0]:10.1%}  {means[1]:7.1%}  {means[2]:8.1%} ({worst:5.1%})   {counts:28}"
+            f"{times[0]:6.2f} ({times[1]:.2f})"
+        )
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
