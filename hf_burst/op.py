@@ -20,7 +20,7 @@ from .errors import BatchError, ConfigError, KernelError, ShardingError
 from .kernels import Kernel, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Layer, Machine, Mask, Shapes, choose, make_sharding, name_of
+from .plan import Layer, Machine, Mask, Shapes, assign, choose, cut, name_of
 from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
 from .ring.replay import Pass, recorded, recurs
 from .ring.symmetric import Symmetric
@@ -481,7 +481,7 @@ def _chosen(
 ) -> Route:
     ranks = members.size
     shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    layer = Layer(masks, make_sharding(masks[0].length, ranks), shapes)
+    layer = Layer(masks, cut(masks[0].length, assign(masks, ranks)), shapes)
     choice = choose("auto", layer, machine, transport)
     if members.rank == 0:
         logger.info(

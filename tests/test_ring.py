@@ -279,6 +279,15 @@ def test_attention_over_ranks_is_exact(ranks, size):
     every_case_is_exact()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_token_a_rank_is_enough(ranks, size):
+    """Also for the choice of a schedule."""
+    rows = ((0, size), (0, 1, size))
+    cases = [Case(rows, schedule="auto"), *fitting(size, [Case(rows, schedule=schedule) for schedule in SCHEDULES])]
+    for case, found in zip(cases, whole_results(ranks, size, cases), strict=True):
+        assert_exact(case, found)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kernel", ["cpu_flash", "reference"])
