@@ -122,6 +122,12 @@ class BurstConfig:
                 f"BurstConfig.content_checks is {self.content_checks!r}; it must be an int of at least 0."
             )
 
+    def chunking_over(self, ranks: int) -> Chunking:
+        """How a batch is cut over so many ranks. Where all of them exchange heads, each computes as much whoever holds
+        which tokens, and one chunk a rank is the fewest messages."""
+        exchanged = self.schedule != "auto" and Route.parse(self.schedule, ranks).ulysses == ranks > 1
+        return "contiguous" if exchanged and self.chunking == "balanced" else self.chunking
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BurstConfig":
         """Builds a config from a mapping, as read from a YAML file; unknown keys raise."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from .config import Chunking
 from .errors import BatchError, ShardingError
-from .plan import Mask, Sharding, assign, cut, imbalance
+from .plan import Mask, Sharding, assign, chunks_per_rank, cut, imbalance
 
 # how many tokens a query sees backwards beside itself, and into pieces of how many tokens documents are cut
 Reach = tuple[int | None, int | None]
@@ -65,7 +65,9 @@ class SequenceLayout:
 
         Raises:
             BatchError: If the batch is empty.
-            ShardingError: If the sequences are shorter than the number of chunks.
+            ConfigError: If there is no such chunking.
+            ShardingError: If the sequences are shorter than the number of chunks, or owners do not give every rank as
+                many.
         """
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
@@ -75,15 +77,17 @@ class SequenceLayout:
                 f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
                 "length. Pad them first."
             )
+        chunks = ranks * chunks_per_rank(length, ranks, chunking) if isinstance(chunking, str) else len(chunking)
+        padding = -length % max(1, chunks)
+        filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
         if isinstance(chunking, str):
             kinds = reaches or {(None, None): 1}
-            rows = [(tuple(row), reach) for row in documents for reach in kinds]
-            masks = tuple(Mask(length, True, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
+            rows = [(row, reach) for row in filled for reach in kinds]
+            masks = tuple(Mask(row[-1], True, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
             owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows))
         else:
             owners = _checked(tuple(chunking), ranks)
-        padding = -length % len(owners)
-        filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
+        cut(length, owners)  # raises for sequences shorter than the chunks
         return cls(length + padding, owners, filled, padding, real)
 
     @property
@@ -98,7 +102,8 @@ class SequenceLayout:
 
     @cached_property
     def imbalance(self) -> float:
-        """By how much the rank with the most pairs of a causal mask is above the mean: 0.02 is 2 %."""
+        """By how much the rank with the most pairs is above the mean, in a layer whose queries see all that is before
+        them in their documents: 0.02 is 2 %."""
         return imbalance(self.masks(True, None), self.owners)
 
     @property

@@ -519,6 +519,11 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Sequenc
             f"The layout has {layout.length} tokens in {len(layout.sharding.owners)} chunks, which are not equal. Make "
             "it by SequenceLayout.for_batch, which pads."
         )
+    if len({layout.owners.count(rank) for rank in range(layout.ranks)}) > 1:
+        raise ShardingError(
+            f"The layout's chunks have owners {layout.owners}: every rank must hold as many. Make it by "
+            "SequenceLayout.for_batch."
+        )
     own = layout.sharding.tokens(group.rank)
     if q.shape[1] != own or q.shape[0] != layout.batch_size:
         raise ShardingError(

@@ -89,7 +89,8 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
         answers.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(kept))])
     exact, rough = answers
     group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size)
+    dealt = [rank for chunk in range(4) for rank in ([*range(size)], [*range(size)][::-1], [*range(size)])[chunk % 3]]
+    layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size, dealt if kind == "packed" else "balanced")
     for schedule, transport in ways(size, heads):
         leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
         config = config_for(schedule, transport)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ..config import Chunking
 from ..errors import BurstError, ConfigError
+from ..plan import Mask
 
 if TYPE_CHECKING:
     from .bench_contenders import Case, Contender
@@ -62,7 +63,11 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
         "--in-a-row", type=int, default=4, help="calls that follow each other, as layers do; fewer of slow ones"
     )
     parser.add_argument("--warmup", type=int, default=56, help="calls before the first round; fewer of slow ones")
-    parser.add_argument("--check-length", type=int, default=2048, help="tokens at which results are compared with fp64")
+    parser.add_argument(
+        "--check-length",
+        type=int,
+        help="tokens at which results are compared with fp64 (2048; of documents, a rank)",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one call may take")
     parser.add_argument("--commit", help="what to write down where this is no git checkout")
@@ -119,7 +124,7 @@ def _setting(text: str) -> tuple[str, Any]:
 def _validate(arguments: argparse.Namespace) -> None:
     counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds", "in_a_row")
     for name in counts:
-        if getattr(arguments, name) <= 0:
+        if getattr(arguments, name) is not None and getattr(arguments, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be above 0.")
     for kv_heads in arguments.kv_heads:
         if kv_heads < 1 or arguments.q_heads % kv_heads:
@@ -140,16 +145,17 @@ def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: 
     from .bench_report import environment
     from .bench_rounds import check
 
+    if arguments.check_length is None:  # of documents so long that chunks are dealt out
+        arguments.check_length = 2048 * (ranks.size if arguments.documents else 1)
     for length in (*arguments.lengths, arguments.check_length):
         if length % (2 * ranks.size):
             raise ConfigError(f"{length} tokens cannot be cut into 2 x {ranks.size} equal chunks; give a multiple.")
     dtype = getattr(torch, arguments.dtype)
-    native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim)
+    bounds = (0, 100, 256) if arguments.documents else ()
+    sample = Mask(256, window=arguments.window, documents=bounds)
+    native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim, sample)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
-    settings = [
-        dict(arguments.burst) | ({} if chunking == "balanced" else {"chunking": chunking})
-        for chunking in arguments.chunkings
-    ]
+    settings = [dict(arguments.burst) | {"chunking": chunking} for chunking in dict.fromkeys(arguments.chunkings)]
     own = [hf_burst(schedule, given) for schedule in arguments.schedules for given in settings]
     every = [limit(), *own, *peers]
     contenders = [one for one in every if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]

@@ -213,10 +213,8 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
 
     def build(case: Case) -> Prepared:
         config = BurstConfig.from_dict({"kernel": case.kernel, **settings, "schedule": schedule})
-        layout, members = (
-            case.layout(config.chunking),
-            ContextGroup.from_mesh(case.group) if case.group else ContextGroup(),
-        )
+        layout = case.layout(config.chunking_over(case.ranks))
+        members = ContextGroup.from_mesh(case.group) if case.group else ContextGroup()
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return burst_attention(q, k, v, layout, members, window=case.window, config=config, check=False)[0]
@@ -225,7 +223,8 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
             raise ConfigError(f"{case.length} tokens cannot be cut into {len(layout.owners)} equal chunks.")
         return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _planned(schedule, case, layout))
 
-    name = " ".join(["hf_burst", schedule, *([settings["chunking"]] if "chunking" in settings else [])])
+    chunking = settings.get("chunking", "balanced")
+    name = " ".join(["hf_burst", schedule, *([chunking] if chunking != "balanced" else [])])
     return Contender(name, "hf_burst", build, {**settings, "schedule": schedule})
 
 
@@ -269,8 +268,10 @@ def _around(route: Route, plan: Plan, place: int, direction: Pass, shapes: Shape
     return row * (given * shapes.itemsize + returned)
 
 
-def choose_native(requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int) -> tuple[Native, list[str]]:
-    """The kernel of the limit: the one asked for, or the fastest that runs here forward and backward.
+def choose_native(
+    requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int, mask: Mask
+) -> tuple[Native, list[str]]:
+    """The kernel of the limit: the one asked for, or the fastest that computes such a mask here forward and backward.
 
     Returns:
         The kernel, and why faster ones cannot run.
@@ -285,9 +286,9 @@ def choose_native(requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: in
 
         def trial(load: Callable[[], AttendMasked] = load) -> AttendMasked:
             attend = load()
-            shape = (1, 256, 2, head_dim)
+            shape = (1, mask.length, 2, head_dim)
             q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
-            out = attend(q, k, v, Mask(256))
+            out = attend(q, k, v, mask)
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
             return attend
 

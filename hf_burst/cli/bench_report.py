@@ -150,13 +150,13 @@ def _matrices(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
         for row in result["results"]:
             title = (
                 f"{row['ranks']} x {result['hardware']['device']}, {row['q_heads']} query and {row['kv_heads']} key "
-                f"heads, {row['dtype']}, limit by {row['limit_kernel']}{_mask_of(row)}"
+                f"heads, {row['dtype']}, limit by {row['limit_kernel']}{mask_of(row)}"
             )
             tables.setdefault(title, []).append(row)
     return list(tables.items())
 
 
-def _mask_of(row: dict[str, Any]) -> str:
+def mask_of(row: dict[str, Any]) -> str:
     """What a title says of documents and windows; older results have none."""
     documents, window = row.get("document_tokens"), row.get("window")
     packed = f", documents of {documents[0]} to {documents[1]} tokens" if documents else ""

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.documents and arguments.length not in (None, length):
         raise ConfigError(f"--documents have {length} tokens together and --length is {arguments.length}; give one.")
     mask = Mask(length, arguments.mask == "causal", arguments.window, documents if arguments.documents else ())
-    owners = assign((Mask(length, documents=mask.documents),), arguments.ranks, arguments.chunking)
+    owners = assign((mask,), arguments.ranks, arguments.chunking)
     plan = make_plan((mask,), cut(length, owners))
     print(describe(plan, arguments.visitor))
     if arguments.out is None:

@@ -205,7 +205,9 @@ def shard_full(
         `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
     """
     rows, length = batch_shape(batch)
-    layout = SequenceLayout.for_batch(documents_of(batch), ranks, config.chunking, real_tokens(batch), reaches)
+    layout = SequenceLayout.for_batch(
+        documents_of(batch), ranks, config.chunking_over(ranks), real_tokens(batch), reaches
+    )
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
     if full.get("position_ids") is not None:
@@ -299,11 +301,12 @@ def layout_of_shard(
             "Give the model full batches instead (no BurstCollator): their logits are gathered."
         )
     if about is None:
-        layout = SequenceLayout.for_batch([(0, own * group.size)] * rows, group.size, config.chunking)
+        chunking = config.chunking_over(group.size)
+        layout = SequenceLayout.for_batch([(0, own * group.size)] * rows, group.size, chunking)
         expected = layout.indices(group.rank).to(positions.device)
         if layout.padding or not bool((positions == expected).all()):
             raise BatchError(
-                f"The position_ids of this shard do not match {config.chunking} sharding of one document of "
+                f"The position_ids of this shard do not match {chunking} sharding of one document of "
                 f"{own * group.size} tokens over {group.size} ranks: rank {group.rank} holds tokens "
                 f"{[(run.start, run.stop) for run in layout.sharding.runs(group.rank)]}. Make shards with "
                 "hf_burst.shard_batch or BurstCollator, which also serve packed documents."

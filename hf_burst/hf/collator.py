@@ -29,7 +29,8 @@ def shard_batch(
             all ranks of the group.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share the sequence; by default those of
             accelerate's state ([`BurstParallelismConfig`]), else all.
-        config ([`BurstConfig`], *optional*): How to cut; the same as the model's.
+        config ([`BurstConfig`], *optional*): How to cut. Chunks are balanced for layers that see whole documents: how
+            far those of the model do is not known here.
 
     Returns:
         `dict`: The same keys for this rank's tokens, without `attention_mask`, with `position_ids` and, if there were

@@ -1,6 +1,6 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
-from .balance import assign, imbalance
+from .balance import assign, chunks_per_rank, imbalance
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
@@ -31,6 +31,7 @@ __all__ = [
     "built_in",
     "candidates",
     "choose",
+    "chunks_per_rank",
     "cut",
     "estimate",
     "head_slices",

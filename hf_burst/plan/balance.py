@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heapreplace
 from itertools import pairwise
+from typing import get_args
 
 from ..config import Chunking
+from ..errors import ConfigError
 from .mask import Mask
 from .sharding import cut, pattern
-from .work import pairs_before
+from .work import pairs_at
 
 _EVEN = 0.02  # by how much the busiest rank may be above the mean where a finer cut would do better
 _FINER = (4, 8, 16)  # chunks of a rank
@@ -40,8 +42,11 @@ def assign(
         `tuple[int, ...]`: As many chunks for every rank. The last one is padded if the length is no multiple.
 
     Raises:
+        ConfigError: If there is no such chunking.
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
+    if chunking not in get_args(Chunking):
+        raise ConfigError(f"There is no chunking {chunking!r}; it must be one of {', '.join(get_args(Chunking))}.")
     length = masks[0].length
     contiguous, zigzag = pattern(ranks, "contiguous"), pattern(ranks, "zigzag")
     owners = zigzag if chunking == "zigzag" else contiguous
@@ -49,14 +54,26 @@ def assign(
     if chunking != "balanced" or ranks == 1:
         return owners
     best, least = contiguous, imbalance(masks, contiguous, weights)
-    for each in (2, *_FINER):
-        if least <= _EVEN or length < each * ranks * (_SMALLEST if each > 2 else 1):
+    for each in range(2, chunks_per_rank(length, ranks, chunking) + 1):
+        if least <= _EVEN:
             break
-        owners = zigzag if each == 2 else _dealt(_work(masks, weights, each * ranks), ranks)
-        found = imbalance(masks, owners, weights)
-        if found < least:
-            best, least = owners, found
+        if each == 2 or each in _FINER:
+            owners = zigzag if each == 2 else _dealt(_work(masks, weights, each * ranks), ranks)
+            found = imbalance(masks, owners, weights)
+            if found < least:
+                best, least = owners, found
     return best
+
+
+def chunks_per_rank(length: int, ranks: int, chunking: Chunking) -> int:
+    """Into how many chunks a rank's tokens are cut at most: sequences are padded to a multiple of so many for all
+    ranks, so that their length does not depend on how documents are packed."""
+    if ranks == 1 or chunking == "contiguous":
+        return 1
+    if chunking == "zigzag":
+        return 2
+    coarse = 2 if length >= 2 * ranks else 1
+    return max((each for each in _FINER if length >= each * ranks * _SMALLEST), default=coarse)
 
 
 def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
@@ -78,9 +95,11 @@ def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[in
     length = masks[0].length
     size = -(-length // chunks)
     bounds = [min(index * size, length) for index in range(chunks + 1)]
-    weighed = list(zip(masks, weights or [1] * len(masks), strict=True))
-    before = [sum(weight * pairs_before(mask, bound) for mask, weight in weighed) for bound in bounds]
-    return [stop - start for start, stop in pairwise(before)]
+    work = [0] * chunks
+    for mask, weight in zip(masks, weights or [1] * len(masks), strict=True):
+        before = pairs_at(mask, bounds)
+        work = [so_far + weight * (stop - start) for so_far, (start, stop) in zip(work, pairwise(before), strict=True)]
+    return work
 
 
 def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from ..errors import BatchError, ConfigError
@@ -40,6 +41,14 @@ class Mask:
                 f"Document boundaries {shown} do not fit a sequence of {self.length} tokens: they must rise strictly "
                 f"from 0 to {self.length}, as cu_seqlens do."
             )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: there may be thousands of documents."""
+        return hash((self.length, self.causal, self.window, self.documents))
 
     def document(self, token: int) -> tuple[int, int]:
         """The `(start, stop)` of the document that holds `token`."""

@@ -2,6 +2,7 @@
 has the most."""
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -119,25 +120,29 @@ def tile_pairs(tile: Tile) -> int:
     return sum(band_pairs(size, size, tile.low, tile.high) for size in sizes)
 
 
-def pairs_before(mask: Mask, token: int, keys: bool = False) -> int:
-    """How many pairs have their query (or their key) before a token."""
-    index = bisect_right(mask.documents, token) - 1
-    start = mask.documents[index]
-    if token == start:
-        return _cumulative_pairs(mask)[index]
-    size = mask.documents[index + 1] - start
-    rows, columns = (size, token - start) if keys else (token - start, size)
-    return _cumulative_pairs(mask)[index] + band_pairs(rows, columns, *mask.distances)
+def pairs_at(mask: Mask, tokens: Iterable[int], keys: bool = False) -> list[int]:
+    """How many pairs have their query (or their key) before each of some tokens."""
+    totals, distances, found = _cumulative_pairs(mask), mask.distances, []
+    for token in tokens:
+        index = bisect_right(mask.documents, token) - 1
+        start, pairs = mask.documents[index], totals[index]
+        if token > start:
+            size = mask.documents[index + 1] - start
+            rows, columns = (size, token - start) if keys else (token - start, size)
+            pairs += band_pairs(rows, columns, *distances)
+        found.append(pairs)
+    return found
 
 
 @lru_cache(maxsize=256)
 def pairs_of_ranks(plan: Plan, keys: bool = False) -> tuple[int, ...]:
     """How many pairs have their query (or their key) on each of the ranks."""
     sharding = plan.sharding
-    before = [sum(pairs_before(mask, token, keys) for mask in plan.masks) for token in sharding.boundaries]
     pairs = [0] * sharding.ranks
-    for owner, (first, last) in zip(sharding.owners, pairwise(before), strict=True):
-        pairs[owner] += last - first
+    for mask in plan.masks:
+        before = pairs_at(mask, sharding.boundaries, keys)
+        for owner, (first, last) in zip(sharding.owners, pairwise(before), strict=True):
+            pairs[owner] += last - first
     return tuple(pairs)
 
 

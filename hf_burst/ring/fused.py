@@ -57,7 +57,10 @@ def combine(
         )
 
 
-@triton.jit
+_SPANS = ["first_batch", "first_row", "last_row", "batch_start", "batch_stop", "row_start", "row_stop"]
+
+
+@triton.jit(do_not_specialize=_SPANS)  # those of packed documents are others in every batch
 def _combine(
     result, so_far, lse, part, part_lse,
     r_b, r_s, r_h, a_b, a_s, a_h, l_b, l_s, l_h, p_b, p_s, p_h, m_b, m_s, m_h,

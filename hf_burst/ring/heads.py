@@ -60,7 +60,7 @@ class Mates:
 
 @lru_cache(maxsize=64)
 def mates_of(sharding: Sharding, together: Sharding, rank: int, ulysses: int) -> Mates:
-    """The [`Mates`]: the same for all packings of one length."""
+    """The [`Mates`]: one object for all layers and for batches that are cut alike."""
     return Mates(sharding, together, rank, ulysses)
 
 

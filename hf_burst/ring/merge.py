@@ -60,9 +60,9 @@ def by_head(scalars: torch.Tensor) -> torch.Tensor:
 class _Parts:
     """Rows whose values come in parts.
 
-    A part that covers all rows, or several that do together, is kept as it is; each row may have one more that waits.
-    If a row has a third one, all are widened to the accumulation dtype, so that no sum of several is rounded in
-    between. What waits at the end is merged where it belongs, without a pass over the other rows.
+    A part that covers all rows, or several in a row that do together, is kept as it is; each row may have one more that
+    waits. If a row has a further one, all are widened to the accumulation dtype, so that no sum of several is rounded
+    in between. What waits at the end is merged where it belongs, without a pass over the other rows.
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the whole.
@@ -147,7 +147,8 @@ class Merged:
         """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf, or the
         score of their sink."""
         whole = self.parts.whole
-        narrow = self.sinks is None or whole is None or whole.dtype == self.dtype
+        kept = whole is not None and whole.dtype == self.dtype and not self.parts.waiting
+        narrow = self.sinks is None or kept  # else it is rounded once, at the end
         out = self.parts.settle(self.dtype if narrow else self.parts.accumulator)
         lse = self.parts.lse
         if lse is None:  # nothing was added

@@ -1,8 +1,8 @@
 """Draws results of attention.py: the share of the limit against the tokens of the whole sequence.
 
-    python recipes/benchmarks/plot.py recipes/benchmarks/results/*.json --ranks 4 --out attention.png
+    python recipes/benchmarks/plot.py outputs/attention_4xH200.json --ranks 4 --out attention.png
 
-One panel for each number of key heads. `--markdown` prints the same numbers as tables.
+One panel for each number of key heads; files of one mask. `--markdown` prints the same numbers as tables.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.cli.bench_report import markdown
+from hf_burst.cli.bench_report import markdown, mask_of
 
 OURS, FAINT = "#c8102e", "#999999"
 THEIRS = ("#1f4e79", "#3a9bd5", "#5d737e", "#2e7d6b", "#7a5c99", "#b07d12", "#8a3b12", "#4c9a2a")
@@ -61,7 +61,8 @@ def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
         _dress(axes, sorted({row["length"] for row in own}), f"{own[0]['q_heads']} query, {kv_heads} key heads")
     passes = "forward + backward" if part == "both" else part
     panels[0].set_ylabel(f"share of the limit, {passes}")
-    figure.suptitle(f"Causal attention over {rows[0]['ranks']} x {device}, {rows[0]['dtype']}", fontsize=12)
+    what = f"Causal attention over {rows[0]['ranks']} x {device}, {rows[0]['dtype']}{mask_of(rows[0])}"
+    figure.suptitle(what, fontsize=12)
     return figure
 
 
@@ -140,8 +141,13 @@ def main() -> int:
     ranks = args.ranks or max((row["ranks"] for row in rows), default=0)
     kernel = args.kernel or found[0]["kernel"]
     rows = [row for row in rows if (row["ranks"], row["limit_kernel"]) == (ranks, kernel)]
-    rows = list({(row["contender"], row["length"], row["kv_heads"]): row for row in rows}.values())
     rows = [row for row in rows if any(fnmatch(row["contender"], pattern) for pattern in args.contenders)]
+    masks = {mask_of(row) for row in rows}
+    if len(masks) > 1:
+        named = "; ".join(mask.removeprefix(", ") or "whole sequences" for mask in sorted(masks))
+        print(f"The files have several masks ({named}): draw them apart.", file=sys.stderr)
+        return 2
+    rows = list({(row["contender"], row["length"], row["kv_heads"]): row for row in rows}.values())
     if not rows:
         print(f"Nothing to draw for {ranks} ranks, {kernel} and {args.contenders}.", file=sys.stderr)
         return 1
