@@ -163,7 +163,7 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     assert "| hf_burst auto | " in drawn.stdout
 
 
-@pytest.mark.parametrize("mask", [("--documents", "4", "16"), ("--window", "7"), ("--documents", "4", "4")])
+@pytest.mark.parametrize("mask", [("--documents", "4", "16"), ("--documents", "4", "4", "--window", "7")])
 def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
