@@ -268,7 +268,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
     assert [row["status"] for row in result["results"]] == ["ok", "ok"]
-    assert result["results"][1]["config"] == {"schedule": "burst", "logits_limit_gib": 2.5}
+    assert result["results"][1]["config"] == {"schedule": "burst", "chunking": "balanced", "logits_limit_gib": 2.5}
     assert "hf_burst burst" in capsys.readouterr().out
 
 

@@ -222,7 +222,8 @@ def dealt(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def cases(draw, ranks: int) -> Case:
-    length = draw(st.integers(2 * ranks, 41))
+    chunking = draw(st.sampled_from(["balanced", "zigzag", "contiguous"]) | dealt(ranks))
+    length = draw(st.integers(2 * ranks if isinstance(chunking, str) else max(2, len(chunking)), 41))
     kernel = draw(st.sampled_from(["cpu_flash", "reference"]))
     schedule = draw(st.sampled_from([*SCHEDULES, *PRODUCTS[ranks]]))
     rows = draw(st.lists(st.sets(st.integers(1, length - 1), max_size=7), min_size=1, max_size=3))
@@ -230,7 +231,7 @@ def cases(draw, ranks: int) -> Case:
         documents=tuple((0, *sorted(cuts), length) for cuts in rows),
         causal=draw(st.booleans()),
         window=draw(st.none() | st.integers(0, length)),
-        chunking=draw(st.sampled_from(["balanced", "zigzag", "contiguous"]) | dealt(ranks)),
+        chunking=chunking,
         schedule=schedule,
         kernel=kernel,
         softcap=draw(st.sampled_from([0.0, 0.7])) if kernel == "reference" else 0.0,
