@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import hf_burst
 from hf_burst.errors import ConfigError, UnsupportedModelError
 from hf_burst.hf import support
+from hf_burst.hf.batch import fingerprint
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -428,6 +430,26 @@ def test_token_types_beyond_their_table_are_refused_on_every_rank(ranks: Ranks) 
     with pytest.raises(RankError) as caught:
         ranks(2).run(bound_token_types)
     assert all("token_type_ids holds 2; this model takes 0 to 1" in str(error) for error in caught.value.errors)
+
+
+def test_rotary_positions_of_layer_types_that_depend_on_the_longest() -> None:
+    """Gemma 3 gives its rotary module position ids and a layer type, in this order."""
+    rope = {"rope_theta": 1e4, "rope_type": "default"}
+    dynamic = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+    sizes = {**models._SIZES, "max_position_embeddings": 16, "head_dim": 8, "num_key_value_heads": 2}
+    kinds = {"rope_parameters": {"full_attention": dynamic, "sliding_attention": rope}, "sliding_window": 9}
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**{**sizes, "num_hidden_layers": 6}, **kinds)).double()
+    batch = models.make_batch("plain")
+    wanted = model(**batch, use_cache=False).loss
+    found = hf_burst.patch_model(model)(**batch).loss
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+def test_the_checksum_of_a_batch_knows_its_token_types() -> None:
+    ids, types = torch.ones(1, 6, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long)
+    one, other = ({"input_ids": ids, "token_type_ids": types + kind} for kind in (0, 1))
+    assert fingerprint(one) != fingerprint(other)
 
 
 def scale_all_positions(rank: int, size: int) -> None:

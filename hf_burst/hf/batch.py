@@ -362,8 +362,8 @@ def check_ranges(
 
 
 def fingerprint(batch: Mapping[str, Any]) -> int:
-    """A checksum of the tokens, labels and positions of a batch."""
-    keys = (*_TOKEN_KEYS, "labels", "position_ids", "attention_mask")
+    """A checksum of the tokens, their types, labels and positions of a batch."""
+    keys = (*_TOKEN_KEYS, "labels", "position_ids", "attention_mask", "token_type_ids")
     total = 0
     for key in keys:
         value = batch.get(key)

@@ -44,10 +44,10 @@ class LongestPosition:
     def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.value is None:
             return None
-        hidden, *rest = args
-        positions = kwargs["position_ids"] if "position_ids" in kwargs else rest.pop(0)
-        longest = positions.new_full((*positions.shape[:-1], 1), self.value)
-        return (hidden, *rest), {**kwargs, "position_ids": torch.cat([positions, longest], dim=-1)}
+        named = "position_ids" in kwargs
+        positions = kwargs["position_ids"] if named else args[1]
+        longer = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), self.value)], dim=-1)
+        return (args, {**kwargs, "position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if self.value is None:
