@@ -47,8 +47,8 @@ class Mask:
 
     @cached_property
     def _hash(self) -> int:
-        """Once: there may be thousands of documents."""
-        return hash((self.length, self.causal, self.window, self.documents))
+        """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
+        return hash((self.length, self.causal, -1 if self.window is None else self.window, self.documents))
 
     def document(self, token: int) -> tuple[int, int]:
         """The `(start, stop)` of the document that holds `token`."""
