@@ -12,6 +12,7 @@ Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal[
     "auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"
 ]
+_KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,11 @@ class BurstConfig:
             Whether short passes over whole sequences that recur with the same shapes are recorded and replayed as CUDA
             graphs, where the transport is symmetric memory: they would wait for the host otherwise. Costs the memory of
             at most eight such passes. Experimental.
+        attention_keep (`float`, defaults to `1.0`):
+            How much of what attention found is kept in checkpointed layers instead of being computed again, from the
+            end of the sequence: 1.0 for all of it (the memory of one more hidden state a layer), 0.0 for nothing, or
+            0.25, 0.5, 0.75. Half of it costs half of the memory, and a quarter of causal attention is computed again,
+            for the first half of the sequence; the ranks then have as much of every half or quarter.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         content_checks (`int`, defaults to `8`):
@@ -102,6 +108,7 @@ class BurstConfig:
     kernel: KernelName = "auto"
     transport: Transport = "auto"
     record: bool = False
+    attention_keep: float = 1.0
     logits_limit_gib: float = 4.0
     content_checks: int = 8
 
@@ -115,6 +122,11 @@ class BurstConfig:
                 raise ConfigError(
                     f"BurstConfig.{name} is {given!r}; it must be one of {', '.join(map(repr, get_args(allowed)))}."
                 )
+        if self.attention_keep not in _KEEP:
+            raise ConfigError(
+                f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of "
+                f"{', '.join(map(str, _KEEP))}."
+            )
         if not self.logits_limit_gib > 0:
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib}; it must be above 0.")
         if isinstance(self.content_checks, bool) or not isinstance(self.content_checks, int) or self.content_checks < 0:
@@ -127,6 +139,12 @@ class BurstConfig:
         which tokens, and one chunk a rank is the fewest messages."""
         exchanged = self.schedule != "auto" and Route.parse(self.schedule, ranks).ulysses == ranks > 1
         return "contiguous" if exchanged and self.chunking == "balanced" else self.chunking
+
+    @property
+    def stretches(self) -> int:
+        """Into how many equal parts a sequence is cut, of each of which every rank holds as much: so many that what is
+        kept of checkpointed layers begins with one of them."""
+        return {0.0: 1, 0.5: 2}.get(self.attention_keep % 1, 4)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "BurstConfig":

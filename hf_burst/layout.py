@@ -51,6 +51,7 @@ class SequenceLayout:
         chunking: Chunking | Sequence[int] = "balanced",
         real: tuple[tuple[int, int], ...] = (),
         reaches: Mapping[Reach, int] | None = None,
+        stretches: int = 1,
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -62,6 +63,8 @@ class SequenceLayout:
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
             reaches (mapping, *optional*): How many layers of a model see how far, `(window, chunk)` as in
                 [`SequenceLayout.masks`]: what is balanced. By default all see whole documents.
+            stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is dealt
+                out by itself.
 
         Raises:
             BatchError: If the batch is empty.
@@ -77,14 +80,15 @@ class SequenceLayout:
                 f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
                 "length. Pad them first."
             )
-        chunks = ranks * chunks_per_rank(length, ranks, chunking) if isinstance(chunking, str) else len(chunking)
+        each = chunks_per_rank(length, ranks, chunking, stretches) if isinstance(chunking, str) else 0
+        chunks = ranks * each or len(chunking)
         padding = -length % max(1, chunks)
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
         if isinstance(chunking, str):
             kinds = reaches or {(None, None): 1}
             rows = [(row, reach) for row in filled for reach in kinds]
             masks = tuple(Mask(row[-1], True, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
-            owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows))
+            owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows), stretches)
         else:
             owners = _checked(tuple(chunking), ranks)
         cut(length, owners)  # raises for sequences shorter than the chunks
@@ -109,6 +113,11 @@ class SequenceLayout:
     @property
     def batch_size(self) -> int:
         return len(self.documents)
+
+    def beginning(self, share: float) -> "SequenceLayout | None":
+        """The layout of the first part of the sequence, of which every rank holds as many tokens as the others, its
+        first ones; `None` if it cannot be cut there. A causal mask sees nothing behind it."""
+        return _beginning(self, share)
 
     def masks(self, causal: bool, window: int | None, chunk: int | None = None) -> tuple[Mask, ...]:
         """The mask of every row.
@@ -183,6 +192,18 @@ def _checked(owners: tuple[int, ...], ranks: int) -> tuple[int, ...]:
             f"0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
         )
     return owners
+
+
+@lru_cache(maxsize=64)
+def _beginning(layout: SequenceLayout, share: float) -> SequenceLayout | None:
+    chunks = round(len(layout.owners) * share)
+    owners = layout.owners[:chunks]
+    even = len({owners.count(rank) for rank in range(layout.ranks)}) == 1
+    if chunks != len(layout.owners) * share or not owners or not even:
+        return None
+    length = layout.length // len(layout.owners) * chunks
+    rows = tuple((*(bound for bound in row if bound < length), length) for row in layout.documents)
+    return SequenceLayout(length, owners, rows, 0, tuple((min(a, length), min(b, length)) for a, b in layout.real))
 
 
 @lru_cache(maxsize=64)

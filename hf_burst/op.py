@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .calibrate import machine_for
 from .config import BurstConfig, Route
@@ -244,14 +245,68 @@ def _(
     return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
 
 
+class Found(NamedTuple):
+    """What an attention found: all of it, or the last rows of every rank beside the layout of those before them.
+
+    Args:
+        out (`torch.Tensor` of shape `(B, rows, Hq, Dv)`): The outputs.
+        lse (`torch.Tensor` of shape `(B, rows, Hq)`): The log-sum-exps.
+        beginning ([`SequenceLayout`], *optional*): Of the tokens whose rows are missing.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    beginning: SequenceLayout | None
+
+
+class Memory:
+    """What the attentions of a checkpointed region found when they first ran, in their order, for when the backward
+    pass runs the region again.
+
+    Args:
+        share (`float`): How much is kept, from the end of the sequence; see [`BurstConfig`].
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.found: list[Found] = []
+        self.next: int | None = None
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
+        """`torch.ops.hf_burst.attention` without its `lse`: computed, or remembered where the region runs again."""
+        if self.next is not None and self.next < len(self.found):
+            known = self.found[self.next]
+            self.next += 1
+            again: torch.Tensor = _Attention.apply(q, k, v, *others, known)[0]
+            return again
+        out, lse, _ = torch.ops.hf_burst.attention(q, k, v, *others)
+        if self.next is None and torch.is_grad_enabled():
+            self.found.append(self._kept(out.detach(), lse.detach(), others[1], others[2]))
+        result: torch.Tensor = out
+        return result
+
+    def _kept(self, out: torch.Tensor, lse: torch.Tensor, encoded: torch.Tensor, causal: bool) -> Found:
+        layout = SequenceLayout.decode(encoded.numpy().tobytes())
+        beginning = layout.beginning(1 - self.share) if causal and self.share < 1 else None
+        if beginning is None:
+            return Found(out, lse, None)
+        rows = beginning.length // beginning.ranks
+        return Found(out[:, rows:].clone(), lse[:, rows:].clone(), beginning)
+
+
 class _Attention(torch.autograd.Function):
     """What autograd knows of the operator."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any) -> Any:
+        *others, known = given
         sinks, layout, *settings = others
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse, kept = torch.ops.hf_burst.attention(q, k, v, *others)
+            if known is None:
+                out, lse, kept = torch.ops.hf_burst.attention(q, k, v, *others)
+            else:
+                with _disable_current_modes():  # selective checkpointing expects what ran the first time
+                    out, lse, kept = _remembered(known, q, k, v, *others)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(sinks, layout, out, lse, *(kept or (q, k, v)))
         ctx.sizes = k.shape[2], k.shape[3]
@@ -272,7 +327,32 @@ class _Attention(torch.autograd.Function):
             dout, dlse, inputs, out, lse, *ctx.sizes, layout, *ctx.settings
         )
         dsinks = _sink_gradient(sinks, dout, out, lse, dlse) if ctx.needs_input_grad[3] else None
-        return *gradients, dsinks, *[None] * (1 + len(ctx.settings))
+        return *gradients, dsinks, *[None] * (2 + len(ctx.settings))
+
+
+def _remembered(
+    known: Found, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """The operator's results where they are known already, at least for the last rows."""
+    sinks, encoded, *settings = others
+    out, lse = known.out.detach(), known.lse.detach()
+    if known.beginning is not None:
+        rows = q.shape[1] - out.shape[1]
+        first = (tensor[:, :rows] for tensor in (q, k, v))
+        first_out, first_lse, _ = torch.ops.hf_burst.attention(*first, sinks, known.beginning.encode(), *settings)
+        out = torch.cat([first_out, out], 1)
+        lse = torch.cat([first_lse.transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
+    causal, window, chunk, scale, softcap, kernel, schedule, transport, _, group = settings
+    sizes, members = _sizes(q, k, v), _members(group)
+    request = _request(
+        q, sizes, encoded, (causal, window, chunk), Scores(scale, softcap), kernel, schedule, transport, members
+    )
+    work = _prepared(request)
+    if work.route.ulysses == 1:
+        return out, lse, []
+    exchange = open_exchange(transport, members, q.device)
+    kept = _carry_out(exchange, None, lambda exchange, inputs: work.exchanged(exchange, *inputs), (q, k, v))
+    return out, lse, kept
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -295,7 +375,7 @@ class _AttentionBackward(torch.autograd.Function):
 @torch.compiler.disable
 def _(*arguments: Any) -> Any:
     if _is_tracked(arguments[:4]):
-        return _Attention.apply(*arguments)
+        return _Attention.apply(*arguments, None)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.hf_burst.attention(*arguments)
 

@@ -23,7 +23,7 @@ WITHIN = {
     ],
     "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan", "__init__"],
     "hf": [
-        *("__init__", "accelerate", "batch", "dropout", "served", "support", "attention", "collator"),
+        *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
         *("experts", "outputs", "positions", "rope", "patch"),
     ],
 }

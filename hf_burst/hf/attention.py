@@ -156,7 +156,7 @@ def attention_forward(
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _at_temperature(module, query, burst_call.positions)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
-    out, _, _ = torch.ops.hf_burst.attention(
+    arguments = (
         query.to(dtype).transpose(1, 2),
         key.to(dtype).transpose(1, 2),
         value.transpose(1, 2),
@@ -173,6 +173,9 @@ def attention_forward(
         burst_call.config.record,
         burst_call.group.name,
     )
+    saved = None if torch.compiler.is_compiling() else burst_call.saved
+    memory = None if saved is None else saved.memory
+    out = torch.ops.hf_burst.attention(*arguments)[0] if memory is None else memory.attention(*arguments)
     if burst_call.blind is not None:
         out = out.masked_fill(burst_call.blind[..., None, None], 0)
     return out, None

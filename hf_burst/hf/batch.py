@@ -16,6 +16,7 @@ from ..errors import BatchError
 from ..layout import Reach, SequenceLayout
 from ..loss import IGNORE_INDEX, shift_labels
 from ..mesh import ContextGroup
+from .checkpointing import SavedAttention
 
 LAYOUT_KEY = "burst_batch"
 # per-token inputs, and what the tokens appended to fill the last chunk hold
@@ -67,6 +68,7 @@ class ForwardCall:
         logits (`str`): What becomes of the logits: `"drop"`, `"gather"` or `"keep"`.
         kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
         blind (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
+        saved ([`SavedAttention`], *optional*): What checkpointed layers remember.
     """
 
     layout: SequenceLayout
@@ -79,6 +81,7 @@ class ForwardCall:
     logits: str = "gather"
     kept: tuple[tuple[int, ...], ...] | None = None
     blind: torch.Tensor | None = None
+    saved: SavedAttention | None = None
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -206,7 +209,7 @@ def shard_full(
     """
     rows, length = batch_shape(batch)
     layout = SequenceLayout.for_batch(
-        documents_of(batch), ranks, config.chunking_over(ranks), real_tokens(batch), reaches
+        documents_of(batch), ranks, config.chunking_over(ranks), real_tokens(batch), reaches, config.stretches
     )
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
@@ -302,7 +305,8 @@ def layout_of_shard(
         )
     if about is None:
         chunking = config.chunking_over(group.size)
-        layout = SequenceLayout.for_batch([(0, own * group.size)] * rows, group.size, chunking)
+        whole = (0, own * group.size)
+        layout = SequenceLayout.for_batch([whole] * rows, group.size, chunking, stretches=config.stretches)
         expected = layout.indices(group.rank).to(positions.device)
         if layout.padding or not bool((positions == expected).all()):
             raise BatchError(

@@ -36,6 +36,7 @@ from .batch import (
     longest_position,
     shard_full,
 )
+from .checkpointing import SavedAttention
 from .dropout import check_shared_dropout, own_masks
 from .experts import RouterLogits, balance, check_balance
 from .outputs import batch_loss, gather_outputs
@@ -104,6 +105,7 @@ def patch_model(
         segments=segment_count(base),
         routers=RouterLogits(base),
         carrier=CallCarrier(base),
+        saved=SavedAttention((config or BurstConfig()).attention_keep),
     )
     patch.handles = [
         *patch.longest.handles,
@@ -138,6 +140,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
         )
     for handle in patch.handles:
         handle.remove()
+    patch.saved.remove(base)
     base.set_attn_implementation(patch.attention)
     if patch.loss_was_set:
         base.loss_function = patch.plain_loss
@@ -161,6 +164,7 @@ class _Patch:
         positions ([`LearnedPositions`]): What learned position embeddings ask.
         segments (`int`, *optional*): Token types that have an embedding of their own.
         carrier ([`CallCarrier`]): How the attention of every layer learns of a sharded pass.
+        saved ([`SavedAttention`]): What checkpointed layers remember of their attention.
         routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         forwards (`int`): Sharded forward passes so far.
@@ -177,6 +181,7 @@ class _Patch:
     segments: int | None
     routers: RouterLogits
     carrier: CallCarrier
+    saved: SavedAttention
     handles: list[RemovableHandle] = field(default_factory=list)
     forwards: int = 0
     explicit: bool = False
@@ -264,6 +269,13 @@ class _Patch:
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.get_text_config().vocab_size, self.segments, self.positions.limits)
+        checkpointed = module.training and self.saved.install(module)
+        if checkpointed and 0 < self.saved.share < 1 and layout.beginning(1 - self.saved.share) is None:
+            raise BatchError(
+                f"BurstConfig(attention_keep={self.saved.share}) needs batches of which every rank holds as much of "
+                f"each part of the sequence, and this one was cut into {len(layout.owners)} chunks by another "
+                "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
+            )
         kept = None
         if group.size > 1 and _asks_to_keep(batch):
             kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
@@ -278,6 +290,7 @@ class _Patch:
             "num_items_in_batch (labels of all ranks)": None if items is None else float(items),
             "sharded already": explicit,
             "training": module.training,
+            "activation checkpointing": checkpointed,
             "logits to keep": kept,
             "logits": logits,
             "hidden states": bool(batch.get("output_hidden_states")),
@@ -294,7 +307,19 @@ class _Patch:
         encoded = layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
         call = ForwardCall(
-            *(layout, group, self.config, explicit, 0, encoded, prepared["position_ids"], logits, kept, blind)
+            *(
+                layout,
+                group,
+                self.config,
+                explicit,
+                0,
+                encoded,
+                prepared["position_ids"],
+                logits,
+                kept,
+                blind,
+                self.saved,
+            )
         )
         return prepared, call, facts
 

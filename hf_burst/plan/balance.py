@@ -26,7 +26,11 @@ _SWAPS = 64
 
 @lru_cache(maxsize=256)
 def assign(
-    masks: tuple[Mask, ...], ranks: int, chunking: Chunking = "balanced", weights: tuple[int, ...] = ()
+    masks: tuple[Mask, ...],
+    ranks: int,
+    chunking: Chunking = "balanced",
+    weights: tuple[int, ...] = (),
+    stretches: int = 1,
 ) -> tuple[int, ...]:
     """The owner of each of the equal chunks into which a batch is cut.
 
@@ -37,9 +41,12 @@ def assign(
             2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
             that leaves the busiest rank at most 2 % above the mean; the most even one if none does.
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
+        stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is cut and
+            dealt out by itself, so that the ranks have as much of every one.
 
     Returns:
-        `tuple[int, ...]`: As many chunks for every rank. The last one is padded if the length is no multiple.
+        `tuple[int, ...]`: As many chunks for every rank, in every stretch. The last one is padded if the length is no
+        multiple.
 
     Raises:
         ConfigError: If there is no such chunking.
@@ -48,32 +55,39 @@ def assign(
     if chunking not in get_args(Chunking):
         raise ConfigError(f"There is no chunking {chunking!r}; it must be one of {', '.join(get_args(Chunking))}.")
     length = masks[0].length
-    contiguous, zigzag = pattern(ranks, "contiguous"), pattern(ranks, "zigzag")
+    contiguous, zigzag = (pattern(ranks, way) * stretches for way in ("contiguous", "zigzag"))
     owners = zigzag if chunking == "zigzag" else contiguous
     cut(length, owners)  # raises if there are too few tokens
     if chunking != "balanced" or ranks == 1:
         return owners
     best, least = contiguous, imbalance(masks, contiguous, weights)
-    for each in range(2, chunks_per_rank(length, ranks, chunking) + 1):
+    coarse = 2 * stretches
+    for each in range(coarse, chunks_per_rank(length, ranks, chunking, stretches) + 1):
         if least <= _EVEN:
             break
-        if each == 2 or each in _FINER:
-            owners = zigzag if each == 2 else _dealt(_work(masks, weights, each * ranks), ranks)
+        if each == coarse or _cuts(each, stretches):
+            owners = zigzag if each == coarse else _dealt_out(_work(masks, weights, each * ranks), ranks, stretches)
             found = imbalance(masks, owners, weights)
             if found < least:
                 best, least = owners, found
     return best
 
 
-def chunks_per_rank(length: int, ranks: int, chunking: Chunking) -> int:
+def chunks_per_rank(length: int, ranks: int, chunking: Chunking, stretches: int = 1) -> int:
     """Into how many chunks a rank's tokens are cut at most: sequences are padded to a multiple of so many for all
     ranks, so that their length does not depend on how documents are packed."""
     if ranks == 1 or chunking == "contiguous":
-        return 1
+        return stretches
+    coarse = 2 * stretches
     if chunking == "zigzag":
-        return 2
-    coarse = 2 if length >= 2 * ranks else 1
-    return max((each for each in _FINER if length >= each * ranks * _SMALLEST), default=coarse)
+        return coarse
+    finer = [each for each in _FINER if _cuts(each, stretches) and length >= each * ranks * _SMALLEST]
+    return max(finer, default=coarse if length >= coarse * ranks else stretches)
+
+
+def _cuts(each: int, stretches: int) -> bool:
+    """Whether so many chunks a rank are dealt out in so many stretches."""
+    return each in _FINER and each > 2 * stretches and each % stretches == 0
 
 
 def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
@@ -100,6 +114,12 @@ def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[in
         before = pairs_at(mask, bounds)
         work = [so_far + weight * (stop - start) for so_far, (start, stop) in zip(work, pairwise(before), strict=True)]
     return work
+
+
+def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ...]:
+    """The chunks of every stretch dealt out."""
+    size = len(work) // stretches
+    return tuple(owner for start in range(0, len(work), size) for owner in _dealt(work[start : start + size], ranks))
 
 
 def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:

@@ -108,20 +108,12 @@ class Routed:
         """
         if self.route.ulysses == 1:
             return *self._forward(exchange, q, k, v, sinks), []
-        sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        kept = [
-            q.new_empty(shape)
-            for shape in kept_shapes(self.route, self.group.size, q.shape[0], q.shape[1], sizes, q.device)
-        ]
+        kept, some, under_way = self._fetch(exchange, q, k, v)
         mates, slices = self._mates, len(kept)
-        _go_inline(exchange, slices, self.route.ulysses == self.group.size)
-        arriving = HeadsIn(exchange, mates, (q, k, v), slices)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsOut(exchange, mates, (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.route.ulysses)[mates.member].chunk(slices)
-        some = [unpack(packed, sizes.piece(self.route.ulysses * slices)) for packed in kept]
-        under_way = [arriving.fetch(index, own) for index, own in enumerate(some)]
         for index, (posted, (own_q, own_k, own_v)) in enumerate(zip(under_way, some, strict=True)):
             posted.wait()
             given_sinks = None if own_sinks is None else own_sinks[index]
@@ -132,6 +124,25 @@ class Routed:
             leaving.send(index, (part, part_lse.unsqueeze(3)))
         leaving.finish()
         return out, lse, kept
+
+    def exchanged(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """What [`Routed.forward`] keeps instead of q, k and v where heads are exchanged, without the attention."""
+        kept, _, under_way = self._fetch(exchange, q, k, v)
+        for posted in under_way:
+            posted.wait()
+        return kept
+
+    def _fetch(
+        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Posted]]:
+        """This rank's heads of all mates on their way: where they come to lie, slice by slice, as q, k and v."""
+        sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+        shapes = kept_shapes(self.route, self.group.size, q.shape[0], q.shape[1], sizes, q.device)
+        kept = [q.new_empty(shape) for shape in shapes]
+        _go_inline(exchange, len(kept), self.route.ulysses == self.group.size)
+        arriving = HeadsIn(exchange, self._mates, (q, k, v), len(kept))
+        some = [unpack(packed, sizes.piece(self.route.ulysses * len(kept))) for packed in kept]
+        return kept, some, [arriving.fetch(index, own) for index, own in enumerate(some)]
 
     def backward(
         self,

@@ -1,0 +1,109 @@
+"""Activation checkpointing that does not compute attention a second time.
+
+A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. What it
+found the first time, its output and one number a row and head, is kept instead: whoever switches checkpointing on
+(Transformers, `Trainer`, accelerate's FSDP2) calls `torch.utils.checkpoint`, which is given contexts for both runs.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from ..op import Memory
+
+# under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
+_OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
+
+
+class SavedAttention:
+    """What the checkpointed layers of a model remember of their attention. Each run of a layer has a [`Memory`] of its
+    own, which lives as long as the graph of that run.
+
+    Args:
+        share (`float`): `BurstConfig.attention_keep`.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.under_way: dict[int, Memory] = {}
+
+    def install(self, model: nn.Module) -> bool:
+        """Sees to all layers that are checkpointed by now. Returns whether there are any."""
+        places = [
+            (module, name)
+            for module in model.modules()
+            for name in (_OF_LAYERS, _OF_WRAPPERS)
+            if name in vars(module) and (name == _OF_WRAPPERS or module.gradient_checkpointing)
+        ]
+        for module, name in places:
+            if self.share and not isinstance(vars(module)[name], _Remembering):
+                setattr(module, name, _Remembering(vars(module)[name], self))
+        return bool(places)
+
+    @staticmethod
+    def remove(model: nn.Module) -> None:
+        """Puts back what `install` changed."""
+        for module in model.modules():
+            for name in (_OF_LAYERS, _OF_WRAPPERS):
+                function = vars(module).get(name)
+                if isinstance(function, _Remembering):
+                    setattr(module, name, function.function)
+
+    @property
+    def memory(self) -> Memory | None:
+        """That of the layer that this thread runs, if it is checkpointed."""
+        return self.under_way.get(get_ident())
+
+    def contexts(
+        self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]] = noop_context_fn
+    ) -> tuple["_Run", "_Run"]:
+        """For one run of a layer: the contexts of the forward pass and of every time it is run again, inside of those
+        of another `context_fn`."""
+        memory = Memory(self.share)
+        first, again = theirs()
+        return _Run(self, memory, None, first), _Run(self, memory, 0, again)
+
+
+class _Run:
+    """The context in which a layer runs; may be entered again. No generator can."""
+
+    def __init__(
+        self, saved: SavedAttention, memory: Memory, start: int | None, outer: AbstractContextManager[Any]
+    ) -> None:
+        self.saved, self.memory, self.start, self.outer = saved, memory, start, outer
+        self.before: list[Memory | None] = []
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.before.append(self.saved.memory)
+        self.memory.next = self.start
+        self.saved.under_way[get_ident()] = self.memory
+
+    def __exit__(self, *error: Any) -> Any:
+        before = self.before.pop()
+        if before is None:
+            del self.saved.under_way[get_ident()]
+        else:
+            self.saved.under_way[get_ident()] = before
+        return self.outer.__exit__(*error)
+
+
+class _Remembering:
+    """A function that checkpoints, such as `functools.partial(torch.utils.checkpoint.checkpoint, ...)`, with contexts.
+    One that is reentrant takes none, and torch.compile takes others only."""
+
+    def __init__(self, function: Callable[..., Any], saved: SavedAttention) -> None:
+        self.function, self.saved = function, saved
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = {**getattr(self.function, "keywords", {}), **kwargs}
+        if given.get("use_reentrant") is not False or torch.compiler.is_compiling():
+            return self.function(run, *args, **kwargs)
+        kwargs["context_fn"] = partial(self.saved.contexts, given.get("context_fn", noop_context_fn))
+        return self.function(run, *args, **kwargs)

@@ -1,0 +1,225 @@
+"""Checkpointed layers that remember their attention: the same gradients, and no more attention than was asked for."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import hf_burst
+from hf_burst.errors import BatchError, ConfigError
+from hf_burst.hf import checkpointing
+from hf_burst.hf.accelerate import PATCH
+from hf_burst.op import Memory
+from hf_burst.ring import Routed
+from tests import models
+from tests.ranks import RankError, RankPool
+from tests.test_patch import group_mean
+
+Ranks = Callable[[int], RankPool]
+LENGTH = 43
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The queries of every attention that is computed."""
+    queries: list[int] = []
+    forward = Routed.forward
+
+    def counting(self, exchange, q, *others):
+        queries.append(q.shape[1])
+        return forward(self, exchange, q, *others)
+
+    with mock.patch.object(Routed, "forward", counting):
+        yield queries
+
+
+def expected_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    models.plain_loss(model, batch).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings: list[tuple[str, float]]) -> None:
+    for kind in kinds:
+        batch = models.make_batch(kind, LENGTH)
+        model = models.make_model(name, torch.float64).train()
+        wanted = expected_gradients(model, batch)
+        model.gradient_checkpointing_enable()
+        for schedule, keep in settings:
+            config = hf_burst.BurstConfig(schedule=schedule, attention_keep=keep)
+            hf_burst.patch_model(model, config)
+            for given in (batch, hf_burst.shard_batch(batch, config=config))[: 1 if kind == "packed" else 2]:
+                model.zero_grad()
+                with counted() as queries:
+                    loss = model(**given).loss
+                    whole = sum(queries)
+                    loss.backward()
+                assert len(queries) == (2 if keep == 1 else 4)
+                assert sum(queries) - whole == whole * (1 - keep), (schedule, keep, queries)
+                for found, gradient in zip(group_mean(model), wanted, strict=True):
+                    torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
+            assert not getattr(model, PATCH).saved.under_way
+            hf_burst.unpatch_model(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_kept_is_not_computed_again(ranks: Ranks, size: int) -> None:
+    if size == 1:
+        keep_parts(0, 1, "llama", ("plain", "packed"), [("auto", keep) for keep in (0.0, 0.25, 0.5, 0.75, 1.0)])
+    elif size == 2:
+        settings = [("auto", 0.0), ("kv_ring", 1.0), ("burst", 0.5), ("ulysses", 1.0), ("ulysses", 0.75)]
+        ranks(2).run(keep_parts, "llama", ("left", "packed"), settings)
+    else:
+        ranks(3).run(keep_parts, "llama", ("packed",), [("burst", 1.0), ("all_gather", 0.75), ("kv_ring", 0.25)])
+
+
+def test_windows_and_products(ranks: Ranks) -> None:
+    ranks(2).run(keep_parts, "mistral", ("packed",), [("kv_ring", 0.5)])
+    ranks(4).run(keep_parts, "gpt2", ("right",), [("ulysses_2+burst", 1.0), ("ulysses_2+kv_ring", 0.5)])
+
+
+def odd_uses(rank: int, size: int) -> None:
+    """Several graphs at once, a graph that is run twice, passes without one, a pass that fails."""
+    batches = [models.make_batch("plain", LENGTH, seed) for seed in range(2)]
+    model = models.make_model("llama", torch.float64).train()
+    wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
+    hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=0.5))
+    model.gradient_checkpointing_enable()
+    saved = getattr(model, PATCH).saved
+
+    def check(index: int, times: int = 1) -> None:
+        for found, gradient in zip(group_mean(model), wanted[index], strict=True):
+            torch.testing.assert_close(found, times * gradient, rtol=1e-10, atol=1e-10)
+        model.zero_grad()
+        assert not saved.under_way
+
+    losses = [model(**batch).loss for batch in batches]
+    with torch.no_grad():
+        model(**batches[1])
+        model.eval()(**batches[1])
+        model.train()
+    with (
+        mock.patch.object(LlamaDecoderLayer, "forward", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        model(**batches[0])
+    for index, loss in enumerate(losses):
+        loss.backward(retain_graph=True)
+        check(index)
+    with counted() as queries:
+        losses[0].backward()
+        assert len(queries) == 2
+    check(0)
+
+
+def test_graphs_and_failures_leave_nothing_behind(ranks: Ranks) -> None:
+    odd_uses(0, 1)
+    ranks(2).run(odd_uses)
+
+
+def policy(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if operator == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def wrap_layers(model) -> None:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = checkpoint_wrapper(layer, preserve_rng_state=False)
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, policy)
+SWITCHES = {
+    "not reentrant": (lambda model: model.gradient_checkpointing_enable({"use_reentrant": False}), 2),
+    "reentrant": (lambda model: model.gradient_checkpointing_enable({"use_reentrant": True}), 4),
+    "selective": (
+        lambda model: model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": SELECTIVE}),
+        2,
+    ),
+    "wrapped": (wrap_layers, 2),
+    "none": (lambda model: None, 2),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_however_checkpointing_is_switched_on(switch: str) -> None:
+    batch = models.make_batch("packed", LENGTH)
+    model = models.make_model("llama", torch.float64).train()
+    wanted = expected_gradients(model, batch)
+    model.zero_grad()
+    hf_burst.patch_model(model)
+    turn_on, runs = SWITCHES[switch]
+    turn_on(model)
+    before = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
+    with counted() as queries:
+        model(**batch).loss.backward()
+    assert len(queries) == runs
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-10)
+    hf_burst.unpatch_model(model)
+    assert [vars(module).get("_gradient_checkpointing_func") for module in model.modules()] == before
+
+
+def test_a_copy_of_a_model_remembers_by_itself() -> None:
+    batch = models.make_batch("plain", LENGTH)
+    model = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
+    model.gradient_checkpointing_enable()
+    model(**batch).loss.backward()
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    with counted() as queries:
+        twin(**batch).loss.backward()
+    assert len(queries) == 2
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def cut_otherwise(rank: int, size: int) -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train(), hf_burst.BurstConfig(attention_keep=0.75))
+    model.gradient_checkpointing_enable()
+    model(**hf_burst.shard_batch(models.make_batch("plain")))
+
+
+def one_checkpoints(rank: int, size: int) -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    if rank:
+        model.gradient_checkpointing_enable()
+    model(**models.make_batch("plain"))
+
+
+def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="Give the BurstCollator") as caught:
+        ranks(2).run(cut_otherwise)
+    assert all(isinstance(error, BatchError) for error in caught.value.errors)
+    with pytest.raises(RankError, match="activation checkpointing") as caught:
+        ranks(2).run(one_checkpoints)
+    assert all(error is not None for error in caught.value.errors)
+    with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
+        hf_burst.BurstConfig(attention_keep=0.3)
+
+
+def test_what_is_remembered_lives_as_long_as_the_graph() -> None:
+    batch = models.make_batch("plain", LENGTH)
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    model.gradient_checkpointing_enable()
+    made: list[weakref.ref[Memory]] = []
+
+    def make(share: float) -> Memory:
+        memory = Memory(share)
+        made.append(weakref.ref(memory))
+        return memory
+
+    with mock.patch.object(checkpointing, "Memory", make):
+        loss = model(**batch).loss
+    gc.collect()
+    assert [ref() is not None for ref in made] == [True, True]
+    loss.backward()
+    del loss
+    gc.collect()
+    assert [ref() is not None for ref in made] == [False, False]
