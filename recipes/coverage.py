@@ -31,12 +31,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import hf_burst  # noqa: E402
+from hf_burst import linear_loss  # noqa: E402
 from hf_burst.errors import BurstError  # noqa: E402
 from hf_burst.hf import support  # noqa: E402
 from recipes.tiny_models import VOCABULARY, class_names, first_position, note, tiny_model  # noqa: E402
 from tests.ranks import RankError, RankPool  # noqa: E402
 
 RANKS = 2
+CHUNK = 5  # tokens whose logits are in memory at once
 LENGTH = 37
 DOCUMENTS = (1, 7, 17, 12)
 TOLERANCE = 1e-9
@@ -93,6 +95,7 @@ def compare(rank: int, size: int, name: str) -> Row:
         settings.callback(torch.set_default_dtype, torch.float32)
         settings.enter_context(Double())
         settings.enter_context(mock.patch.object(support, "check_served"))
+        settings.enter_context(mock.patch.object(linear_loss, "_LOGITS", CHUNK * VOCABULARY))
         try:
             model = tiny_model(name)
         except Exception as problem:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("errors", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "op", "loss", "hf"),
+    *("errors", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "op", "loss", "linear_loss", "hf"),
     *("cli", "__main__"),
 ]
 WITHIN = {
@@ -24,7 +24,7 @@ WITHIN = {
     "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
-        *("experts", "outputs", "positions", "rope", "patch"),
+        *("experts", "outputs", "positions", "rope", "head", "patch"),
     ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}

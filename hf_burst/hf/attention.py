@@ -213,8 +213,7 @@ class CallCarrier:
         self.under_way = False
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.handles: list[RemovableHandle] = [
-            *(layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers),
-            model.register_forward_hook(self._end, always_call=True),
+            layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers
         ]
 
     def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -226,9 +225,6 @@ class CallCarrier:
             )
         if isinstance(mask, DeferredMask):
             mask.call = call
-
-    def _end(self, *_: Any) -> None:
-        self.under_way = False
 
 
 def _reach(

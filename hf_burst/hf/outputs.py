@@ -27,16 +27,14 @@ def gather_outputs(output: Any, call: ForwardCall, items: torch.Tensor | float |
     fields = dict(output.items())
     if "log_probs" in fields:
         return type(output)(**_fused(fields, call, items, model))
-    if call.group.size == 1:
-        return output
-    logits = fields.pop("logits")
+    logits = fields.pop("logits", None)
     if call.logits == "gather" and call.kept is not None:
         fields["logits"] = gather_kept(logits, call.kept, call.group)
     elif call.logits == "gather":
         fields["logits"] = gather_tokens(logits, call.layout, call.group)
     elif call.logits == "keep":
         fields["logits"] = logits
-    if "hidden_states" in fields and not call.explicit:
+    if "hidden_states" in fields and not call.explicit and call.group.size > 1:
         fields["hidden_states"] = tuple(
             gather_tokens(state, call.layout, call.group) for state in fields["hidden_states"]
         )

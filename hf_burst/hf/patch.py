@@ -39,6 +39,7 @@ from .batch import (
 from .checkpointing import SavedAttention
 from .dropout import check_shared_dropout, own_masks
 from .experts import RouterLogits, balance, check_balance
+from .head import DeferredLogits, DeferringHead, deferring_head
 from .outputs import batch_loss, gather_outputs
 from .positions import LearnedPositions, segment_count
 from .rope import LongestPosition
@@ -113,6 +114,7 @@ def patch_model(
         *patch.carrier.handles,
         base.register_forward_pre_hook(patch.before, prepend=True, with_kwargs=True),
         base.register_forward_hook(patch.after, with_kwargs=True),
+        base.register_forward_hook(patch.end, always_call=True),
         *own_masks(base),
     ]
     base.loss_function = patch.loss
@@ -141,6 +143,8 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     for handle in patch.handles:
         handle.remove()
     patch.saved.remove(base)
+    if patch.head is not None:
+        patch.head.remove()
     base.set_attn_implementation(patch.attention)
     if patch.loss_was_set:
         base.loss_function = patch.plain_loss
@@ -167,6 +171,7 @@ class _Patch:
         saved ([`SavedAttention`]): What checkpointed layers remember of their attention.
         routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
+        head ([`DeferringHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
         forwards (`int`): Sharded forward passes so far.
         explicit (`bool`): Whether the latest batch arrived sharded.
     """
@@ -183,6 +188,7 @@ class _Patch:
     carrier: CallCarrier
     saved: SavedAttention
     handles: list[RemovableHandle] = field(default_factory=list)
+    head: DeferringHead | None = None
     forwards: int = 0
     explicit: bool = False
 
@@ -199,6 +205,7 @@ class _Patch:
                 "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
                 "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
             )
+        self.end()  # a pass that was interrupted does not come there
         group = resolve_group(self.given)
         error: Exception | None = None
         prepared: dict[str, Any] = {}
@@ -228,6 +235,9 @@ class _Patch:
         if group.size > 1 or module.training:  # one process may go on to generate from the cache
             prepared["use_cache"] = False
         self.carrier.under_way = True
+        self.head = deferring_head(module, self.head)
+        if self.head is not None:
+            self.head.under_way = call.logits == "drop" and not prepared.get("fused_lm_head")
         return (), {**prepared, _CALL: replace(call, tokens=tokens)}
 
     def _prepare(
@@ -339,7 +349,7 @@ class _Patch:
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
-        if labels and group.size > 1 and (module.training or prepared.get("fused_lm_head")):
+        if labels and (module.training or (group.size > 1 and prepared.get("fused_lm_head"))):
             return "drop"
         if explicit or group.size == 1:
             return "keep"
@@ -367,13 +377,24 @@ class _Patch:
             output = balance(output, layers, module, call, items)
         return gather_outputs(output, call, items, module)
 
-    def loss(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    @torch.compiler.disable
+    def end(self, *_: Any) -> None:
+        """The forward hook that is called even if the pass failed."""
+        self.carrier.under_way = False
+        if self.head is not None:
+            self.head.under_way = False
+
+    def loss(
+        self, logits: torch.Tensor | DeferredLogits, labels: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:
             plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
             return plain
-        return batch_loss(token_loss_sum(logits, kwargs["shift_labels"]), call, kwargs.get("num_items_in_batch"))
+        targets = kwargs["shift_labels"]
+        local = logits.loss_sum(targets) if isinstance(logits, DeferredLogits) else token_loss_sum(logits, targets)
+        return batch_loss(local, call, kwargs.get("num_items_in_batch"))
 
 
 def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
