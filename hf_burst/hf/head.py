@@ -162,7 +162,7 @@ class DeferringHead:
             return inside()
         if args or kwargs or not self.under_way or torch.compiler.is_compiling():
             return self.plain(hidden, *args, **kwargs)
-        return DeferredLogits(self, hidden.view_as(hidden))
+        return DeferredLogits(self, hidden)
 
     def within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
         """What a function finds with the head's own `forward` and its weights. Where FSDP2 has sharded these again,

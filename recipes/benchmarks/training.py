@@ -1,0 +1,423 @@
+"""Whole training steps: hf_burst beside torch's context parallelism as accelerate runs it, interleaved in one run.
+
+    torchrun --nproc-per-node 4 recipes/benchmarks/training.py --shape llama-8b --lengths 32768 131072 \\
+        --out outputs/training.json
+    torchrun --nproc-per-node 2 recipes/benchmarks/training.py --device cpu --shape tiny --lengths 512 --rounds 2
+
+One model with random weights is sharded by FSDP2 as accelerate does it, in bf16, with checkpointed layers, and trained
+by AdamW on random tokens. All contenders train it in turns, a step each, so that they share weights, optimizer and
+memory. Before the first step their losses and gradient norms are compared. README.md beside this file says what is
+measured.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+import hf_burst
+from hf_burst.cli.bench_contenders import Native, choose_native
+from hf_burst.cli.bench_ranks import Ranks
+from hf_burst.cli.bench_report import environment
+from hf_burst.errors import ConfigError
+from hf_burst.plan import Mask
+
+PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+SHAPES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "llama-8b": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "qwen3-8b": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "tiny": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}
+LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Job:
+    """The model that is trained, and on what.
+
+    Args:
+        model (`nn.Module`): The model, sharded; a peft model for LoRA.
+        base (`PreTrainedModel`): The Transformers model inside of it.
+        optimizer (`torch.optim.Optimizer`): Its optimizer.
+        ranks ([`Ranks`]): The processes.
+        mesh (`DeviceMesh`): All of them.
+        tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
+    """
+
+    model: nn.Module
+    base: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    mesh: DeviceMesh
+    tokens: torch.Tensor
+
+    @property
+    def items(self) -> int:
+        """Labels of the sequence."""
+        return self.tokens.shape[1] - 1
+
+
+Loss = Callable[[Job], torch.Tensor]
+Way = Callable[[Job], Any]
+
+
+@contextmanager
+def burst(job: Job, keep: float) -> Iterator[Loss]:
+    """The model patched: it is given the whole sequence."""
+    hf_burst.patch_model(job.model, hf_burst.BurstConfig(attention_keep=keep), job.mesh)
+    try:
+        yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens).loss
+    finally:
+        hf_burst.unpatch_model(job.model)
+
+
+@contextmanager
+def stock(job: Job, backend: str) -> Iterator[Loss]:
+    """What `Accelerator.maybe_context_parallel` enters, the hooks that accelerate adds, and Liger's fused loss."""
+    if not job.ranks.cuda:
+        raise ConfigError("context_parallel knows CUDA kernels only")
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from liger_kernel.transformers.model import llama, qwen3
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    forward = (qwen3 if isinstance(job.base, Qwen3ForCausalLM) else llama).lce_forward
+    before = {module: set(module._forward_pre_hooks) for module in job.base.modules()}
+    job.base.set_attn_implementation("sdpa")
+    job.base.forward = MethodType(forward, job.base)
+    _attach_context_parallel_hooks(job.base)
+    set_rotate_method("allgather")
+    kernel = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if backend == "cudnn" else nullcontext()
+
+    def loss(job: Job) -> torch.Tensor:
+        ids, length = job.tokens.clone(), job.tokens.shape[1]
+        labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+        positions = torch.arange(length, device=ids.device)[None]
+        buffers = [ids, labels, positions]
+        inside.enter_context(context_parallel(job.mesh, buffers=buffers, buffer_seq_dims=[1] * 3))
+        found = job.model(
+            input_ids=ids,
+            position_ids=positions,
+            labels=labels,
+            shift_labels=labels,
+            num_items_in_batch=job.items,
+            use_cache=False,
+        ).loss
+        return found * job.ranks.size
+
+    try:
+        with kernel, ExitStack() as inside:
+            yield loss
+    finally:
+        del job.base.forward
+        for module, known in before.items():
+            for key in set(module._forward_pre_hooks) - known:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+CONTENDERS: dict[str, Way] = {
+    "hf_burst, attention saved": partial(burst, keep=1.0),
+    "hf_burst, half of it saved": partial(burst, keep=0.5),
+    "hf_burst, attention recomputed": partial(burst, keep=0.0),
+    "accelerate context parallelism": partial(stock, backend="default"),
+    "accelerate context parallelism, cuDNN": partial(stock, backend="cudnn"),
+}
+
+
+def make_job(arguments: argparse.Namespace, ranks: Ranks) -> Job:
+    """The model on this rank, made and sharded as accelerate's FSDP2 does it."""
+    model_class, config_class, sizes = SHAPES[arguments.shape]
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if ranks.cuda else torch.float32)
+    with ranks.device:
+        base = model_class(config_class(**sizes, max_position_embeddings=max(arguments.lengths), use_cache=False))
+    torch.set_default_dtype(torch.float32)
+    model: nn.Module = base.train()
+    if arguments.lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=16, target_modules=list(LORA))
+        model = get_peft_model(base, adapters, autocast_adapter_dtype=False).to(base.dtype)
+        base.enable_input_require_grads()
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
+    options = {"mesh": mesh, "reshard_after_forward": True}
+    for layer in base.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(base.model.embed_tokens, **options)
+    fully_shard([base.model.norm, base.lm_head], mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
+    return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def first_gradients(job: Job, way: Way) -> dict[str, float]:
+    """The loss and the norm of the gradients of a contender at the same weights."""
+    with way(job) as loss:
+        value = loss(job)
+        value.backward()
+    norm = nn.utils.clip_grad_norm_(job.model.parameters(), float("inf"))
+    job.optimizer.zero_grad()
+    total = value.detach().double().cpu()
+    dist.all_reduce(total, group=job.ranks._control)
+    return {"loss": float(total) / job.ranks.size, "gradient_norm": float(norm.full_tensor())}
+
+
+def step(job: Job, way: Way) -> dict[str, float]:
+    """One optimizer step, timed on this rank from when all are ready, and its peak of memory."""
+    with way(job) as loss:
+        gc.collect()
+        if job.ranks.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        job.ranks.align()
+        if job.ranks.cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss(job).backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        if job.ranks.cuda:
+            torch.cuda.synchronize()
+        passed = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() if job.ranks.cuda else 0
+    slowest = job.ranks.largest(torch.tensor([passed, float(peak)], dtype=torch.float64))
+    return {"seconds": float(slowest[0]), "peak_bytes": float(slowest[1])}
+
+
+def measure(job: Job, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """All contenders at one length."""
+    generator = torch.Generator().manual_seed(length)
+    vocabulary = job.base.config.vocab_size
+    job.tokens = torch.randint(0, vocabulary, (1, length), generator=generator).to(job.ranks.device)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in arguments.contenders:
+        way = CONTENDERS[name]
+        found, reason = job.ranks.attempt(partial(first_gradients, job, way))
+        rows[name] = {"contender": name, "length": length, "status": "failed" if reason else "ok", "reason": reason}
+        rows[name] |= {"check": found, "steps": []}
+        job.ranks.say(f"{length} tokens, {name}: {reason or found}")
+        job.optimizer.zero_grad()
+    running = [name for name, row in rows.items() if row["status"] == "ok"]
+    for index in range(arguments.warmup + arguments.rounds):
+        turn = index % max(1, len(running))
+        for name in [*running[turn:], *running[:turn]]:
+            found, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name]))
+            if reason:
+                rows[name] |= {"status": "failed", "reason": reason}
+                running = [other for other in running if other != name]
+                job.optimizer.zero_grad()
+            elif index >= arguments.warmup:
+                rows[name]["steps"].append(found)
+    return list(rows.values())
+
+
+def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of a step in which nothing but matrix products and attention takes time, from rates measured here: with
+    nothing computed twice, with the linear layers, and with attention computed twice as well."""
+    config, ranks = job.base.config, job.ranks
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or hidden // heads
+    own, dtype = length // ranks.size, job.base.dtype
+    widths = [(hidden, heads * size), *[(hidden, config.num_key_value_heads * size)] * 2, (heads * size, hidden)]
+    widths += [(hidden, config.intermediate_size)] * 2 + [(config.intermediate_size, hidden)]
+    passes = 1 if arguments.lora else 2  # of a frozen weight no gradient is wanted
+    forward = sum(_product(own, *width, dtype, ranks) for width in widths)
+    backward = sum(
+        _product(own, out, inner, dtype, ranks) + (passes - 1) * _product(inner, own, out, dtype, ranks)
+        for inner, out in widths
+    )
+    rows = min(own, 4096)
+    vocabulary = config.vocab_size
+    head = _product(rows, hidden, vocabulary, dtype, ranks) + _product(rows, vocabulary, hidden, dtype, ranks)
+    head += (passes - 1) * _product(hidden, rows, vocabulary, dtype, ranks)
+    head *= own / rows
+    share, kv_share = heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
+    q, k, v = (
+        torch.randn(1, length, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
+        for count in (share, kv_share, kv_share)
+    )
+    mask = Mask(length)
+    attention = _seconds(lambda: native.attend(q, k, v, mask), ranks)
+    out = native.attend(q, k, v, mask)
+    dout = torch.randn_like(out)
+    attention_back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), ranks)
+    once = config.num_hidden_layers * (forward + backward + attention + attention_back) + head
+    return {
+        "nothing recomputed": once,
+        "attention saved": once + config.num_hidden_layers * forward,
+        "all recomputed": once + config.num_hidden_layers * (forward + attention),
+    }
+
+
+def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ranks) -> float:
+    one = torch.randn(rows, inner, dtype=dtype, device=ranks.device)
+    other = torch.randn(columns, inner, dtype=dtype, device=ranks.device)
+    return _seconds(lambda: one @ other.T, ranks)
+
+
+def _seconds(function: Callable[[], Any], ranks: Ranks, calls: int = 5) -> float:
+    """The median time of a call on the slowest rank."""
+    function()
+    times = []
+    for _ in range(calls):
+        if ranks.cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if ranks.cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return float(ranks.largest(torch.tensor([statistics.median(times)], dtype=torch.float64))[0])
+
+
+def flops(job: Job, length: int, lora: bool) -> float:
+    """Floating point operations of a step that computes nothing twice: 6 a weight and token (4 where weights are
+    frozen), embeddings apart, and those of causal attention."""
+    config = job.base.config
+    table = config.vocab_size * config.hidden_size
+    weights = sum(parameter.numel() for parameter in job.base.parameters()) - table
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = length * (length + 1) / 2
+    return (4 if lora else 6) * weights * length + 12 * pairs * config.num_attention_heads * size * (
+        config.num_hidden_layers
+    )
+
+
+def summary(rows: Sequence[dict[str, Any]], work: float, roof: dict[str, float], ranks: Ranks) -> list[dict[str, Any]]:
+    """Medians, rates, and how many times as fast as each other contender."""
+    medians = {
+        row["contender"]: statistics.median(one["seconds"] for one in row["steps"]) for row in rows if row["steps"]
+    }
+    peak = PEAK.get(torch.cuda.get_device_name()) if ranks.cuda else None
+    matching = {
+        "hf_burst, attention saved": "attention saved",
+        "hf_burst, attention recomputed": "all recomputed",
+        "accelerate context parallelism": "all recomputed",
+        "accelerate context parallelism, cuDNN": "all recomputed",
+    }
+    found = []
+    for row in rows:
+        name = row["contender"]
+        if name in medians:
+            limit = roof.get(matching.get(name, ""))
+            row = row | {
+                "median_s": medians[name],
+                "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
+                "mfu": work / medians[name] / ranks.size / peak if peak else None,
+                "peak_memory_gib": max(one["peak_bytes"] for one in row["steps"]) / 2**30,
+                "share_of_limit": limit / medians[name] if limit else None,
+                "times_as_fast_as": {other: medians[other] / medians[name] for other in medians if other != name},
+            }
+        found.append(row)
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = ["| tokens | contender | s a step | MFU | GiB | share of its limit |", "|---:|---|---:|---:|---:|---:|"]
+    for row in result["results"]:
+        if "median_s" not in row:
+            lines.append(f"| {row['length']} | {row['contender']} | {row['reason']} | | | |")
+            continue
+        shares = [row["mfu"], row["share_of_limit"]]
+        mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
+        gib = f"{row['peak_memory_gib']:.1f}"
+        lines.append(f"| {row['length']} | {row['contender']} | {row['median_s']:.3f} | {mfu} | {gib} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers but the head")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="tokens of the whole sequence")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=5, help="steps that are timed, of every contender")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one step may take")
+    parser.add_argument("--commit", help="what to write down where this is no git checkout")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    arguments = parser.parse_args()
+    ranks = Ranks(arguments.device, arguments.timeout)
+    dtype = torch.bfloat16 if ranks.cuda else torch.float32
+    native, _ = choose_native("auto", ranks, dtype, 128 if ranks.cuda else 16, Mask(256))
+    job = make_job(arguments, ranks)
+    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    result |= {"shape": arguments.shape, "lora": arguments.lora, "kernel": native.name, "limits": {}, "results": []}
+    for length in sorted(arguments.lengths):
+        rows = measure(job, length, arguments)
+        roof = limits(job, length, native, arguments)
+        result["limits"][str(length)] = roof
+        result["results"] += summary(rows, flops(job, length, arguments.lora), roof, ranks)
+        if arguments.out is not None and ranks.rank == 0:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    ranks.say(json.dumps(result["limits"]))
+    ranks.say(table(result))
+    ranks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
