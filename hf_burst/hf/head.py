@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
@@ -162,7 +163,8 @@ class DeferringHead:
             return inside()
         if args or kwargs or not self.under_way or torch.compiler.is_compiling():
             return self.plain(hidden, *args, **kwargs)
-        return DeferredLogits(self, hidden)
+        # FSDP2 hangs a hook on what comes out, and warns of views
+        return DeferredLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden)
 
     def within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
         """What a function finds with the head's own `forward` and its weights. Where FSDP2 has sharded these again,
