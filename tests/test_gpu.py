@@ -1,5 +1,6 @@
 """On GPUs, over NCCL: error at most twice that of plain bf16 attention on one GPU, and models that train as on one."""
 
+import importlib.util
 import math
 import os
 import socket
@@ -15,7 +16,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import hf_burst
+from hf_burst import linear_loss
 from hf_burst.config import Route
+from hf_burst.loss import token_loss_sum
 from hf_burst.ring import replay, symmetric
 from tests import models
 from tests.ranks import RankPool
@@ -318,6 +321,64 @@ def large_messages(rank: int, size: int, schedule: str) -> float:
 def test_large_messages_and_skipped_rounds_do_not_hang(gpus: Ranks) -> None:
     ring, burst = (gpus(4).run(large_messages, schedule, timeout=60) for schedule in ("kv_ring", "burst"))
     torch.testing.assert_close(ring, burst, rtol=1e-2, atol=0)
+
+
+def score_by_liger(rank: int, size: int, softcap: float | None) -> None:
+    assert linear_loss._liger("cuda", torch.bfloat16) is not None
+    device, generator = torch.device("cuda", rank), torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 3001, 512, generator=generator).to(device)
+    weight = (torch.randn(32003, 512, generator=generator) / 16).to(device)
+    targets = torch.randint(0, 32003, (1, 3001), generator=generator).to(device)
+    targets[:, 5:900] = -100
+
+    def found(dtype: torch.dtype, fused: bool) -> list[torch.Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+
+        def score(some: torch.Tensor) -> torch.Tensor:
+            logits = some @ leaves[1].T
+            return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+        if fused:
+            linear = linear_loss.Linear(leaves[1], None, softcap)
+            loss = linear_loss.linear_loss_sum(leaves[0], targets, score, leaves[1:], 32003, linear)
+        else:
+            loss = token_loss_sum(score(leaves[0]), targets)
+        (loss / 7).backward()
+        return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+    exact, rough, mine = found(torch.float64, False), found(torch.bfloat16, False), found(torch.bfloat16, True)
+    for one, other, wanted in zip(mine, rough, exact, strict=True):
+        assert relative(one, wanted.float()) <= 2 * relative(other, wanted.float()) + 1e-6
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="needs Liger-Kernel")
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_liger_scores_as_exactly_as_bfloat16_can(gpus: Ranks, softcap: float | None) -> None:
+    gpus(1).run(score_by_liger, softcap)
+
+
+def keep_attention(rank: int, size: int) -> None:
+    """What is kept of checkpointed layers beside layers that keep everything."""
+    batch = {key: value.to("cuda") for key, value in models.make_batch("packed", 1024).items()}
+    model = models.make_model("mistral", torch.bfloat16).to("cuda").train()
+    for schedule in dict.fromkeys(name for name, _ in ways(size, (4, 2))):
+        found = []
+        for checkpointing, keep in ((False, 1.0), (True, 1.0), (True, 0.5), (True, 0.0)):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            config = hf_burst.BurstConfig(schedule=schedule, attention_keep=keep)
+            hf_burst.patch_model(model, config)
+            model(**batch).loss.backward()
+            found.append(flat([parameter.grad for parameter in model.parameters()]))
+            model.zero_grad()
+            hf_burst.unpatch_model(model)
+            model.gradient_checkpointing_disable()
+        for other in found[1:]:
+            assert relative(other, found[0]) < 2e-2, schedule
+
+
+def test_checkpointed_layers_that_keep_their_attention(gpus: Ranks) -> None:
+    gpus(min(GPUS, 4)).run(keep_attention)
 
 
 def train(rank: int, size: int, name: str, patched: bool) -> list[float]:

@@ -15,6 +15,7 @@ import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -190,6 +191,11 @@ def make_job(arguments: argparse.Namespace, ranks: Ranks) -> Job:
         base = model_class(config_class(**sizes, max_position_embeddings=max(arguments.lengths), use_cache=False))
     torch.set_default_dtype(torch.float32)
     model: nn.Module = base.train()
+    if arguments.liger:
+        from liger_kernel.transformers import monkey_patch
+
+        apply = getattr(monkey_patch, f"apply_liger_kernel_to_{base.config.model_type}")
+        apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
     if arguments.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -266,7 +272,48 @@ def measure(job: Job, length: int, arguments: argparse.Namespace) -> list[dict[s
                 job.optimizer.zero_grad()
             elif index >= arguments.warmup:
                 rows[name]["steps"].append(found)
+    for name in running if arguments.profile else ():
+        rows[name]["profile"], _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name]))
     return list(rows.values())
+
+
+# what a kernel is, by words in its name, the first that fits; where several run at a time, the first counts
+KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "cudnn"),
+    "matrix products": ("nvjet", "gemm", "cutlass", "xmma", "cublas"),
+    "merging": ("_combine", "_accumulate"),
+    "loss": ("cross_entropy", "element_mul"),
+    "optimizer": ("adam", "multi_tensor"),
+    "messages": ("nccl", "PtoP", "Memcpy DtoD", "barrier"),
+    "the rest": ("",),
+}
+
+
+def profiled(job: Job, way: Way) -> dict[str, float]:
+    """Seconds of one step in which a kind of kernel ran and none of those before it in `KINDS`; and nothing at all."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorder:
+        found = step(job, way)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorder.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes: list[tuple[float, int, int]] = []
+    kinds = list(KINDS)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            name = event["name"].lower()
+            kind = next(at for at, words in enumerate(KINDS.values()) if any(word.lower() in name for word in words))
+            changes += [(event["ts"], kind, 1), (event["ts"] + event["dur"], kind, -1)]
+    spent, running, before = dict.fromkeys(kinds, 0.0), [0] * len(kinds), 0.0
+    for moment, kind, change in sorted(changes):
+        first = next((at for at, count in enumerate(running) if count), None)
+        if first is not None:
+            spent[kinds[first]] += (moment - before) / 1e6
+        running[kind] += change
+        before = moment
+    return spent | {"nothing": found["seconds"] - sum(spent.values())}
 
 
 def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
@@ -381,6 +428,10 @@ def table(result: dict[str, Any]) -> str:
         mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
         gib = f"{row['peak_memory_gib']:.1f}"
         lines.append(f"| {row['length']} | {row['contender']} | {row['median_s']:.3f} | {mfu} | {gib} | {share} |")
+    for row in result["results"]:
+        if row.get("profile"):
+            parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in row["profile"].items())
+            lines.append(f"\n{row['length']} tokens, {row['contender']}, seconds: {parts}")
     return "\n".join(lines)
 
 
@@ -390,6 +441,8 @@ def main() -> int:
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers but the head")
+    parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
+    parser.add_argument("--profile", action="store_true", help="one more step each, and on what its time goes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=5, help="steps that are timed, of every contender")
@@ -404,7 +457,14 @@ def main() -> int:
     native, _ = choose_native("auto", ranks, dtype, 128 if ranks.cuda else 16, Mask(256))
     job = make_job(arguments, ranks)
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
-    result |= {"shape": arguments.shape, "lora": arguments.lora, "kernel": native.name, "limits": {}, "results": []}
+    result |= {
+        "shape": arguments.shape,
+        "lora": arguments.lora,
+        "liger": arguments.liger,
+        "kernel": native.name,
+        "limits": {},
+        "results": [],
+    }
     for length in sorted(arguments.lengths):
         rows = measure(job, length, arguments)
         roof = limits(job, length, native, arguments)
