@@ -12,7 +12,7 @@ from .config import Chunking
 from .errors import BatchError, ShardingError
 from .plan import Mask, Sharding, assign, chunks_per_rank, cut, imbalance
 
-# how many tokens a query sees backwards beside itself, and into pieces of how many tokens documents are cut
+# how many tokens a query sees beside itself (backwards; forwards too, if it is not causal), and into pieces of how many tokens documents are cut
 Reach = tuple[int | None, int | None]
 
 
@@ -51,6 +51,7 @@ class SequenceLayout:
         chunking: Chunking | Sequence[int] = "balanced",
         real: tuple[tuple[int, int], ...] = (),
         reaches: Mapping[Reach, int] | None = None,
+        causal: bool = True,
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -62,6 +63,7 @@ class SequenceLayout:
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
             reaches (mapping, *optional*): How many layers of a model see how far, `(window, chunk)` as in
                 [`SequenceLayout.masks`]: what is balanced. By default all see whole documents.
+            causal (`bool`, defaults to `True`): Whether their queries see no later key.
 
         Raises:
             BatchError: If the batch is empty.
@@ -83,7 +85,7 @@ class SequenceLayout:
         if isinstance(chunking, str):
             kinds = reaches or {(None, None): 1}
             rows = [(row, reach) for row in filled for reach in kinds]
-            masks = tuple(Mask(row[-1], True, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
+            masks = tuple(Mask(row[-1], causal, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
             owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows))
         else:
             owners = _checked(tuple(chunking), ranks)

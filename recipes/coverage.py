@@ -1,4 +1,5 @@
-"""Which models are exact over several ranks: every causal-LM class of Transformers, tiny, patched, beside one process.
+"""Which models are exact over several ranks: every causal-LM and masked-LM class of Transformers, tiny, patched, beside
+one process.
 
     python recipes/coverage.py                             # all classes, about six minutes on two cores
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
@@ -33,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 import hf_burst  # noqa: E402
 from hf_burst.errors import BurstError  # noqa: E402
 from hf_burst.hf import support  # noqa: E402
+from hf_burst.hf.support import is_causal  # noqa: E402
 from recipes.tiny_models import VOCABULARY, class_names, first_position, note, tiny_model  # noqa: E402
 from tests.ranks import RankError, RankPool  # noqa: E402
 
@@ -66,7 +68,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[0, :6] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        if model.config._attn_implementation == "eager":  # lets padding on the left see all tokens
+        if is_causal(model) and model.config._attn_implementation == "eager":  # lets padding on the left see all tokens
             batch["labels"][0, 6] = -100
         return batch
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -79,11 +81,15 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss of the unpatched model in one process: its own, or document by document."""
+    causal = is_causal(model)
+    options = {"use_cache": False} if causal else {}
     if "position_ids" not in batch:
-        return model(**batch, use_cache=False).loss
+        return model(**batch, **options).loss
     pieces = torch.split(batch["input_ids"], DOCUMENTS, dim=1)
-    logits = torch.cat([model(input_ids=piece, use_cache=False).logits for piece in pieces], dim=1)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    logits, labels = torch.cat([model(input_ids=piece, **options).logits for piece in pieces], dim=1), batch["labels"]
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def compare(rank: int, size: int, name: str) -> Row:
