@@ -12,7 +12,8 @@ from .config import Chunking
 from .errors import BatchError, ShardingError
 from .plan import Mask, Sharding, assign, chunks_per_rank, cut, imbalance
 
-# how many tokens a query sees beside itself (backwards; forwards too, if it is not causal), and into pieces of how many tokens documents are cut
+# how many tokens a query sees beside itself, backwards (and forwards, if it is not causal), and into pieces of how many
+# tokens documents are cut
 Reach = tuple[int | None, int | None]
 
 

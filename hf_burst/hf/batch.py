@@ -111,8 +111,8 @@ def documents_of(batch: Mapping[str, Any], causal: bool = True) -> list[tuple[in
     """The document boundaries of each row, read from `cu_seq_lens_q`, `position_ids` and `attention_mask`.
 
     As Transformers reads them: without an `attention_mask`, a new document begins where position ids do not go on by
-    one; with one they are positions only. Padding is a document of its own; on the right of a causal sequence it needs no
-    boundary, since no earlier query sees it.
+    one; with one they are positions only. Padding is a document of its own; on the right of a causal sequence it needs
+    no boundary, since no earlier query sees it.
 
     Raises:
         BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew

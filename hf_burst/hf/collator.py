@@ -21,8 +21,9 @@ def shard_batch(
 ) -> dict[str, Any]:
     """This rank's part of a full batch.
 
-    Labels are shifted before they are cut (those of a masked language model are not shifted), position ids are made explicit, padding masks and packed documents go into
-    a layout (the key `"burst_batch"`), and the sequence is padded to a whole number of equal chunks.
+    Labels are shifted before they are cut (those of masked language models are not), position ids are made explicit,
+    padding masks and packed documents go into a layout (the key `"burst_batch"`), and the sequence is padded to a whole
+    number of equal chunks.
 
     Args:
         batch (mapping): What a Transformers data collator returns: `input_ids` of shape `(batch, tokens)`, and any of

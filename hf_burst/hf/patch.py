@@ -234,8 +234,8 @@ class _Patch:
             items = prepared["num_items_in_batch"] = _items_of_batch(module, mine if call.explicit else tokens, items)
         if counted is not None and tokens == 0 and not items:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX}{' (after the shift by one token)' if self.causal else ''}, "
-                "so there is nothing to learn from. Drop such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}{' (after the shift by one token)' * self.causal}, so there "
+                "is nothing to learn from. Drop such batches, or check how the labels are masked."
             )
         self.carrier.under_way = True
         if not self.causal:
@@ -396,8 +396,8 @@ def _items_of_batch(module: PreTrainedModel, labels: int, given: float) -> int:
         dist.all_reduce(total)
     if given < total:
         raise BatchError(
-            f"num_items_in_batch is {given:g}, and this batch alone has {int(total)} labels over all ranks. Count those "
-            "of all ranks, as Trainer does unless average_tokens_across_devices=False."
+            f"num_items_in_batch is {given:g}, and this batch alone has {int(total)} labels over all ranks. Count "
+            "those of all ranks, as Trainer does unless average_tokens_across_devices=False."
         )
     return int(total)
 

@@ -85,8 +85,8 @@ def check_model(model: PreTrainedModel) -> None:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         raise UnsupportedModelError(
             f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss and "
-            "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it back, or "
-            "leave labels out and compute a loss of your own on the gathered logits."
+            "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it back, "
+            "or leave labels out and compute a loss of your own on the gathered logits."
         )
     if causal and not calls_loss_function(model):
         raise UnsupportedModelError(
@@ -165,8 +165,8 @@ def _check_masked(model: PreTrainedModel) -> None:
     for setting, why in _WHOLE_SEQUENCE.items():
         if getattr(config, setting, False):
             raise UnsupportedModelError(
-                f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only models "
-                "made with it switched off are served."
+                f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only "
+                "models made with it switched off are served."
             )
     ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
     if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
