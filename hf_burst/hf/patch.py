@@ -234,8 +234,8 @@ class _Patch:
             items = prepared["num_items_in_batch"] = _items_of_batch(module, mine if call.explicit else tokens, items)
         if counted is not None and tokens == 0 and not items:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX}{' (after the shift by one token)' * self.causal}, so there "
-                "is nothing to learn from. Drop such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}{' (after the shift by one token)' * self.causal}, so "
+                "there is nothing to learn from. Drop such batches, or check how the labels are masked."
             )
         self.carrier.under_way = True
         if not self.causal:
