@@ -167,9 +167,9 @@ def write(rows: dict[str, Row]) -> None:
     lines = [
         "# Coverage",
         "",
-        f"Every causal-LM and masked-LM class of Transformers {versions['transformers']}, tiny, on {RANKS} ranks beside "
-        f"one process (torch {versions['torch']}, fp64). Made by `python recipes/coverage.py --write`, whose first lines "
-        "say what is compared; an error is relative to the greatest entry of the loss or gradient.",
+        f"Every causal-LM and masked-LM class of Transformers {versions['transformers']}, tiny, on {RANKS} ranks "
+        f"beside one process (torch {versions['torch']}, fp64). Made by `python recipes/coverage.py --write`, whose "
+        "first lines say what is compared; an error is relative to the greatest entry of the loss or gradient.",
     ]
     masked = {name: row for name, row in rows.items() if is_masked(name)}
     causal = {name: row for name, row in rows.items() if name not in masked}
