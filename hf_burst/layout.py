@@ -12,7 +12,8 @@ from .config import Chunking
 from .errors import BatchError, ShardingError
 from .plan import Mask, Sharding, assign, chunks_per_rank, cut, imbalance
 
-# how many tokens a query sees backwards beside itself, and into pieces of how many tokens documents are cut
+# how many tokens a query sees beside itself, backwards (and forwards, if it is not causal), and into pieces of how many
+# tokens documents are cut
 Reach = tuple[int | None, int | None]
 
 
@@ -52,6 +53,7 @@ class SequenceLayout:
         real: tuple[tuple[int, int], ...] = (),
         reaches: Mapping[Reach, int] | None = None,
         stretches: int = 1,
+        causal: bool = True,
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -65,6 +67,7 @@ class SequenceLayout:
                 [`SequenceLayout.masks`]: what is balanced. By default all see whole documents.
             stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is dealt
                 out by itself.
+            causal (`bool`, defaults to `True`): Whether their queries see no later key.
 
         Raises:
             BatchError: If the batch is empty.
@@ -87,7 +90,7 @@ class SequenceLayout:
         if isinstance(chunking, str):
             kinds = reaches or {(None, None): 1}
             rows = [(row, reach) for row in filled for reach in kinds]
-            masks = tuple(Mask(row[-1], True, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
+            masks = tuple(Mask(row[-1], causal, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
             owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows), stretches)
         else:
             owners = _checked(tuple(chunking), ranks)

@@ -1,6 +1,7 @@
-"""Which models are exact over several ranks: every causal-LM class of Transformers, tiny, patched, beside one process.
+"""Which models are exact over several ranks: every causal-LM and masked-LM class of Transformers, tiny, patched, beside
+one process.
 
-    python recipes/coverage.py                             # all classes, about six minutes on two cores
+    python recipes/coverage.py                             # all classes, about seven minutes on two cores
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
 
@@ -34,7 +35,8 @@ import hf_burst  # noqa: E402
 from hf_burst import linear_loss  # noqa: E402
 from hf_burst.errors import BurstError  # noqa: E402
 from hf_burst.hf import support  # noqa: E402
-from recipes.tiny_models import VOCABULARY, class_names, first_position, note, tiny_model  # noqa: E402
+from hf_burst.hf.support import is_causal  # noqa: E402
+from recipes.tiny_models import VOCABULARY, class_names, first_position, is_masked, note, tiny_model  # noqa: E402
 from tests.ranks import RankError, RankPool  # noqa: E402
 
 RANKS = 2
@@ -68,7 +70,7 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[0, :6] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        if model.config._attn_implementation == "eager":  # lets padding on the left see all tokens
+        if is_causal(model) and model.config._attn_implementation == "eager":  # lets padding on the left see all tokens
             batch["labels"][0, 6] = -100
         return batch
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -81,11 +83,15 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss of the unpatched model in one process: its own, or document by document."""
+    causal = is_causal(model)
+    options = {"use_cache": False} if causal else {}
     if "position_ids" not in batch:
-        return model(**batch, use_cache=False).loss
+        return model(**batch, **options).loss
     pieces = torch.split(batch["input_ids"], DOCUMENTS, dim=1)
-    logits = torch.cat([model(input_ids=piece, use_cache=False).logits for piece in pieces], dim=1)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    logits, labels = torch.cat([model(input_ids=piece, **options).logits for piece in pieces], dim=1), batch["labels"]
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def compare(rank: int, size: int, name: str) -> Row:
@@ -144,29 +150,34 @@ def table(names: list[str]) -> Iterator[tuple[str, Row]]:
         pool.close()
 
 
+def markdown(rows: dict[str, Row]) -> Iterator[str]:
+    """How many classes came out how, and their table."""
+    counts = Counter(row["result"] for row in rows.values())
+    yield ", ".join(f"**{count} {result}**" for result, count in sorted(counts.items())) + f" of {len(rows)} classes."
+    yield from ("", f"| class | {' | '.join(KINDS)} | greatest error | note |", "|---" * (len(KINDS) + 3) + "|")
+    for name, row in sorted(rows.items(), key=lambda item: (item[1]["result"], item[0])):
+        errors = row.get("errors", {})
+        cells = ["exact" if errors.get(kind, 1) <= TOLERANCE else row["result"] for kind in KINDS]
+        greatest = f"{max(errors.values()):.0e}" if errors else ""
+        yield f"| {name} | {' | '.join(cells)} | {greatest} | {row['note'].replace('|', '/')} |"
+
+
 def write(rows: dict[str, Row]) -> None:
     """The table as json and markdown, and the list of served classes."""
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
     text = json.dumps({**versions, "ranks": RANKS, "tolerance": TOLERANCE, "classes": rows}, indent=1)
     (RESULTS / "coverage.json").write_text(text + "\n")
-    counts = Counter(row["result"] for row in rows.values())
     lines = [
         "# Coverage",
         "",
-        f"Every causal-LM class of Transformers {versions['transformers']}, tiny, on {RANKS} ranks beside one process "
-        f"(torch {versions['torch']}, fp64). Made by `python recipes/coverage.py --write`, whose first lines say what "
-        "is compared; an error is relative to the greatest entry of the loss or gradient.",
-        "",
-        ", ".join(f"**{count} {result}**" for result, count in sorted(counts.items())) + f" of {len(rows)} classes.",
-        "",
-        f"| class | {' | '.join(KINDS)} | greatest error | note |",
-        "|---" * (len(KINDS) + 3) + "|",
+        f"Every causal-LM and masked-LM class of Transformers {versions['transformers']}, tiny, on {RANKS} ranks "
+        f"beside one process (torch {versions['torch']}, fp64). Made by `python recipes/coverage.py --write`, whose "
+        "first lines say what is compared; an error is relative to the greatest entry of the loss or gradient.",
     ]
-    for name, row in sorted(rows.items(), key=lambda item: (item[1]["result"], item[0])):
-        errors = row.get("errors", {})
-        cells = ["exact" if errors.get(kind, 1) <= TOLERANCE else row["result"] for kind in KINDS]
-        greatest = f"{max(errors.values()):.0e}" if errors else ""
-        lines.append(f"| {name} | {' | '.join(cells)} | {greatest} | {row['note'].replace('|', '/')} |")
+    masked = {name: row for name, row in rows.items() if is_masked(name)}
+    causal = {name: row for name, row in rows.items() if name not in masked}
+    for title, part in (("Causal language models", causal), ("Masked language models", masked)):
+        lines += ["", f"## {title}", "", *markdown(part)]
     (RESULTS / "coverage.md").write_text("\n".join(lines) + "\n")
     exact = sorted(name for name, row in rows.items() if row["result"] == "exact")
     head, _, _ = SERVED.read_text().partition("SERVED")

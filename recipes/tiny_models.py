@@ -1,4 +1,4 @@
-"""A tiny model with random weights for every causal-LM class of Transformers, made from its own config class.
+"""A tiny model with random weights for every causal and masked LM class of Transformers, by its own config class.
 
 `SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single families need besides.
 """
@@ -12,7 +12,12 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from hf_burst.hf.positions import numbers_tokens
 
 VOCABULARY = 67
 LAYERS = 4
@@ -28,6 +33,8 @@ SIZES: dict[str, Any] = {
     "ffn_dim": 48,
     "decoder_ffn_dim": 48,
     "dff": 48,
+    "dim": 32,
+    "hidden_dim": 48,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
     "shared_intermediate_size": 24,
@@ -99,6 +106,8 @@ _LONGROPE = {
     "original_max_position_embeddings": 20,
 }
 _MLA = {"num_key_value_heads": 4}
+_SIGLIP = {**_TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16}
+_REFORMER = {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8}
 _BLT = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size_global": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": _MLA,
@@ -131,12 +140,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_num_key_value_heads": 4,
         "swa_head_dim": 12,
     },
+    "EsmcForMaskedLM": _MLA,
     "FuyuForCausalLM": {"text_config": {"model_type": "persimmon"}},
     "Gemma2ForCausalLM": {"attn_logit_softcapping": 2.0},
     "Gemma3ForCausalLM": _MIXED,
     "Gemma3ForConditionalGeneration": {
         "text_config": _MIXED,
-        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 16},
+        "vision_config": _SIGLIP,
     },
     "Gemma3nForCausalLM": {**_MIXED, **_PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 8},
     "Gemma4AssistantForCausalLM": {
@@ -189,11 +199,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "MinistralForCausalLM": _MIXED,
+    "MobileBertForMaskedLM": {"embedding_size": 16},
     "ModernBertDecoderForCausalLM": {"local_attention": 2 * WINDOW},
+    "ModernBertForMaskedLM": {"local_attention": 2 * WINDOW},
+    "ModernVBertForMaskedLM": {"text_config": {"model_type": "modernbert"}, "vision_config": _SIGLIP},
     "MossTranscribeDiarizeForConditionalGeneration": {
         "text_config": {"model_type": "qwen3"},
         "audio_config": {**_TOWER, "num_mel_bins": 8},
     },
+    "NeoMMEForMaskedLM": {"head_dim": 16, "embedding_rank": 16},
     "NemotronHForCausalLM": {"mamba_num_heads": 4, "mamba_head_dim": 8, "moe_shared_expert_intermediate_size": 24},
     "Phi4MultimodalForCausalLM": {
         "vision_config": {**_TOWER, "image_size": 28, "crop_size": 28},
@@ -215,11 +229,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "ReformerModelWithLMHead": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attention_head_size": 8},
+    "ReformerForMaskedLM": _REFORMER,
+    "ReformerModelWithLMHead": _REFORMER,
     "RoCBertForCausalLM": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9, "shape_embed_dim": 8},
+    "UltraVBertForMaskedLM": {"text_config": {"model_type": "ultrabert"}, "vision_config": _SIGLIP},
     "VaultGemmaForCausalLM": {"attn_logit_softcapping": 2.0},
     "XLNetLMHeadModel": {"d_inner": 48},
     "XmodForCausalLM": {"default_language": "en_XX"},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
     "YoutuForCausalLM": _MLA,
     "Zamba2ForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
     "ZambaForCausalLM": {"layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"]},
@@ -231,8 +248,13 @@ RANDOM_IN_TRAINING = {"PhimoeForCausalLM"}
 
 
 def class_names() -> list[str]:
-    """Every class of the causal-LM mapping of the installed Transformers, once."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    """Every class of the causal-LM and masked-LM mappings of the installed Transformers, once."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()})
+
+
+def is_masked(name: str) -> bool:
+    """Whether a class is in the masked-LM mapping alone."""
+    return name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def tiny_config(config_class: type[PreTrainedConfig], overrides: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -262,7 +284,8 @@ def sizes_of(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 def tiny_model(name: str) -> PreTrainedModel:
     """The model of a class in fp64, the same in every process."""
     model_class = getattr(transformers, name)
-    config = tiny_config(model_class.config_class, OVERRIDES.get(name))
+    role = {"is_decoder": False} if is_masked(name) and "is_decoder" in sizes_of(model_class.config_class) else {}
+    config = tiny_config(model_class.config_class, {**role, **OVERRIDES.get(name, {})})
     config._experts_implementation = "eager"  # the fused ones know no fp64
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # some versions choose sdpa, which forgets it
@@ -274,7 +297,7 @@ def tiny_model(name: str) -> PreTrainedModel:
 
 def first_position(model: PreTrainedModel) -> int:
     """The position of a first token: RoBERTa and its kin count from `padding_idx + 1`."""
-    numbered = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+    numbered = any(numbers_tokens(module) for module in model.modules())
     return model.config.pad_token_id + 1 if numbered else 0
 
 

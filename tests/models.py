@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -11,11 +13,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
 )
 
 VOCABULARY = 61
@@ -78,6 +84,16 @@ _MODELS = {
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_SIZES, hidden_dropout=0.0, attention_dropout=0.0)),
 }
 NAMES = tuple(_MODELS)
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+_MASKED_MODELS = {
+    "bert": lambda: BertForMaskedLM(BertConfig(**_SIZES, **_NO_DROPOUT)),
+    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**_SIZES, **_NO_DROPOUT, pad_token_id=0)),
+    "modernbert": lambda: ModernBertForMaskedLM(
+        ModernBertConfig(**_SIZES, **_TOKENS, local_attention=14, global_attn_every_n_layers=2)
+    ),
+}
+MASKED = tuple(_MASKED_MODELS)  # encoders that predict masked tokens
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -86,7 +102,7 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     In fp64 its RMS norms are torch's: those of Transformers compute in fp32 whatever the dtype, which hides errors.
     """
     torch.manual_seed(seed)
-    model = _MODELS[name]()
+    model = (_MODELS | _MASKED_MODELS)[name]()
     if dtype == torch.float64:
         for path, module in list(model.named_modules()):
             if type(module).__name__.endswith("RMSNorm"):
@@ -95,7 +111,10 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def make_batch(kind: str, length: int = 37, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A batch with labels: `"plain"`, `"packed"` (documents of 1, 7, 12, ... tokens), `"right"` or `"left"` padded."""
+    """A batch with labels: `"plain"`, `"packed"` (documents of 1, 7, 12, ... tokens), `"right"` or `"left"` padded.
+
+    Padding is the token 0, in which a model that counts the others sees it.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = 1 if kind == "packed" else 2
     ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
@@ -109,6 +128,7 @@ def make_batch(kind: str, length: int = 37, seed: int = 0) -> dict[str, torch.Te
         hidden = slice(length - 7, None) if kind == "right" else slice(0, 7)
         mask[1, hidden] = 0
         batch["labels"][mask == 0] = -100
+        batch["input_ids"] = ids * mask
         batch["attention_mask"] = mask
     return batch
 
@@ -120,11 +140,17 @@ def document_lengths(length: int) -> list[int]:
 
 def plain_logits(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Logits of the unpatched model in one process; packed documents one by one."""
+    options = {} if is_masked(model) else {"use_cache": False}
     if "position_ids" not in batch:
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return model(**inputs, use_cache=False).logits
+        return model(**inputs, **options).logits
     pieces = torch.split(batch["input_ids"], document_lengths(batch["input_ids"].shape[1]), dim=1)
-    return torch.cat([model(input_ids=piece, use_cache=False).logits for piece in pieces], dim=1)
+    return torch.cat([model(input_ids=piece, **options).logits for piece in pieces], dim=1)
+
+
+def is_masked(model: PreTrainedModel) -> bool:
+    """Whether a model predicts masked tokens."""
+    return type(model).__name__.endswith("ForMaskedLM")
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
@@ -135,4 +161,5 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 def plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The token mean of the cross-entropy, in the dtype of the model."""
     logits = plain_logits(model, batch)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), shifted(batch["labels"]).flatten(), ignore_index=-100)
+    targets = batch["labels"] if is_masked(model) else shifted(batch["labels"])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)

@@ -24,7 +24,7 @@ WITHIN = {
     "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
-        *("experts", "outputs", "positions", "rope", "head", "patch"),
+        *("head", "experts", "outputs", "positions", "rope", "patch"),
     ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}

@@ -35,6 +35,7 @@ class Case:
     explicit: bool = False
     data: int = 1
     burst: int = 2
+    model: str = "llama"
 
     @property
     def ranks(self) -> int:
@@ -52,7 +53,7 @@ class Case:
 
     def __str__(self) -> str:
         switches = [name for name in ("lora", "checkpointing", "explicit") if getattr(self, name)]
-        return "-".join([self.trainer, self.kind, *switches, f"{self.data}x{self.burst}"])
+        return "-".join([self.model, self.trainer, self.kind, *switches, f"{self.data}x{self.burst}"])
 
 
 def samples(kind: str, count: int = 12) -> list[Row]:
@@ -124,7 +125,7 @@ def lora_config() -> Any:
 
 
 def make_model(case: Case, seed: int = 0) -> torch.nn.Module:
-    model = models.make_model("llama", seed=seed)
+    model = models.make_model(case.model, seed=seed)
     if case.burst:
         hf_burst.patch_model(model)
     model.config.use_cache = False  # with a cache, plain attention ignores where packed documents begin
@@ -171,7 +172,9 @@ def make_trainer(case: Case, folder: str, data: Any = None, **options: Any) -> T
         model,
         TrainingArguments(**settings, remove_unused_columns=False),
         train_dataset=samples(case.kind) if data is None else data,
-        data_collator=hf_burst.BurstCollator(collate) if case.explicit else collate,
+        data_collator=hf_burst.BurstCollator(collate, causal=case.model not in models.MASKED)
+        if case.explicit
+        else collate,
         **given,
     )
 

@@ -14,7 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from ..errors import BatchError, ConfigError
 from ..mesh import CP_DIM, ContextGroup
@@ -206,11 +209,12 @@ def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_patched(item: Any, size: int) -> None:
-    """Raises for a causal language model of Transformers that [`patch_model`] has not seen."""
-    known = {name for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names)}
+    """Raises for a language model of Transformers that [`patch_model`] has not seen."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    known = {name for mapping in mappings for names in mapping.values() for name in _names(names)}
     for module in item.modules() if isinstance(item, nn.Module) else ():
-        causal = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
-        if causal and not hasattr(module, PATCH):
+        found = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
+        if found and not hasattr(module, PATCH):
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "

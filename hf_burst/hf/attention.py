@@ -24,8 +24,12 @@ NAME = "hf_burst"
 _REFUSED = ("sinks", "position_bias", "indices")
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
+_BOTH_WAYS, _SLIDING_BOTH_WAYS = "bidirectional_mask_function", "sliding_window_bidirectional_overlay"
 _DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
-_KNOWN = frozenset({_SLIDING, _CHUNKED, _CAUSAL, "and_masks", *_DOCUMENTS})
+_KNOWN = {
+    True: frozenset({_CAUSAL, _SLIDING, _CHUNKED, "and_masks", *_DOCUMENTS}),
+    False: frozenset({_BOTH_WAYS, _SLIDING_BOTH_WAYS, "and_masks", *_DOCUMENTS}),
+}
 
 
 class _NotBuiltError(UnsupportedModelError, AttributeError):
@@ -60,32 +64,40 @@ class DeferredMask:
         return self.whole[index]
 
     @property
-    def reach(self) -> tuple[int | None, int | None]:
-        """Tokens that a query sees, itself included, and tokens of a chunk; `None` where there is no limit.
+    def reach(self) -> tuple[bool, int | None, int | None]:
+        """Whether it is causal, the tokens that a query sees beside itself (on each side, if it is not causal), and the
+        tokens of a chunk; `None` where there is no limit.
 
         Documents are left out: those of a shard are not those of the sequence, and the layout knows them.
 
         Raises:
-            UnsupportedModelError: If it is anything but a causal mask, with a sliding window or in chunks.
+            UnsupportedModelError: If it is anything but a causal mask, with a sliding window or in chunks, or one of
+                both directions, with a sliding window.
         """
-        if not self.parts <= _KNOWN or _CAUSAL not in self.parts:
+        causal = _CAUSAL in self.parts
+        if not self.parts <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
             raise UnsupportedModelError(
                 f"The model has a mask of {', '.join(sorted(self.parts))}. Only causal masks are exact over ranks, "
-                "those with sliding windows, chunks or packed documents among them."
+                "those with sliding windows, chunks or packed documents among them, and those of encoders, with "
+                "sliding windows."
             )
         size: int | None = self.arguments.get("local_size")
-        return (size if _SLIDING in self.parts else None), (size if _CHUNKED in self.parts else None)
+        if _SLIDING in self.parts:
+            assert size is not None, "a window has a size"
+            return True, size - 1, None
+        return causal, (size if _SLIDING_BOTH_WAYS in self.parts else None), (size if _CHUNKED in self.parts else None)
 
     @cached_property
     def built(self) -> torch.Tensor | None:
-        """The boolean mask of shape `(batch, 1, q_length, kv_length)`, `None` for plain causal attention."""
+        """The boolean mask of shape `(batch, 1, q_length, kv_length)`, `None` for plain attention."""
         mask: torch.Tensor | None = sdpa_mask(**self.arguments)
         return mask
 
     @cached_property
     def whole(self) -> torch.Tensor:
-        """The boolean mask, also for plain causal attention."""
-        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        """The boolean mask, also for plain attention."""
+        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask = sdpa_mask(**{**self.arguments, **skips})
         assert mask is not None, "skipping is not allowed"
         return mask
 
@@ -153,6 +165,12 @@ def attention_forward(
             "Set the dropout of its attention to 0 in the config before the model is made."
         )
     causal, window, chunk = _reach(module, attention_mask, is_causal, sliding_window)
+    if causal != burst_call.causal:
+        kinds = {True: "causal", False: "that of an encoder"}
+        raise UnsupportedModelError(
+            f"The attention of {type(module).__name__} is {kinds[causal]}, and that of its model should be "
+            f"{kinds[burst_call.causal]}. Layers of both kinds in one model are not served."
+        )
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _at_temperature(module, query, burst_call.positions)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
@@ -163,7 +181,7 @@ def attention_forward(
         s_aux,
         burst_call.encoded,
         causal,
-        -1 if window is None else window - 1,
+        -1 if window is None else window,
         chunk or 0,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap or 0.0,
@@ -203,7 +221,7 @@ class CallCarrier:
     """Sees to it that the call of a sharded pass comes to the attention of every layer.
 
     It is a keyword argument, which some layers do not pass on to their attention; they pass on the mask, so that
-    carries it too. A decoder that does not pass it on to its layers is refused.
+    carries it too. A model that does not pass it on to its layers is refused.
 
     Args:
         model (`PreTrainedModel`): The model, to whose layers hooks are added.
@@ -232,14 +250,14 @@ def _reach(
 ) -> tuple[bool, int | None, int | None]:
     """Whether a layer is causal, how far a query sees and in which chunks. As in eager attention the mask decides."""
     if isinstance(mask, DeferredMask):
-        return True, *mask.reach
+        return mask.reach
     if mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} is given a mask tensor of shape {tuple(mask.shape)}, made from the tokens of one "
             "shard. Over several ranks masks must come from Transformers' masking_utils."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return causal, sliding_window, None
+    return causal, None if sliding_window is None else sliding_window - 1, None
 
 
 def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """From a batch as Transformers knows it to this rank's part of it.
 
 Two ways in, one way on: a full batch (the forward pre-hook, [`shard_batch`] and [`BurstCollator`] call `shard_full`)
-and a batch that is sharded already, recognised by its `shift_labels`.
+and a batch that is sharded already, recognised by its layout or its `shift_labels`. Causal and masked language models
+differ: the labels of a causal one are shifted, and a query of a masked one sees what comes after it, padding apart.
 """
 
 import zlib
@@ -29,6 +30,7 @@ _PAD_VALUES: dict[str, int] = {
     "shift_labels": IGNORE_INDEX,
 }
 _TOKEN_KEYS = ("input_ids", "inputs_embeds")
+_KIND = {True: "causal", False: "masked"}
 _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -43,6 +45,7 @@ class ShardedBatch:
         positions (`int`): Checksum of the position ids of this part.
         longest (`int`): The longest position of the whole batch.
         labelled (`bool`): Whether the batch had labels.
+        causal (`bool`): Whether it was cut for a causal language model, or else for a masked one.
     """
 
     layout: SequenceLayout
@@ -51,6 +54,7 @@ class ShardedBatch:
     positions: int
     longest: int
     labelled: bool
+    causal: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class ForwardCall:
         kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
         blind (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
         saved ([`SavedAttention`], *optional*): What checkpointed layers remember.
+        causal (`bool`, defaults to `True`): Whether queries see no later key.
+        targets (`torch.LongTensor` of shape `(batch, n)`, *optional*): The labels of a masked language model, which the
+            model itself is not given.
+        rows (`torch.LongTensor`, *optional*): The rows of its logits to keep, if the model does not choose them.
     """
 
     layout: SequenceLayout
@@ -82,6 +90,9 @@ class ForwardCall:
     kept: tuple[tuple[int, ...], ...] | None = None
     blind: torch.Tensor | None = None
     saved: SavedAttention | None = None
+    causal: bool = True
+    targets: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -99,12 +110,12 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     )
 
 
-def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
+def documents_of(batch: Mapping[str, Any], causal: bool = True) -> list[tuple[int, ...]]:
     """The document boundaries of each row, read from `cu_seq_lens_q`, `position_ids` and `attention_mask`.
 
     As Transformers reads them: without an `attention_mask`, a new document begins where position ids do not go on by
-    one; with one they are positions only. Padding on the right needs no boundary, since no earlier query sees it;
-    padding on the left is a document of its own.
+    one; with one they are positions only. Padding is a document of its own; on the right of a causal sequence it needs
+    no boundary, since no earlier query sees it.
 
     Raises:
         BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew
@@ -134,9 +145,9 @@ def documents_of(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
                     starts[target].add(token + 1)
         elif lengths is None:
             _check_no_restart(positions, real or ((0, length),) * rows)
-    for row, (first, _) in enumerate(real):
-        starts[row].add(first)
-    return [(0, *sorted(cuts - {0}), length) for cuts in starts]
+    for row, (first, stop) in enumerate(real):
+        starts[row].update((first,) if causal else (first, stop))
+    return [(0, *sorted(cuts - {0, length}), length) for cuts in starts]
 
 
 def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
@@ -191,6 +202,7 @@ def shard_full(
     ranks: int,
     positions: torch.Tensor | None = None,
     reaches: Mapping[Reach, int] | None = None,
+    causal: bool = True,
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
 
@@ -203,13 +215,17 @@ def shard_full(
         positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`,
             which begin no documents; by default every row counts from 0, as in Transformers.
         reaches (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
+        causal (`bool`, defaults to `True`): Whether it is for a causal language model, or else for a masked one, whose
+            labels are not shifted.
 
     Returns:
-        `tuple[dict, SequenceLayout]`: The part, in which `shift_labels` stand for `labels`, and the layout.
+        `tuple[dict, SequenceLayout]`: The part, with `shift_labels` beside `labels` if it is causal, and the layout.
     """
     rows, length = batch_shape(batch)
     layout = SequenceLayout.for_batch(
-        documents_of(batch), ranks, config.chunking_over(ranks), real_tokens(batch), reaches, config.stretches
+        *(documents_of(batch, causal), ranks, config.chunking_over(ranks), real_tokens(batch), reaches),
+        stretches=config.stretches,
+        causal=causal,
     )
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)
@@ -221,8 +237,9 @@ def shard_full(
     if full.get("labels") is not None:
         if tuple(full["labels"].shape) != (rows, length):
             raise BatchError(f"labels have shape {tuple(full['labels'].shape)}; they must be ({rows}, {length}).")
-        full["shift_labels"] = shift_labels(full["labels"])
-        _check_padded_labels(full["shift_labels"], batch.get("attention_mask"), layout.real)
+        if causal:
+            full["shift_labels"] = shift_labels(full["labels"])
+        _check_padded_labels(full[targets_key(causal)], batch.get("attention_mask"), layout.real if causal else ())
     shard = {}
     for key, value in full.items():
         if key in _PAD_VALUES and value is not None:
@@ -239,7 +256,8 @@ def shard_full(
 
 
 def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, real: tuple[tuple[int, int], ...]) -> None:
-    """Padding on the right sees other tokens than in Transformers, so what it predicts must not count."""
+    """Padding sees other tokens than in Transformers, so what it predicts must not count; on the left of the `real`
+    tokens of causal sequences it sees nothing there, too."""
     if mask is None:
         return
     counted = (targets != IGNORE_INDEX) & (mask == 0)
@@ -252,13 +270,18 @@ def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, real:
         )
 
 
+def targets_key(causal: bool) -> str:
+    """Under which key a sharded batch holds what its tokens are to predict."""
+    return "shift_labels" if causal else "labels"
+
+
 def describe_shard(
-    shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int
+    shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int, causal: bool
 ) -> ShardedBatch:
     """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
     labelled = shard.get("labels") is not None
     positions = _checksum(shard["position_ids"])
-    return ShardedBatch(layout, rank, fingerprint(full), positions, longest_position(full), labelled)
+    return ShardedBatch(layout, rank, fingerprint(full), positions, longest_position(full), labelled, causal)
 
 
 def longest_position(full: Mapping[str, Any]) -> int:
@@ -268,7 +291,7 @@ def longest_position(full: Mapping[str, Any]) -> int:
 
 
 def layout_of_shard(
-    batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, compare: bool
+    batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, compare: bool, causal: bool
 ) -> SequenceLayout:
     """The layout of a batch that arrived sharded.
 
@@ -277,26 +300,35 @@ def layout_of_shard(
         config ([`BurstConfig`]): That of the model.
         group ([`ContextGroup`]): That of the model.
         compare (`bool`): Whether to compare checksums, which copies from the device.
+        causal (`bool`): Whether the model is a causal language model, or else a masked one.
 
     Raises:
-        BatchError: If it was sharded for another rank or group, or if its position ids do not match the sharding.
+        BatchError: If it was sharded for another rank, group or kind of model, or if its position ids do not match the
+            sharding.
     """
     rows, own = batch_shape(batch)
-    for key in ("position_ids", "shift_labels"):
+    about = batch.get(LAYOUT_KEY)
+    made_causal = True if about is None else about.causal
+    if made_causal != causal:
+        raise BatchError(
+            f"The batch was cut for a {_KIND[made_causal]} language model, and this is a {_KIND[causal]} one, whose "
+            f"labels are {'' if causal else 'not '}shifted. Give shard_batch or BurstCollator causal={causal}."
+        )
+    for key in ("position_ids", targets_key(causal)):
         value = batch.get(key)
-        if key == "shift_labels" and value is None and batch.get(LAYOUT_KEY) is not None:
+        if key == targets_key(causal) and value is None and about is not None:
             continue  # a batch that had no labels
         if value is None or tuple(value.shape) != (rows, own):
             shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
             raise BatchError(
-                f"The batch carries shift_labels, so it counts as sharded, but its {key} are {shape}; they must be "
-                f"({rows}, {own}) like the tokens of this rank. Make it with hf_burst.shard_batch or BurstCollator."
+                f"The batch carries {LAYOUT_KEY} or shift_labels, so it counts as sharded, but its {key} are {shape}; "
+                f"they must be ({rows}, {own}) like the tokens of this rank. Make it with hf_burst.shard_batch or "
+                "BurstCollator."
             )
     if batch.get("attention_mask") is not None:
         raise BatchError(
             "A sharded batch carries an attention_mask. shard_batch folds it into the layout; leave it out."
         )
-    about = batch.get(LAYOUT_KEY)
     positions = batch["position_ids"]
     if about is not None and about.labelled and batch.get("labels") is None:
         raise BatchError(

@@ -17,11 +17,13 @@ def shard_batch(
     batch: Mapping[str, Any],
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     config: BurstConfig | None = None,
+    causal: bool = True,
 ) -> dict[str, Any]:
     """This rank's part of a full batch.
 
-    Labels are shifted before they are cut, position ids are made explicit, padding masks and packed documents go into
-    a layout (the key `"burst_batch"`), and the sequence is padded to a whole number of equal chunks.
+    Labels are shifted before they are cut (those of masked language models are not), position ids are made explicit,
+    padding masks and packed documents go into a layout (the key `"burst_batch"`), and the sequence is padded to a whole
+    number of equal chunks.
 
     Args:
         batch (mapping): What a Transformers data collator returns: `input_ids` of shape `(batch, tokens)`, and any of
@@ -31,24 +33,26 @@ def shard_batch(
             accelerate's state ([`BurstParallelismConfig`]), else all.
         config ([`BurstConfig`], *optional*): How to cut. Chunks are balanced for layers that see whole documents: how
             far those of the model do is not known here.
+        causal (`bool`, defaults to `True`): Whether the batch is for a causal language model; `False` for a masked one
+            (`...ForMaskedLM`). A patched model refuses batches of the other kind.
 
     Returns:
         `dict`: The same keys for this rank's tokens, without `attention_mask`, with `position_ids` and, if there were
-        `labels`, `shift_labels`. Pass it to a patched model as it is.
+        `labels` and it is causal, `shift_labels`. Pass it to a patched model as it is.
 
     Raises:
         BatchError: If the batch is empty, shapes disagree or the mask is not padding.
         ShardingError: If the sequence has fewer tokens than chunks.
     """
     group = resolve_group(None if mesh is None else ContextGroup.from_mesh(mesh))
-    return _shard(batch, config or BurstConfig(), group.rank, group.size)
+    return _shard(batch, config or BurstConfig(), group.rank, group.size, causal)
 
 
-def _shard(batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int) -> dict[str, Any]:
+def _shard(batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, causal: bool) -> dict[str, Any]:
     if "shift_labels" in batch or LAYOUT_KEY in batch:
         raise BatchError("The batch carries shift_labels, so it counts as sharded already. Shard it once.")
-    shard, layout = shard_full(batch, config, rank, ranks)
-    return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, rank)}
+    shard, layout = shard_full(batch, config, rank, ranks, causal=causal)
+    return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, rank, causal)}
 
 
 class BurstCollator:
@@ -59,6 +63,8 @@ class BurstCollator:
             `DataCollatorForLanguageModeling` or `DataCollatorWithFlattening`.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in [`shard_batch`].
         config ([`BurstConfig`], *optional*): As in [`shard_batch`].
+        causal (`bool`, *optional*): As in [`shard_batch`]. By default `False` for a `base_collator` that masks tokens
+            (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
 
     Example:
 
@@ -72,8 +78,10 @@ class BurstCollator:
         base_collator: Callable[[list[Any]], Mapping[str, Any]],
         mesh: DeviceMesh | dist.ProcessGroup | None = None,
         config: BurstConfig | None = None,
+        causal: bool | None = None,
     ) -> None:
         self.base_collator = base_collator
+        self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
         self.config = config or BurstConfig()
         self._given = None if mesh is None else ContextGroup.from_mesh(mesh)
         self._place: tuple[int, int] | None = None
@@ -87,7 +95,7 @@ class BurstCollator:
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Collates samples, then shards the batch."""
-        return _shard(self.base_collator(features), self.config, *self._resolve())
+        return _shard(self.base_collator(features), self.config, *self._resolve(), self.causal)
 
     def __getstate__(self) -> dict[str, Any]:
         """For data loader workers, which know nothing of groups: the place is found before they start."""

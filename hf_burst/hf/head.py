@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ..linear_loss import Linear, linear_loss_sum
+from ..loss import token_loss_sum
 
 # what is noted down: methods, and operators
 _METHODS: dict[str, Callable[..., torch.Tensor]] = {
@@ -121,6 +122,11 @@ class DeferredLogits:
         leaves, form = pytree.tree_flatten((args, kwargs or {}), is_leaf=lambda given: isinstance(given, cls))
         given, named = pytree.tree_unflatten([leaf.whole if isinstance(leaf, cls) else leaf for leaf in leaves], form)
         return function(*given, **named)
+
+
+def loss_sum(logits: torch.Tensor | DeferredLogits, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]."""
+    return logits.loss_sum(targets) if isinstance(logits, DeferredLogits) else token_loss_sum(logits, targets)
 
 
 # FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins

@@ -1,12 +1,19 @@
 """From what each rank computed for its tokens to the outputs of the whole batch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..errors import BatchError
+from ..layout import SequenceLayout
 from ..loss import gather_kept, gather_tokens, group_loss
 from .batch import ForwardCall
+from .head import loss_sum
+
+# for each rank, where the rows that it kept stand in the gathered logits
+Places = tuple[tuple[int, ...], ...]
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -27,7 +34,11 @@ def gather_outputs(output: Any, call: ForwardCall, items: torch.Tensor | float |
     fields = dict(output.items())
     if "log_probs" in fields:
         return type(output)(**_fused(fields, call, items, model))
+    if call.targets is not None:
+        fields["loss"] = batch_loss(loss_sum(fields["logits"], call.targets), call, items)
     logits = fields.pop("logits", None)
+    if call.rows is not None and call.logits != "drop":
+        logits = logits[:, call.rows.to(logits.device)]
     if call.logits == "gather" and call.kept is not None:
         fields["logits"] = gather_kept(logits, call.kept, call.group)
     elif call.logits == "gather":
@@ -79,3 +90,32 @@ def batch_loss(local_sum: torch.Tensor, call: ForwardCall, items: torch.Tensor |
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 over an integer would be fp32
     return group_loss(local_sum, 1 / (items * call.group.size if call.explicit else items), call.group)
+
+
+def asks_to_keep(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch names the tokens whose logits are wanted."""
+    keep = batch.get("logits_to_keep", 0)
+    return isinstance(keep, torch.Tensor) or bool(keep)
+
+
+def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
+    """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
+    length = layout.length - layout.padding
+    if isinstance(keep, torch.Tensor):
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or bool(((keep < -length) | (keep >= length)).any())
+    else:
+        bad = keep < 0
+    if bad:
+        raise BatchError(
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of indices of 1 dimension into "
+            f"the {length} tokens of the sequence."
+        )
+    wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
+    places: list[tuple[int, ...]] = []
+    rows: list[int] = []
+    for other in range(layout.ranks):
+        row_of = {token: row for row, token in enumerate(layout.indices(other).tolist())}
+        places.append(tuple(place for place, token in enumerate(wanted) if token % length in row_of))
+        if other == rank:
+            rows = [row_of[token % length] for token in wanted if token % length in row_of]
+    return tuple(places), torch.tensor(rows, dtype=torch.int64)

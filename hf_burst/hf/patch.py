@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
-from ..loss import IGNORE_INDEX, token_loss_sum
+from ..loss import IGNORE_INDEX
 from ..mesh import ContextGroup
 from ..op import prepare
 from .accelerate import PATCH, resolve_group
@@ -35,22 +35,29 @@ from .batch import (
     layout_of_shard,
     longest_position,
     shard_full,
+    targets_key,
 )
 from .checkpointing import SavedAttention
 from .dropout import check_shared_dropout, own_masks
 from .experts import RouterLogits, balance, check_balance
-from .head import DeferredLogits, DeferringHead, deferring_head
-from .outputs import batch_loss, gather_outputs
+from .head import DeferredLogits, DeferringHead, deferring_head, loss_sum
+from .outputs import Places, asks_to_keep, batch_loss, gather_outputs, keep_rows
 from .positions import LearnedPositions, segment_count
 from .rope import LongestPosition
-from .support import base_model, check_dropout, check_model, check_noise, layer_reaches
+from .support import (
+    base_model,
+    calls_loss_function,
+    check_dropout,
+    check_model,
+    check_noise,
+    is_causal,
+    layer_reaches,
+)
 
 logger = logging.getLogger(__name__)
 
 _CALL = "burst_call"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
-# for each rank, where the rows that it kept stand in the gathered logits
-Places = tuple[tuple[int, ...], ...]
 
 
 def patch_model(
@@ -61,8 +68,8 @@ def patch_model(
     """Swaps a model's attention for BurstAttention over the ranks that share a sequence.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel`): The model, changed in place; before it is wrapped by a data-parallel
-            wrapper.
+        model (`PreTrainedModel` or `PeftModel`): A causal or masked language model, changed in place; before it is
+            wrapped by a data-parallel wrapper.
         config ([`BurstConfig`], *optional*): The few knobs.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share a sequence (the dimension `"cp"` of a
             mesh). By default, at the first forward pass, those of accelerate's state ([`BurstParallelismConfig`]), else
@@ -95,12 +102,15 @@ def patch_model(
         )
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
     loss_was_set = "_loss_function" in vars(base)
+    causal = is_causal(base)
     patch = _Patch(
         config=config or BurstConfig(),
         given=given,
         attention=previous,
         plain_loss=base.loss_function,
         loss_was_set=loss_was_set,
+        causal=causal,
+        averages=not calls_loss_function(base),
         longest=LongestPosition(base),
         positions=LearnedPositions.of(base),
         segments=segment_count(base),
@@ -164,6 +174,8 @@ class _Patch:
         attention (`str`): The attention implementation before.
         plain_loss (`Callable`): The loss function before.
         loss_was_set (`bool`): Whether it was set on this model, instead of following from its class.
+        causal (`bool`): Whether the model is a causal language model, or else a masked one.
+        averages (`bool`): Whether its class averages the loss of each batch by itself, whatever `num_items_in_batch`.
         longest ([`LongestPosition`]): What the rotary modules that need it are told.
         positions ([`LearnedPositions`]): What learned position embeddings ask.
         segments (`int`, *optional*): Token types that have an embedding of their own.
@@ -181,6 +193,8 @@ class _Patch:
     attention: str
     plain_loss: Any
     loss_was_set: bool
+    causal: bool
+    averages: bool
     longest: LongestPosition
     positions: LearnedPositions
     segments: int | None
@@ -215,29 +229,34 @@ class _Patch:
             batch = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
             batch.pop("self")
             batch.update(batch.pop("kwargs", {}))
-            if _is_generation(module, batch):
+            if self.causal and _is_generation(module, batch):
                 return (), batch
             prepared, call, facts = self._prepare(module, batch, group)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        counted = prepared.get("shift_labels")
+        counted = prepared.get(targets_key(self.causal))
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
         assert call is not None, "agree raises this rank's error"
         prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
         self.forwards += 1
         self.explicit = call.explicit
-        if counted is not None and tokens == 0 and not facts["num_items_in_batch (labels of all ranks)"]:
+        items = facts["num_items_in_batch (labels of all ranks)"]
+        if items is not None and self.averages and counted is not None:
+            items = prepared["num_items_in_batch"] = _items_of_batch(module, mine if call.explicit else tokens, items)
+        if counted is not None and tokens == 0 and not items:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX} (after the shift by one token), so there is nothing to "
-                "learn from. Drop such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}{' (after the shift by one token)' * self.causal}, so "
+                "there is nothing to learn from. Drop such batches, or check how the labels are masked."
             )
-        if group.size > 1 or module.training:  # one process may go on to generate from the cache
-            prepared["use_cache"] = False
         self.carrier.under_way = True
         self.head = deferring_head(module, self.head)
         if self.head is not None:
             self.head.under_way = call.logits == "drop" and not prepared.get("fused_lm_head")
+        if not self.causal:
+            return (), {**prepared, "labels": None, _CALL: replace(call, tokens=tokens, targets=counted)}
+        if group.size > 1 or module.training:  # one process may go on to generate from the cache
+            prepared["use_cache"] = False
         return (), {**prepared, _CALL: replace(call, tokens=tokens)}
 
     def _prepare(
@@ -257,8 +276,8 @@ class _Patch:
         compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
         if explicit:
-            layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare)
-            prepared = {**batch, "labels": batch.get("shift_labels")}
+            layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare, self.causal)
+            prepared = {**batch, "labels": batch.get(targets_key(self.causal))}
             content = about.fingerprint if about else None
             longest = about.longest if about else layout.length - 1
             if self.positions.padding_idx is not None:
@@ -273,22 +292,26 @@ class _Patch:
                 )
         else:
             positions = self.positions.make(batch)
+            reaches = layer_reaches(module.config, self.causal)
             prepared, layout = shard_full(
-                *(batch, self.config, group.rank, group.size, positions, layer_reaches(module.config))
+                *(batch, self.config, group.rank, group.size, positions, reaches, self.causal)
             )
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.get_text_config().vocab_size, self.segments, self.positions.limits)
         checkpointed = module.training and self.saved.install(module)
-        if checkpointed and 0 < self.saved.share < 1 and layout.beginning(1 - self.saved.share) is None:
+        parts = checkpointed and self.causal and 0 < self.saved.share < 1
+        if parts and layout.beginning(1 - self.saved.share) is None:
             raise BatchError(
                 f"BurstConfig(attention_keep={self.saved.share}) needs batches of which every rank holds as much of "
                 f"each part of the sequence, and this one was cut into {len(layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
-        kept = None
-        if group.size > 1 and _asks_to_keep(batch):
-            kept, prepared["logits_to_keep"] = _keep_rows(batch["logits_to_keep"], layout, group.rank)
+        kept = rows = None
+        if asks_to_keep(batch) and (group.size > 1 or not self.causal):
+            kept, rows = keep_rows(batch["logits_to_keep"], layout, group.rank)
+            if self.causal:
+                prepared["logits_to_keep"], rows = rows, None
         logits = self._logits_fate(module, prepared, layout, kept, group, explicit)
         items = batch.get("num_items_in_batch")
         facts = {
@@ -317,19 +340,10 @@ class _Patch:
         encoded = layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
         call = ForwardCall(
-            *(
-                layout,
-                group,
-                self.config,
-                explicit,
-                0,
-                encoded,
-                prepared["position_ids"],
-                logits,
-                kept,
-                blind,
-                self.saved,
-            )
+            *(layout, group, self.config, explicit, 0, encoded, prepared["position_ids"], logits, kept, blind),
+            causal=self.causal,
+            rows=rows,
+            saved=self.saved,
         )
         return prepared, call, facts
 
@@ -393,8 +407,7 @@ class _Patch:
             plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
             return plain
         targets = kwargs["shift_labels"]
-        local = logits.loss_sum(targets) if isinstance(logits, DeferredLogits) else token_loss_sum(logits, targets)
-        return batch_loss(local, call, kwargs.get("num_items_in_batch"))
+        return batch_loss(loss_sum(logits, targets), call, kwargs.get("num_items_in_batch"))
 
 
 def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
@@ -402,6 +415,26 @@ def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
     if module.training or any(batch.get(key) is not None for key in ("labels", "shift_labels", LAYOUT_KEY)):
         return False
     return batch.get("past_key_values") is not None or bool(batch.get("use_cache"))
+
+
+def _items_of_batch(module: PreTrainedModel, labels: int, given: float) -> int:
+    """What `num_items_in_batch` would be for this batch alone: a class that computes its loss itself averages every
+    batch by itself, and `Trainer`, which does not know, counts the labels of all accumulated batches.
+
+    Args:
+        module (`PreTrainedModel`): The model.
+        labels (`int`): Those that this rank counts.
+        given (`float`): `num_items_in_batch`.
+    """
+    total = torch.tensor(labels, device=next(module.parameters()).device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total)
+    if given < total:
+        raise BatchError(
+            f"num_items_in_batch is {given:g}, and this batch alone has {int(total)} labels over all ranks. Count "
+            "those of all ranks, as Trainer does unless average_tokens_across_devices=False."
+        )
+    return int(total)
 
 
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
@@ -416,31 +449,3 @@ def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     if batch.get("return_dict", module.config.return_dict) is False:
         raise BatchError("return_dict=False is not served by hf_burst. Set it to True and read the outputs by name.")
     batch_shape(batch)
-
-
-def _asks_to_keep(batch: Mapping[str, Any]) -> bool:
-    keep = batch.get("logits_to_keep", 0)
-    return isinstance(keep, torch.Tensor) or bool(keep)
-
-
-def _keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
-    """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
-    length = layout.length - layout.padding
-    if isinstance(keep, torch.Tensor):
-        bad = keep.dtype == torch.bool or keep.ndim != 1 or bool(((keep < -length) | (keep >= length)).any())
-    else:
-        bad = keep < 0
-    if bad:
-        raise BatchError(
-            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of indices of 1 dimension into "
-            f"the {length} tokens of the sequence."
-        )
-    wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
-    places: list[tuple[int, ...]] = []
-    rows: list[int] = []
-    for other in range(layout.ranks):
-        row_of = {token: row for row, token in enumerate(layout.indices(other).tolist())}
-        places.append(tuple(place for place, token in enumerate(wanted) if token % length in row_of))
-        if other == rank:
-            rows = [row_of[token % length] for token in wanted if token % length in row_of]
-    return tuple(places), torch.tensor(rows, dtype=torch.int64)

@@ -38,7 +38,7 @@ class LearnedPositions:
         for owner in owners:
             if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
                 limits.append((0, len(owner.pos_encoding)))
-            if hasattr(owner, "create_position_ids_from_input_ids"):
+            if numbers_tokens(owner):
                 padding_idx = owner.padding_idx
             for name, module in owner.named_children():
                 if isinstance(module, nn.Embedding) and module is not tokens and any(part in name for part in _NAMES):
@@ -46,7 +46,7 @@ class LearnedPositions:
                     limits.append((-offset, module.num_embeddings - offset))
                     from_mask |= "cumsum" in inspect.unwrap(type(owner).forward).__code__.co_names
         if not limits:
-            return cls()
+            return cls(padding_idx=padding_idx)
         return cls((max(first for first, _ in limits), min(end for _, end in limits)), from_mask, padding_idx)
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -61,6 +61,12 @@ class LearnedPositions:
         if self.from_mask and mask is not None:
             return mask.long().cumsum(dim=1) * mask.long() - 1
         return None
+
+
+def numbers_tokens(module: nn.Module) -> bool:
+    """Whether a module counts positions from `padding_idx + 1`, by leaving out the tokens that are `padding_idx`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "create_position_ids_from_input_ids" in code.co_names
 
 
 def segment_count(model: PreTrainedModel) -> int | None:

@@ -7,14 +7,20 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ..errors import UnsupportedModelError
 from ..layout import Reach
+from ..loss import IGNORE_INDEX
 from .served import SERVED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
+# settings by which the embeddings of an encoder read further than their own token
+_WHOLE_SEQUENCE = {
+    "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
+    "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
+}
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -43,31 +49,46 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether a model is a causal language model, or else a masked one (`...ForMaskedLM`), by its loss function."""
+    return model.loss_function is not ForMaskedLMLoss
+
+
+def calls_loss_function(model: PreTrainedModel) -> bool:
+    """Whether the model's class computes its loss by `model.loss_function`, or else by itself."""
+    return any("loss_function" in forward.__code__.co_names for forward in _forwards(model))
+
+
+def _forwards(model: PreTrainedModel) -> list[Any]:
+    return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Raises unless every setting of the model is served exactly.
 
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
-    _check_parts(model)
+    causal = is_causal(model)
+    _check_parts(model, causal)
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
             "could be swapped."
         )
-    forwards = [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
-    if not any("labels" in inspect.signature(forward).parameters for forward in forwards):
+    if not any("labels" in inspect.signature(forward).parameters for forward in _forwards(model)):
         raise UnsupportedModelError(
             f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
-            "language-model head (AutoModelForCausalLM)."
+            "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
-    if model.loss_function is not ForCausalLMLoss:
+    if causal and model.loss_function is not ForCausalLMLoss:
         name = getattr(model.loss_function, "__name__", repr(model.loss_function))
         raise UnsupportedModelError(
-            f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss is exact. Set it "
-            "back, or leave labels out and compute a loss of your own on the gathered logits."
+            f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss and "
+            "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it back, "
+            "or leave labels out and compute a loss of your own on the gathered logits."
         )
-    if not any("loss_function" in forward.__code__.co_names for forward in forwards):
+    if causal and not calls_loss_function(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the ranks "
             "could add theirs up."
@@ -75,8 +96,8 @@ def check_model(model: PreTrainedModel) -> None:
     check_served(model)
 
 
-def _check_parts(model: PreTrainedModel) -> None:
-    """Raises for layers, inputs and masks that are not those of a causal language model."""
+def _check_parts(model: PreTrainedModel, causal: bool) -> None:
+    """Raises for layers, inputs and masks that are not those of a language model that reads text."""
     config, name = model.config, type(model).__name__
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
     if modalities:
@@ -85,19 +106,11 @@ def _check_parts(model: PreTrainedModel) -> None:
             "over the tokens of a whole sequence. Served is text: load its language model alone, if it has one."
         )
     if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served.")
-    if not getattr(config, "is_causal", True):
-        raise UnsupportedModelError("config.is_causal is False; only causal language models are served.")
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise UnsupportedModelError(
-            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}; only causal language models "
-            "are served. Set it to False."
-        )
-    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{name} was made as an encoder, whose tokens see later ones; only decoders are served. Make it with "
-            "is_decoder=True in its config."
-        )
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders alone are served.")
+    if causal:
+        _check_causal(model)
+    else:
+        _check_masked(model)
     kinds = sorted(set(_layer_types(config)) - set(_LAYER_TYPES))
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
@@ -124,20 +137,64 @@ def _check_parts(model: PreTrainedModel) -> None:
         )
 
 
+def _check_causal(model: PreTrainedModel) -> None:
+    """Raises for a model whose tokens see later ones, and that is not made to predict masked ones."""
+    config, name = model.config, type(model).__name__
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a masked "
+            "language model. Set it to False."
+        )
+    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
+            "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."
+        )
+
+
+def _check_masked(model: PreTrainedModel) -> None:
+    """Raises for a masked language model that is not an encoder, or that mixes tokens elsewhere than in attention."""
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} was made as a decoder, whose tokens see no later ones. Make it with is_decoder=False in its "
+            "config, or load its class with a causal language-model head (AutoModelForCausalLM)."
+        )
+    for setting, why in _WHOLE_SEQUENCE.items():
+        if getattr(config, setting, False):
+            raise UnsupportedModelError(
+                f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only "
+                "models made with it switched off are served."
+            )
+    ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
+    if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
+        raise UnsupportedModelError(
+            f"config.sparse_pred_ignore_index is {ignored}; only {IGNORE_INDEX} is served with sparse_prediction."
+        )
+
+
 def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
     """What kinds of layers a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
     return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
 
 
-def layer_reaches(config: PreTrainedConfig) -> Counter[Reach]:
-    """How many layers of a model see how far back, by its config: what the chunks of a batch are balanced for. A config
-    that names nothing known counts as one whose layers see whole documents."""
+def layer_reaches(config: PreTrainedConfig, causal: bool = True) -> Counter[Reach]:
+    """How many layers of a model see how far, by its config: what the chunks of a batch are balanced for. A config that
+    names nothing known counts as one whose layers see whole documents. A causal window counts the query, that of an
+    encoder, which is as wide on both sides, does not."""
     config = config.get_text_config()
-    window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
-    near = (window - 1, None) if isinstance(window, int) and window > 0 else (None, None)
-    kinds: dict[str, Reach] = {"sliding_attention": near, "chunked_attention": (None, chunk)}
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
-    return Counter(kinds.get(kind, (None, None)) for kind in types)
+    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
+    return Counter(_reach(layer, kind, causal) for layer, kind in zip(each, types, strict=True))
+
+
+def _reach(config: PreTrainedConfig, kind: str, causal: bool) -> Reach:
+    """How far a layer of this kind sees."""
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    return (window - causal if isinstance(window, int) and window > 0 else None), chunk
 
 
 def check_served(model: PreTrainedModel) -> None:
