@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_burst
 from hf_burst import linear_loss
+from hf_burst.errors import ConfigError
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.head import DeferredLogits
 from hf_burst.linear_loss import Linear, linear_loss_sum
@@ -232,6 +233,17 @@ def test_evaluation_has_its_logits_and_nothing_stays_behind() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=batch["input_ids"]).logits, expected)
+
+
+def test_the_fused_loss_of_liger_in_the_place_of_forward_is_refused() -> None:
+    def lce_forward(self, **kwargs):
+        raise AssertionError("which adds up the loss of one rank")
+
+    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    model.forward = MethodType(lce_forward, model)
+    with pytest.raises(ConfigError, match="'fused_linear_cross_entropy': False"):
+        model(**models.make_batch("plain"))
 
 
 def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:

@@ -268,6 +268,13 @@ class _Patch:
                 "The attention implementation or the loss function of the model was changed after it was patched, so "
                 "its loss would be wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
+        if getattr(module.forward, "__module__", "").startswith("liger_kernel."):
+            raise ConfigError(
+                "Liger's fused loss has taken the place of the model's forward, and knows the tokens of one rank only. "
+                "hf_burst itself scores some tokens at a time, by Liger's kernel. Switch that part off: "
+                "TrainingArguments(use_liger_kernel=True, liger_kernel_config={'fused_linear_cross_entropy': False}); "
+                "Liger's other kernels may stay."
+            )
         _check_request(module, batch)
         if group.size > 1:
             check_shared_dropout(module)
