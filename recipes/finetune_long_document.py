@@ -162,7 +162,7 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor(value) for key, value in batch.items()}
 
 
-def load_model(recipe: Recipe, vocabulary: int) -> torch.nn.Module:
+def load_model(recipe: Recipe, vocabulary: int, burst: hf_burst.BurstConfig) -> torch.nn.Module:
     """The model, patched: this is the one line that hf_burst needs."""
     scaling = mapping(recipe.rope_scaling)
     if recipe.model is None:
@@ -176,7 +176,7 @@ def load_model(recipe: Recipe, vocabulary: int) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_config(config, dtype=None if recipe.dtype == "auto" else recipe.dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=recipe.dtype)
-    hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(mapping(recipe.burst)))
+    hf_burst.patch_model(model, burst)
     if recipe.lora_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -238,6 +238,9 @@ def main() -> None:
     training.parallelism_config = (
         hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size) if recipe.burst_size else from_environment
     )
+    burst = hf_burst.BurstConfig.from_dict(mapping(recipe.burst))
+    if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
+        training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     training.include_num_input_tokens_seen = "all"
     training.remove_unused_columns = False
     set_seed(training.seed)
@@ -256,10 +259,10 @@ def main() -> None:
     if len(sequences) == 0:
         raise SystemExit(f"dataset {recipe.dataset} holds no text in the column {recipe.text_column!r}.")
     trainer = LongTrainer(
-        model=load_model(recipe, len(tokenizer)),
+        model=load_model(recipe, len(tokenizer), burst),
         args=training,
         train_dataset=sequences,
-        data_collator=hf_burst.BurstCollator(collate),
+        data_collator=hf_burst.BurstCollator(collate, config=burst),
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
