@@ -262,6 +262,35 @@ def test_streams_and_memory_that_is_taken_anew(gpus: Ranks) -> None:
     gpus(min(GPUS, 4)).run(attend_on_streams)
 
 
+def attend_without_waiting(rank: int, size: int) -> None:
+    """Packings that were not seen before, while torch raises where the host would wait for the device."""
+    device, length = torch.device("cuda", rank), 4096
+    group = hf_burst.ContextGroup.from_mesh(None)
+    generator = torch.Generator(device).manual_seed(rank)
+    q, k, v, dout = (
+        torch.randn(2, length // size, 8, 64, device=device, generator=generator).bfloat16() for _ in range(4)
+    )
+    # chunks that are dealt out; the first two packings warm up: kernels compile, and buffers become large enough
+    cuts = [(0, length), (0, 1500, 1501, 3000, length), (0, 700, 1111, 2600, length), (0, 99, 2000, 3900, length)]
+    layouts = [hf_burst.SequenceLayout.for_batch([cut, (0, 1000, length)], size) for cut in cuts]
+    for schedule, transport in ways(size, (8, 8)):
+        config = hf_burst.BurstConfig(schedule=schedule, transport=transport, kernel="torch_flash")
+        for index, layout in enumerate(layouts):
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
+            try:
+                out, _ = hf_burst.burst_attention(*leaves, layout, group, config=config, check=False)
+                out.backward(dout)
+            except RuntimeError as error:
+                raise AssertionError(f"{schedule} over {transport}: {error}") from error
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_does_not_wait_for_a_new_packing(gpus: Ranks) -> None:
+    gpus(min(GPUS, 2)).run(attend_without_waiting)
+
+
 def lose_a_rank(rank: int, port: int, transport: str) -> None:
     """The last of two ranks dies between two passes."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
