@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 import hf_burst
 from hf_burst.config import Route
 from hf_burst.ring import replay, symmetric
-from tests import models
+from tests import models, test_ring
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
 from tests.test_wrappers import Case, assert_half_as_close, compare, flat, packed, recording, train_by_accelerate
@@ -134,6 +137,29 @@ def test_error_is_at_most_twice_that_of_plain_bf16(gpus: Ranks, size: int, kind:
 @pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
 def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
+
+
+def attend_on_gpu(rank: int, size: int, case: test_ring.Case) -> list:
+    return test_ring.attend(rank, size, case, f"cuda:{rank}")
+
+
+@pytest.mark.parametrize("size", [size for size in (1, 2, 3, 4) if size <= GPUS])
+def test_any_mask_is_as_close_as_plain_bf16(gpus: Ranks, size: int) -> None:
+    """Documents, windows, chunks, sinks, soft-caps, assignments and schedules as they are drawn on CPUs."""
+
+    @settings(max_examples=20, phases=[Phase.generate])
+    @given(
+        drawn=test_ring.cases(size, longest=300, flash="torch_flash"),
+        head_dim=st.sampled_from([64, 40]),
+        transport=st.sampled_from(["symmetric", "p2p"] if size > 1 else ["auto"]),
+    )
+    def every_case_is_close(drawn: test_ring.Case, head_dim: int, transport: str) -> None:
+        case = replace(drawn, dims=(head_dim, head_dim), dtype=torch.bfloat16, transport=transport)
+        (case,) = test_ring.fitting(size, [case])
+        every = [[results] for results in gpus(size).run(attend_on_gpu, case)]
+        test_ring.assert_as_close_as_plain(case, *test_ring.put_together(every, size, [case]))
+
+    every_case_is_close()
 
 
 def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
