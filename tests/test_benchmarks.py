@@ -170,7 +170,13 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     assert "| hf_burst auto | " in drawn.stdout
 
 
-@pytest.mark.parametrize("mask", [("--documents", "4", "16"), ("--documents", "4", "4", "--window", "7")])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(("--documents", "4", "16"), marks=pytest.mark.full),
+        ("--documents", "4", "4", "--window", "7"),
+    ],
+)
 def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
@@ -299,12 +305,13 @@ def arguments(*options: str) -> argparse.Namespace:
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
-    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--out", str(out)]
+    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--documents", "4", "16", "--out", str(out)]
     assert bench.run(arguments(*options)) == 0
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
     assert [row["status"] for row in result["results"]] == ["ok", "ok"]
+    assert all(row["documents"] > 1 and row["window"] is None for row in result["results"])
     assert result["results"][1]["config"] == {"schedule": "burst", "chunking": "balanced", "logits_limit_gib": 2.5}
     assert "hf_burst burst" in capsys.readouterr().out
 

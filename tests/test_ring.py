@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +29,7 @@ from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding,
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, merge_
 from hf_burst.ring.execute import Attention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
-from tests.ranks import RankError
+from tests.ranks import RankError, forked
 
 SCHEDULES = ("kv_ring", "burst", "all_gather", "ulysses")
 PRODUCTS = {
@@ -819,7 +818,7 @@ def test_a_rank_that_is_killed_in_a_step_ends_the_others_with_a_message(schedule
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = forked()
     pipes = [context.Pipe() for _ in range(3)]
     processes = [
         context.Process(target=lose_a_rank, args=(rank, port, schedule, there)) for rank, (_, there) in enumerate(pipes)
