@@ -220,7 +220,8 @@ def _torch_flex(balancer: str) -> Contender:
 
 
 def flex_attention_over(case: Case, group: dist.ProcessGroup, balancer: str) -> Prepared:
-    """FlexAttention, compiled, over gathered keys; its names are private in torch 2.11 and 2.13."""
+    """FlexAttention, compiled, over gathered keys. Its names are private, read in torch 2.13, and looked up here, so
+    that a torch without them says which it lacks."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental._attention import _context_parallel_shard, _ContextParallel
     from torch.distributed.tensor.parallel import parallelize_module
