@@ -3,6 +3,9 @@
 A test gives `run` a module-level function; it runs on every rank as `function(rank, size, *arguments)` and its results
 come back as a list. What a rank raises is raised in the test as `RankError`, with all ranks' errors, and a rank that
 does not answer in time ends the whole pool, so a hang is a failure and never a stuck job.
+
+Ranks are forks of a server that has imported what they need, which takes seconds; it runs nothing. Three ranks, and
+ranks with GPUs, are started from nothing: each of them hashes strings by a seed of its own, as ranks of users do.
 """
 
 import os
@@ -10,8 +13,12 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +26,11 @@ import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState
 
 _GRACE = 30.0  # seconds for the others when a rank has raised
+_IMPORTED = ["tests.test_ring", "tests.trainers", "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer"]
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its workers would outlive a rank and keep pytest from ending
+}
 
 
 class RankError(Exception):
@@ -29,6 +41,16 @@ class RankError(Exception):
         super().__init__("\n".join(f"rank {rank}: {trace}" for rank, trace in enumerate(traces) if trace))
 
 
+@cache
+def forked() -> BaseContext:
+    """Starts processes as forks of the server, which begins to import with the first call."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    with mock.patch.dict(os.environ, {**_ENVIRONMENT, "OMP_NUM_THREADS": "1"}):  # threads do not survive a fork
+        forkserver.ensure_running()
+    return context
+
+
 class RankPool:
     """`size` processes of this machine, joined by gloo, or by NCCL with a GPU each."""
 
@@ -37,7 +59,7 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn") if backend == "nccl" or size == 3 else forked()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -103,8 +125,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> N
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
-        HF_HUB_OFFLINE="1",
-        TORCHINDUCTOR_COMPILE_THREADS="1",  # its workers would outlive a rank and keep pytest from ending
+        **_ENVIRONMENT,
     )
     torch.set_num_threads(1)
     if backend == "nccl":

@@ -6,29 +6,36 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 
 from hf_burst.cli import bench
-from hf_burst.cli.bench_contenders import Case, Documents, Native, hf_burst
+from hf_burst.cli.bench_contenders import Case, Documents, Native, exact_attention, hf_burst
 from hf_burst.config import Route
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed, row_products
+from recipes.benchmarks.peers import flex_attention_over
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
+BALANCERS = ("head-tail", "per-document", "ptrr")
 PEERS_ON_GPUS = {
     *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
     *(f"torch {kernel} {method}" for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")),
+    *(f"torch flex {balancer}" for balancer in BALANCERS),
 }
 
 # contenders that are wrong or fail, on one rank only or on all; run by two processes
@@ -163,7 +170,13 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     assert "| hf_burst auto | " in drawn.stdout
 
 
-@pytest.mark.parametrize("mask", [("--documents", "4", "16"), ("--documents", "4", "4", "--window", "7")])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pytest.param(("--documents", "4", "16"), marks=pytest.mark.full),
+        ("--documents", "4", "4", "--window", "7"),
+    ],
+)
 def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
@@ -248,6 +261,45 @@ def test_the_bytes_that_are_written_down_are_those_sent(ranks: Any, schedule: st
     assert told.source == "plan"
 
 
+def attend_by_flex(rank: int, size: int, documents: Documents | None, window: int | None) -> dict[str, list[float]]:
+    """Errors of out, dq, dk and dv for each of torch's load balancers. Not compiled, its backward runs on CPUs, too."""
+    case = replace(case_of(rank, size), length=size * 128, dtype=torch.float64, documents=documents, window=window)
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (8, 4, 4, 8)]
+    whole = [torch.randn(shape, generator=generator, dtype=case.dtype) for shape in shapes]
+    exact = exact_attention(*whole, case.mask)
+    found = {}
+    with torch.compiler.set_stance("force_eager"), mock.patch.object(flex_attention, "_validate_device"):
+        for balancer in BALANCERS:
+            if balancer == "per-document" and documents is None:
+                continue
+            prepared = flex_attention_over(case, dist.group.WORLD, balancer)
+            *leaves, dout = (prepared.cut(tensor) for tensor in whole)
+            leaves = [leaf.requires_grad_() for leaf in leaves]
+            out = prepared.attend(*leaves)
+            results = [out, *torch.autograd.grad(out, leaves, dout)]
+            wanted = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
+            found[balancer] = [float((one - other).norm()) for one, other in zip(results, wanted, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("documents", "window"), [(None, None), (None, 70), (Documents(8, 50), None), (Documents(8, 50), 9)]
+)
+def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | None, window: int | None) -> None:
+    private = pytest.importorskip("torch.distributed.tensor.experimental._attention")
+    for name in (
+        "_context_parallel_shard",
+        "_ContextParallel",
+        "_PerDocumentHeadTailLoadBalancer",
+        "_PTRRLoadBalancer",
+    ):
+        if not hasattr(private, name):
+            pytest.skip(f"torch {torch.__version__} has no {name}")
+    for found in ranks(2).run(attend_by_flex, documents, window):
+        assert all(error < 1e-10 for errors in found.values() for error in errors), found
+
+
 def test_what_the_heads_do_not_allow_is_not_counted() -> None:
     for schedule in ("ulysses_3+burst", "ulysses_8+kv_ring"):
         assert hf_burst(schedule).build(case_of(0, 4)).sent.forward is None
@@ -262,12 +314,13 @@ def arguments(*options: str) -> argparse.Namespace:
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
-    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--out", str(out)]
+    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--documents", "4", "16", "--out", str(out)]
     assert bench.run(arguments(*options)) == 0
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
     assert [row["status"] for row in result["results"]] == ["ok", "ok"]
+    assert all(row["documents"] > 1 and row["window"] is None for row in result["results"])
     assert result["results"][1]["config"] == {"schedule": "burst", "chunking": "balanced", "logits_limit_gib": 2.5}
     assert "hf_burst burst" in capsys.readouterr().out
 

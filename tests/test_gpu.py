@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -14,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 import hf_burst
 from hf_burst import linear_loss
 from hf_burst.config import Route
 from hf_burst.loss import token_loss_sum
 from hf_burst.ring import replay, symmetric
-from tests import models
+from tests import models, test_ring
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
 from tests.test_wrappers import Case, assert_half_as_close, compare, flat, packed, recording, train_by_accelerate
@@ -137,6 +140,29 @@ def test_error_is_at_most_twice_that_of_plain_bf16(gpus: Ranks, size: int, kind:
 @pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
 def test_head_sizes_and_fp16(gpus: Ranks, head_dim: int) -> None:
     gpus(min(GPUS, 2)).run(attention_case, "packed", (4, 2), head_dim, torch.float16)
+
+
+def attend_on_gpu(rank: int, size: int, case: test_ring.Case) -> list:
+    return test_ring.attend(rank, size, case, f"cuda:{rank}")
+
+
+@pytest.mark.parametrize("size", [size for size in (1, 2, 3, 4) if size <= GPUS])
+def test_any_mask_is_as_close_as_plain_bf16(gpus: Ranks, size: int) -> None:
+    """Documents, windows, chunks, sinks, soft-caps, assignments and schedules as they are drawn on CPUs."""
+
+    @settings(max_examples=20, phases=[Phase.generate])
+    @given(
+        drawn=test_ring.cases(size, longest=300, flash="torch_flash"),
+        head_dim=st.sampled_from([64, 40]),
+        transport=st.sampled_from(["symmetric", "p2p"] if size > 1 else ["auto"]),
+    )
+    def every_case_is_close(drawn: test_ring.Case, head_dim: int, transport: str) -> None:
+        case = replace(drawn, dims=(head_dim, head_dim), dtype=torch.bfloat16, transport=transport)
+        (case,) = test_ring.fitting(size, [case])
+        every = [[results] for results in gpus(size).run(attend_on_gpu, case)]
+        test_ring.assert_as_close_as_plain(case, *test_ring.put_together(every, size, [case]))
+
+    every_case_is_close()
 
 
 def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
@@ -263,6 +289,35 @@ def attend_on_streams(rank: int, size: int) -> None:
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_streams_and_memory_that_is_taken_anew(gpus: Ranks) -> None:
     gpus(min(GPUS, 4)).run(attend_on_streams)
+
+
+def attend_without_waiting(rank: int, size: int) -> None:
+    """Packings that were not seen before, while torch raises where the host would wait for the device."""
+    device, length = torch.device("cuda", rank), 4096
+    group = hf_burst.ContextGroup.from_mesh(None)
+    generator = torch.Generator(device).manual_seed(rank)
+    q, k, v, dout = (
+        torch.randn(2, length // size, 8, 64, device=device, generator=generator).bfloat16() for _ in range(4)
+    )
+    # chunks that are dealt out; the first two packings warm up: kernels compile, and buffers become large enough
+    cuts = [(0, length), (0, 1500, 1501, 3000, length), (0, 700, 1111, 2600, length), (0, 99, 2000, 3900, length)]
+    layouts = [hf_burst.SequenceLayout.for_batch([cut, (0, 1000, length)], size) for cut in cuts]
+    for schedule, transport in ways(size, (8, 8)):
+        config = hf_burst.BurstConfig(schedule=schedule, transport=transport, kernel="torch_flash")
+        for index, layout in enumerate(layouts):
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
+            try:
+                out, _ = hf_burst.burst_attention(*leaves, layout, group, config=config, check=False)
+                out.backward(dout)
+            except RuntimeError as error:
+                raise AssertionError(f"{schedule} over {transport}: {error}") from error
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_does_not_wait_for_a_new_packing(gpus: Ranks) -> None:
+    gpus(min(GPUS, 2)).run(attend_without_waiting)
 
 
 def lose_a_rank(rank: int, port: int, transport: str) -> None:

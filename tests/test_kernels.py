@@ -23,6 +23,7 @@ from hf_burst.kernels import (
     Kernel,
     Scores,
     explain_kernels,
+    flash,
     make_kernels,
     project_out,
     reference,
@@ -343,6 +344,17 @@ def test_strides_do_not_matter(kernel, dtype, strides, segments):
     assert not changed.q.is_contiguous() or changed.q.storage_offset() % 2
     for name, got in by_kernel(kernel, changed, shape.band).items():
         assert relative_error(got, getattr(straight, name).double()) <= (1e-2 if dtype in LOW_PRECISION else 1e-6), name
+
+
+def test_boundaries_of_documents_belong_to_a_stream():
+    """They are copied behind what it does; another stream would not wait for them."""
+    band, cpu = Band(0, None, (0, 3, 4, 9)), torch.device("cpu")
+    one, other = flash._documents(band, 2, cpu, "one stream"), flash._documents(band, 2, cpu, "another")
+    assert one is flash._documents(band, 2, cpu, "one stream")
+    assert one is not other
+    for bounds, longest in (one, other):
+        assert bounds.dtype == torch.int32
+        assert (bounds.tolist(), longest) == ([0, 3, 4, 9, 12, 13, 18], 5)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())

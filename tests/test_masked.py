@@ -36,7 +36,7 @@ from recipes.coverage import Double
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.test_dropout import gathered, kept_by
-from tests.test_patch import KINDS, compare_with_one_process, group_mean, snapshot
+from tests.test_patch import KINDS, SCHEDULES, compare_with_one_process, group_mean, snapshot
 from tests.trainers import Case
 
 Ranks = Callable[[int], RankPool]
@@ -44,7 +44,7 @@ Ranks = Callable[[int], RankPool]
 
 def compare(rank: int, size: int, name: str) -> None:
     with Double():  # rotary positions are applied in fp32 otherwise
-        compare_with_one_process(rank, size, name, KINDS, torch.float64)
+        compare_with_one_process(rank, size, name, list(itertools.product(KINDS, SCHEDULES)), torch.float64)
 
 
 @pytest.mark.parametrize("name", models.MASKED)

@@ -10,6 +10,8 @@ import pytest
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+RECALL = '"outputs/quickstart"),'  # where the quickstart's training is launched
+SHORTER = '"outputs/quickstart", "--length", "32", "--steps", "200"),'  # which shows the same
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -26,6 +28,8 @@ def test_runs_from_its_folder(notebook: Path, tmp_path: Path) -> None:
     for folder in ("hf_burst", "notebooks", "recipes"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     content = nbformat.read(notebook, as_version=4)
+    for cell in content.cells:
+        cell.source = cell.source.replace(RECALL, SHORTER)
     place = {"metadata": {"path": str(tmp_path / "notebooks")}}
     nbclient.NotebookClient(content, timeout=600, kernel_name="python3", resources=place).execute()
     outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
@@ -34,7 +38,9 @@ def test_runs_from_its_folder(notebook: Path, tmp_path: Path) -> None:
     recalls = list(tmp_path.glob("outputs/*/results.json"))
     assert recalls or "recall_across_shards" not in notebook.read_text()
     for path in recalls:
-        check_recall(json.loads(path.read_text()))
+        results = json.loads(path.read_text())
+        assert results["config"]["steps"] == 200
+        check_recall(results)
 
 
 def check_recall(results: dict) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("datasets")
+datasets = pytest.importorskip("datasets")
+from recipes import finetune_long_document  # noqa: E402 (which needs data sets)
+
 ROOT = Path(__file__).parents[1]
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
 RELOAD = """
@@ -52,19 +54,24 @@ def test_full_finetuning_learns_and_its_checkpoint_stands_alone(tmp_path: Path) 
     assert float(found["loss"]) > 0
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
-def test_every_source_with_lora_and_rope_scaling(tmp_path: Path, kind: str) -> None:
-    import datasets
+TEXTS = ["A document. " * 40, "Another one, which is longer. " * 60, "x"]
 
-    texts = ["A document. " * 40, "Another one, which is longer. " * 60, "x"]
-    source = tmp_path / f"documents.{kind}"
-    if kind == "txt":
-        source.write_text("\n".join(texts))
-    elif kind == "jsonl":
-        datasets.Dataset.from_dict({"text": texts}).to_json(source)
-    else:
-        datasets.Dataset.from_dict({"text": texts}).to_parquet(source)
-    base = tmp_path / "base"
+
+def test_every_source(tmp_path: Path) -> None:
+    sources = {kind: tmp_path / f"documents.{kind}" for kind in ("txt", "jsonl", "parquet")}
+    sources["txt"].write_text("\n".join(TEXTS))
+    datasets.Dataset.from_dict({"text": TEXTS}).to_json(sources["jsonl"])
+    datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(sources["parquet"])
+    for kind, source in sources.items():
+        found = finetune_long_document.load_documents(finetune_long_document.Recipe(dataset=[str(source)]))
+        assert list(found["text"]) == (["\n".join(TEXTS)] if kind == "txt" else TEXTS)
+    with pytest.raises(SystemExit, match="mixes kinds of files"):
+        finetune_long_document.load_documents(finetune_long_document.Recipe(dataset=list(map(str, sources.values()))))
+
+
+def test_lora_and_rope_scaling(tmp_path: Path) -> None:
+    source, base = tmp_path / "documents.jsonl", tmp_path / "base"
+    datasets.Dataset.from_dict({"text": TEXTS}).to_json(source)
     make_base(base)
     options = ["--model", str(base), "--tokenizer", "bytes", "--dataset", str(source), "--sequence_length", "301"]
     options += ["--lora_rank", "2", "--rope_scaling", "{rope_type: linear, factor: 2.0}", "--max_steps", "2"]
@@ -85,12 +92,5 @@ def make_base(folder: Path) -> None:
 def test_a_setting_that_does_not_exist_is_named(tmp_path: Path) -> None:
     config = tmp_path / "wrong.yaml"
     config.write_text("sequence_lenght: 5\n")
-    done = subprocess.run(
-        [sys.executable, "recipes/finetune_long_document.py", "--config", str(config)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "sequence_lenght" in done.stderr
+    with pytest.raises(SystemExit, match="sequence_lenght"):
+        finetune_long_document.parse(["--config", str(config)])

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +29,7 @@ from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding,
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, merge_
 from hf_burst.ring.execute import Attention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
-from tests.ranks import RankError
+from tests.ranks import RankError, forked
 
 SCHEDULES = ("kv_ring", "burst", "all_gather", "ulysses")
 PRODUCTS = {
@@ -67,6 +66,7 @@ class Case:
     loss: str = "out and lse"
     sizes: tuple[float, float] = (1.0, 1.0)
     seed: int = 0
+    transport: str = "auto"
 
     @property
     def length(self) -> int:
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def config(self) -> BurstConfig:
-        return BurstConfig(schedule=self.schedule, kernel=self.kernel)
+        return BurstConfig(schedule=self.schedule, kernel=self.kernel, transport=self.transport)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """q, k, v, dout and dlse of the whole sequence."""
@@ -152,13 +152,14 @@ def context_group(size: int) -> ContextGroup:
     return ContextGroup() if size == 1 else ContextGroup.from_mesh(None)
 
 
-def attend(rank: int, size: int, case: Case) -> list:
-    """One rank of [`burst_attention`], forward and backward; its results as arrays in the order of `RESULTS`."""
+def attend(rank: int, size: int, case: Case, device: str = "cpu") -> list:
+    """One rank of [`burst_attention`], forward and backward; its results as arrays in the order of `RESULTS`. On CPUs
+    memory is poisoned; on GPUs that would choose other kernels."""
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
-    local = {name: layout.shard(tensor, rank) for name, tensor in case.tensors().items()}
+    local = {name: layout.shard(tensor, rank).to(device) for name, tensor in case.tensors().items()}
     inputs = [local[name].requires_grad_() for name in "qkv"]
-    sinks = case.sink_scores()
-    with poisoned_memory():
+    sinks = [scores.detach().to(device).requires_grad_() for scores in case.sink_scores()]
+    with poisoned_memory() if device == "cpu" else nullcontext():
         out, lse = burst_attention(
             *inputs,
             *(layout, context_group(size)),
@@ -174,7 +175,7 @@ def attend(rank: int, size: int, case: Case) -> list:
         assert lse.dtype == accumulation_dtype(case.dtype)
         backpropagate(case, out, lse, local["dout"], local["dlse"])
     assert all(tensor.grad.dtype == case.dtype for tensor in inputs)
-    return [tensor.detach().double().numpy() for tensor in (out, lse, *(tensor.grad for tensor in inputs + sinks))]
+    return [tensor.detach().double().cpu().numpy() for tensor in (out, lse, *(one.grad for one in inputs + sinks))]
 
 
 def attend_to_all(rank: int, size: int, cases: list[Case]) -> list:
@@ -221,10 +222,11 @@ def dealt(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def cases(draw, ranks: int) -> Case:
+def cases(draw, ranks: int, longest: int = 41, flash: str = "cpu_flash") -> Case:
+    """Masks, lengths, assignments and schedules; by a flash kernel or the reference, which knows soft-capped scores."""
     chunking = draw(st.sampled_from(["balanced", "zigzag", "contiguous"]) | dealt(ranks))
-    length = draw(st.integers(2 * ranks if isinstance(chunking, str) else max(2, len(chunking)), 41))
-    kernel = draw(st.sampled_from(["cpu_flash", "reference"]))
+    length = draw(st.integers(2 * ranks if isinstance(chunking, str) else max(2, len(chunking)), longest))
+    kernel = draw(st.sampled_from([flash, "reference"]))
     schedule = draw(st.sampled_from([*SCHEDULES, *PRODUCTS[ranks]]))
     rows = draw(st.lists(st.sets(st.integers(1, length - 1), max_size=7), min_size=1, max_size=3))
     return Case(
@@ -249,6 +251,18 @@ def assert_exact(case: Case, found: dict[str, torch.Tensor], tolerance: float = 
         assert found[name].shape == want.shape, (name, case)
         error = ((found[name] - want).abs().amax() / want.abs().amax().clamp_min(1)).item()
         assert error <= tolerance, (name, case)
+
+
+def assert_as_close_as_plain(case: Case, found: dict[str, torch.Tensor]) -> None:
+    """Errors are at most twice those of plain attention in the dtype of the case, or the rounding of results in it."""
+    plain, rounding = written_out(case, case.dtype), torch.finfo(case.dtype).eps
+    for name, exact in written_out(case).items():
+        error, rough = ((tensor.double() - exact).norm() for tensor in (found[name], plain[name]))
+        size = exact.norm().item()
+        if name == "dsinks":  # a few sums over all rows, which may cancel
+            size = max(size, (len(case.documents) * case.length) ** 0.5)
+        floor = max(rounding * size, 1e-5 * exact.numel() ** 0.5)  # what is 0 may be what fp32 leaves of it
+        assert error <= max(2 * rough, floor), (name, case)
 
 
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
@@ -344,13 +358,7 @@ def test_sinks_soft_caps_and_chunks_are_exact(ranks, size, dtype):
     ]
     many = fitting(size, [replace(case, schedule=schedule) for case in kinds for schedule in SCHEDULES])
     for case, found in zip(many, whole_results(ranks, size, many), strict=True):
-        if dtype == torch.float64:
-            assert_exact(case, found)
-            continue
-        plain = written_out(case, dtype)
-        for name, exact in written_out(case).items():
-            allowed = max(2 * relative_error(plain[name], exact), torch.finfo(dtype).eps)
-            assert relative_error(found[name], exact) <= allowed, (name, case)
+        (assert_exact if dtype == torch.float64 else assert_as_close_as_plain)(case, found)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -810,7 +818,7 @@ def test_a_rank_that_is_killed_in_a_step_ends_the_others_with_a_message(schedule
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = forked()
     pipes = [context.Pipe() for _ in range(3)]
     processes = [
         context.Process(target=lose_a_rank, args=(rank, port, schedule, there)) for rank, (_, there) in enumerate(pipes)

@@ -1,6 +1,6 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import Band, Card, Into, Kernel, Scores, project_out
+from .base import Band, Card, Into, Kernel, Scores, from_host, project_out
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Kernel",
     "Scores",
     "explain_kernels",
+    "from_host",
     "make_kernels",
     "project_out",
     "select_kernel",

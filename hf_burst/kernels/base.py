@@ -7,7 +7,7 @@ Dv head size of v.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -195,6 +195,16 @@ class Kernel(Protocol):
             `dq`, `dk` and `dv` in the shapes of q, k and v, in their dtypes or wider.
         """
         ...
+
+
+def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers as a tensor on a device. What follows on the current stream waits for the copy, the host does not.
+
+    A CUDA graph would copy them again when they are no longer there: while one is captured, the host waits, which torch
+    refuses.
+    """
+    behind = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=behind).to(device, non_blocking=behind)
 
 
 def project_out(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

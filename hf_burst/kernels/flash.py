@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .base import Band, Card, Into, Scores
+from .base import Band, Card, Into, Scores, from_host
 from .pieces import Piece, backward_pieces, crop, forward_pieces
 
 # cu_seqlens of q and k, longest of q and k; causal, window to the left, window to the right
@@ -202,7 +202,8 @@ def dense_call(piece: Piece) -> tuple[Lengths, Window]:
 
 def varlen_call(band: Band, q: torch.Tensor) -> tuple[Lengths, Window]:
     """Documents, in each of which there are as many rows as columns."""
-    bounds, longest = _documents(band, q.shape[0], q.device)
+    stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
+    bounds, longest = _documents(band, q.shape[0], q.device, stream)
     lengths = (bounds, bounds, longest, longest)
     if band.low == 0 and band.high is None:
         return lengths, (True, None, None)
@@ -230,9 +231,12 @@ def _by_head(rows: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _documents(band: Band, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """The boundaries of every row of the batch, on the device, and the longest document."""
+def _documents(
+    band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None
+) -> tuple[torch.Tensor, int]:
+    """The boundaries of every row of the batch, on the device, and the longest document; of each stream its own, since
+    another one would not wait until they are there."""
     size = band.segments[-1]
     bounds = [row * size + stop for row in range(batch) for stop in band.segments[1:]]
     longest = max(stop - start for start, stop in pairwise(band.segments))
-    return torch.tensor([0, *bounds], dtype=torch.int32, device=device), longest
+    return from_host([0, *bounds], torch.int32, device), longest

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from .base import Band, Card, Into, Scores
+from .base import Band, Card, Into, Scores, from_host
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 
 _BLOCK_SCORES = 1 << 26  # that many are in memory at once
@@ -96,7 +96,7 @@ def admitted(band: Band, rows: int, columns: int, device: torch.device) -> torch
     if band.high is not None:
         mask &= row - column <= band.high
     if band.segments:
-        ends = torch.tensor(band.segments[1:], device=device)
+        ends = from_host(band.segments[1:], torch.int64, device)
         mask &= torch.bucketize(row, ends, right=True) == torch.bucketize(column, ends, right=True)
     return mask
 

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..kernels import from_host
 from ..plan import Traffic
 
 _TILE, _LARGE_TILE = 2048, 8192  # words that a program copies at a time
@@ -170,7 +171,7 @@ class Table:
             for tile in (_TILE, _LARGE_TILE)
         }
         self.count = len(entries)
-        self.table = torch.tensor(entries, dtype=torch.int64).to(into[0].device)
+        self.table = from_host(entries, torch.int64, into[0].device)
 
     def run(self, into: Sequence[torch.Tensor], behind: bool) -> None:
         """Copies into these destinations, which are laid out as those that the table was made with.
