@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -88,11 +89,17 @@ sys.exit(benchmark(SETTINGS.parse_args(), contenders))
 """
 
 
-def launch(script: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
+def launch(script: Path | str, *options: str, common: Sequence[str] = TINY) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*command, *TINY, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False
+        [*command, *common, *options],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
@@ -347,3 +354,37 @@ def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
     assert spread([0.1, 0.5], 0.05, 1.0) == pytest.approx([0.1, 0.5])
     assert spread([0.5, 0.5, 0.5], 0.1, 1.0) == pytest.approx([0.4, 0.5, 0.6])
     assert spread([0.99, 0.995], 0.05, 1.0) == pytest.approx([0.95, 1.0])
+
+
+def test_training_steps_side_by_side(tmp_path: Path) -> None:
+    out, picture = tmp_path / "training.json", tmp_path / "training.png"
+    options = ["--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
+    launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
+    result = json.loads(out.read_text())
+    rows = {row["contender"]: row for row in result["results"]}
+    ours = {name: row for name, row in rows.items() if name.startswith("hf_burst")}
+    assert len(ours) == 3
+    assert {row["status"] for row in ours.values()} == {"ok"}
+    assert all("CUDA" in row["reason"] for name, row in rows.items() if name not in ours)
+    checks = [row["check"] for row in ours.values()]
+    for check in checks[1:]:
+        assert check == pytest.approx(checks[0], rel=1e-5)
+    limits = result["limits"]["250"]
+    assert limits["nothing recomputed"] < limits["attention saved"] < limits["all recomputed"]
+    for row in ours.values():
+        assert row["median_s"] == row["steps"][0]["seconds"]
+        assert len(row["times_as_fast_as"]) == 2
+    draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
+    subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
+    assert picture.stat().st_size > 10_000
+
+
+def test_the_results_of_training_are_what_was_measured() -> None:
+    results = sorted((ROOT / "recipes/benchmarks/results").glob("training_*.json"))
+    assert results
+    for path in results:
+        result = json.loads(path.read_text())
+        assert len(result["git_commit"]) == 40
+        for row in result["results"]:
+            assert row["check"] == pytest.approx(result["results"][0]["check"], rel=2e-2)
+            assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])

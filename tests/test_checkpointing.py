@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_burst
+from hf_burst import linear_loss
 from hf_burst.errors import BatchError, ConfigError
 from hf_burst.hf import checkpointing
 from hf_burst.hf.accelerate import PATCH
@@ -178,6 +179,34 @@ def test_a_copy_of_a_model_remembers_by_itself() -> None:
     assert len(queries) == 2
     for one, other in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def train_for_twenty_steps(rank: int, size: int, keep: float | None) -> list[float]:
+    model = models.make_model("llama", torch.float64).train()
+    if keep is not None:
+        hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=keep))
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(20):
+        batch = models.make_batch("packed" if step % 2 else "plain", LENGTH + step, seed=step % 3)
+        loss = models.plain_loss(model, batch) if keep is None else model(**batch).loss
+        loss.backward()
+        for parameter, gradient in zip(model.parameters(), group_mean(model), strict=True):
+            parameter.grad.copy_(gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_twenty_steps_have_the_losses_of_one_process(ranks: Ranks) -> None:
+    wanted = train_for_twenty_steps(0, 1, None)
+    assert wanted[-1] < wanted[0] - 1
+    with mock.patch.object(linear_loss, "_LOGITS", 7 * models.VOCABULARY):
+        found = [train_for_twenty_steps(0, 1, 0.75), *ranks(2).run(train_for_twenty_steps, 0.5)]
+    for losses in found:
+        assert losses == pytest.approx(wanted, rel=1e-8)
 
 
 def cut_otherwise(rank: int, size: int) -> None:

@@ -248,8 +248,8 @@ def step(job: Job, way: Way) -> dict[str, float]:
     return {"seconds": float(slowest[0]), "peak_bytes": float(slowest[1])}
 
 
-def measure(job: Job, length: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """All contenders at one length."""
+def measure(job: Job, length: int, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """All contenders at one length: what is known after each round."""
     generator = torch.Generator().manual_seed(length)
     vocabulary = job.base.config.vocab_size
     job.tokens = torch.randint(0, vocabulary, (1, length), generator=generator).to(job.ranks.device)
@@ -272,9 +272,11 @@ def measure(job: Job, length: int, arguments: argparse.Namespace) -> list[dict[s
                 job.optimizer.zero_grad()
             elif index >= arguments.warmup:
                 rows[name]["steps"].append(found)
+        job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + arguments.rounds}")
+        yield list(rows.values())
     for name in running if arguments.profile else ():
         rows[name]["profile"], _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name]))
-    return list(rows.values())
+        yield list(rows.values())
 
 
 # what a kernel is, by words in its name, the first that fits; where several run at a time, the first counts
@@ -318,7 +320,7 @@ def profiled(job: Job, way: Way) -> dict[str, float]:
 
 def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds of a step in which nothing but matrix products and attention takes time, from rates measured here: with
-    nothing computed twice, with the linear layers, and with attention computed twice as well."""
+    nothing computed twice; with the linear layers; and with a quarter of attention or all of it computed twice, too."""
     config, ranks = job.base.config, job.ranks
     hidden, heads = config.hidden_size, config.num_attention_heads
     size = getattr(config, "head_dim", None) or hidden // heads
@@ -350,6 +352,7 @@ def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace)
     return {
         "nothing recomputed": once,
         "attention saved": once + config.num_hidden_layers * forward,
+        "half of attention saved": once + config.num_hidden_layers * (forward + attention / 4),
         "all recomputed": once + config.num_hidden_layers * (forward + attention),
     }
 
@@ -396,6 +399,7 @@ def summary(rows: Sequence[dict[str, Any]], work: float, roof: dict[str, float],
     peak = PEAK.get(torch.cuda.get_device_name()) if ranks.cuda else None
     matching = {
         "hf_burst, attention saved": "attention saved",
+        "hf_burst, half of it saved": "half of attention saved",
         "hf_burst, attention recomputed": "all recomputed",
         "accelerate context parallelism": "all recomputed",
         "accelerate context parallelism, cuDNN": "all recomputed",
@@ -466,13 +470,14 @@ def main() -> int:
         "results": [],
     }
     for length in sorted(arguments.lengths):
-        rows = measure(job, length, arguments)
         roof = limits(job, length, native, arguments)
         result["limits"][str(length)] = roof
-        result["results"] += summary(rows, flops(job, length, arguments.lora), roof, ranks)
-        if arguments.out is not None and ranks.rank == 0:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        before = result["results"]
+        for rows in measure(job, length, arguments):
+            result["results"] = [*before, *summary(rows, flops(job, length, arguments.lora), roof, ranks)]
+            if arguments.out is not None and ranks.rank == 0:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     ranks.say(json.dumps(result["limits"]))
     ranks.say(table(result))
     ranks.close()

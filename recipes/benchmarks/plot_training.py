@@ -1,0 +1,97 @@
+"""Draws results of training.py: how long a step takes beside its limit, and on what its time goes where that is known.
+
+python recipes/benchmarks/plot_training.py recipes/benchmarks/results/training_2xH200*.json --out training.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+OURS, THEIRS = "#c8102e", "#1f4e79"
+PARTS = {
+    "attention": "#c8102e",
+    "matrix products": "#1f4e79",
+    "merging": "#e58a98",
+    "loss": "#7a5c99",
+    "optimizer": "#2e7d6b",
+    "messages": "#5d737e",
+    "the rest": "#b07d12",
+    "nothing": "#dddddd",
+}
+Row = dict[str, Any]
+
+
+def title(result: dict[str, Any], row: Row) -> str:
+    """What was trained, and where."""
+    kind = "LoRA" if result["lora"] else "full fine-tuning"
+    liger = ", Liger's norms, rotary and SwiGLU" if result.get("liger") else ""
+    hardware = result["hardware"]
+    return (
+        f"{result['shape']}, {row['length'] // 1024}K tokens, {kind}{liger}\n{hardware['ranks']} x {hardware['device']}"
+    )
+
+
+def draw_steps(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
+    """A bar for the median step of each contender, with the limit of what it computes as a tick."""
+    names = [row["contender"] for row in rows]
+    colors = [OURS if name.startswith("hf_burst") else THEIRS for name in names]
+    axes.barh(names, [row["median_s"] for row in rows], color=colors, height=0.6)
+    for at, row in enumerate(rows):
+        if row["share_of_limit"]:
+            axes.plot([row["median_s"] * row["share_of_limit"]] * 2, [at - 0.38, at + 0.38], color="black", linewidth=2)
+        text = f" {row['median_s']:.2f} s, {row['peak_memory_gib']:.0f} GiB"
+        axes.text(row["median_s"], at, text, va="center", fontsize=8)
+    axes.set_title(title(result, rows[0]), fontsize=9)
+    axes.set_xlim(0, 1.3 * max(row["median_s"] for row in rows))
+    axes.set_xlabel("seconds a step (black: limit of the same computations)", fontsize=8)
+    _tidy(axes)
+
+
+def draw_parts(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
+    """A bar for each contender, cut into what ran."""
+    names, starts = [row["contender"] for row in rows], [0.0] * len(rows)
+    for part, color in PARTS.items():
+        widths = [max(0.0, row["profile"][part]) for row in rows]
+        axes.barh(names, widths, left=starts, color=color, height=0.6, label=part)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.set_title(f"{title(result, rows[0])}: on what a step's time goes", fontsize=9)
+    axes.set_xlabel("seconds of one step; of what overlaps, the first in the legend counts", fontsize=8)
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.22), frameon=False)
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of training.py")
+    parser.add_argument("--out", type=Path, required=True, help="the picture")
+    arguments = parser.parse_args()
+    panels = []
+    for path in arguments.results:
+        result = json.loads(path.read_text())
+        for length in dict.fromkeys(row["length"] for row in result["results"]):
+            rows = [row for row in result["results"] if row["length"] == length and "median_s" in row]
+            told = [row for row in rows if row.get("profile")]
+            panels += [(draw_steps, result, rows)] if rows else []
+            panels += [(draw_parts, result, told)] if told else []
+    if not panels:
+        raise SystemExit("None of the files holds a step that was timed.")
+    figure = Figure(figsize=(8.2, sum(1.5 + 0.32 * len(rows) for _, _, rows in panels)), layout="constrained")
+    heights = [1.2 + 0.32 * len(rows) for _, _, rows in panels]
+    every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (draw, result, rows) in zip(every, panels, strict=True):
+        draw(axes, result, rows)
+    figure.savefig(arguments.out, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
