@@ -167,6 +167,26 @@ def test_however_checkpointing_is_switched_on(switch: str) -> None:
     assert [vars(module).get("_gradient_checkpointing_func") for module in model.modules()] == before
 
 
+@pytest.mark.parametrize(("keep", "runs"), [(1.0, 2), (0.5, 4), (0.0, 4)])
+def test_under_torch_compile_it_is_all_or_nothing(keep: float, runs: int) -> None:
+    torch._dynamo.reset()
+    batch = models.make_batch("packed", LENGTH)
+    model = models.make_model("llama", torch.float64).train()
+    wanted = expected_gradients(model, batch)
+    hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=keep))
+    model.gradient_checkpointing_enable()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        model.zero_grad()
+        with counted() as queries, mock.patch.object(linear_loss, "_LOGITS", 7 * models.VOCABULARY):
+            outputs = compiled(**batch)
+            outputs.loss.backward()
+        assert outputs.logits is None
+        assert len(queries) == runs
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-10)
+
+
 def test_a_copy_of_a_model_remembers_by_itself() -> None:
     batch = models.make_batch("plain", LENGTH)
     model = hf_burst.patch_model(models.make_model("llama", torch.float64).train())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
 from ..op import Memory
 
@@ -96,14 +96,20 @@ class _Run:
 
 class _Remembering:
     """A function that checkpoints, such as `functools.partial(torch.utils.checkpoint.checkpoint, ...)`, with contexts.
-    One that is reentrant takes none, and torch.compile takes others only."""
+    One that is reentrant takes none."""
 
     def __init__(self, function: Callable[..., Any], saved: SavedAttention) -> None:
         self.function, self.saved = function, saved
+        # in a compiled graph the operator's results are kept, those of other operators are not
+        self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = {**getattr(self.function, "keywords", {}), **kwargs}
-        if given.get("use_reentrant") is not False or torch.compiler.is_compiling():
+        if given.get("use_reentrant") is not False:
+            return self.function(run, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self.saved.share == 1 and "context_fn" not in given:
+                kwargs["context_fn"] = self.in_graphs
             return self.function(run, *args, **kwargs)
         kwargs["context_fn"] = partial(self.saved.contexts, given.get("context_fn", noop_context_fn))
         return self.function(run, *args, **kwargs)

@@ -124,6 +124,7 @@ class DeferredLogits:
         return function(*given, **named)
 
 
+@torch.compiler.disable
 def loss_sum(logits: torch.Tensor | DeferredLogits, targets: torch.Tensor) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]."""
     return logits.loss_sum(targets) if isinstance(logits, DeferredLogits) else token_loss_sum(logits, targets)
@@ -138,7 +139,7 @@ pytree.register_pytree_node(
 
 
 class DeferringHead:
-    """Stands for the `forward` of a model's head, and puts it off while `under_way`. Not under `torch.compile`.
+    """Stands for the `forward` of a model's head, and puts it off while `under_way`. A graph ends here.
 
     Args:
         module (`nn.Module`): The head.
@@ -164,10 +165,11 @@ class DeferringHead:
         else:
             self.module.forward = self.own
 
+    @torch.compiler.disable
     def __call__(self, hidden: Any, *args: Any, inside: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         if inside is not None:
             return inside()
-        if args or kwargs or not self.under_way or torch.compiler.is_compiling():
+        if args or kwargs or not self.under_way:
             return self.plain(hidden, *args, **kwargs)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return DeferredLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden)
