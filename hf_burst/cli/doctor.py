@@ -18,7 +18,10 @@ from ..kernels import explain_kernels
 from ..mesh import ContextGroup
 from ..plan import Layer, Machine, Mask, Shapes, choose, make_sharding
 
-_PACKAGES = ("hf_burst", "torch", "transformers", "accelerate", "trl", "peft", "triton", "flash-attn", "flash-attn-4")
+_PACKAGES = (
+    *("hf_burst", "torch", "transformers", "accelerate", "trl", "peft"),
+    *("triton", "flash-attn", "flash-attn-4", "liger-kernel"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
