@@ -95,7 +95,8 @@ class BurstConfig:
             How much of what attention found is kept in checkpointed layers instead of being computed again, from the
             end of the sequence: 1.0 for all of it (the memory of one more hidden state a layer), 0.0 for nothing, or
             0.25, 0.5, 0.75. Half of it costs half of the memory, and a quarter of causal attention is computed again,
-            for the first half of the sequence; the ranks then have as much of every half or quarter.
+            for the first half of the sequence; the ranks then have as much of every half or quarter. Encoders keep all
+            or nothing. What is kept stays on the device, also where checkpointing offloads to the host.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         content_checks (`int`, defaults to `8`):

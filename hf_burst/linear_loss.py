@@ -6,7 +6,10 @@ where the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410
 """
 
 import importlib
+import inspect
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -15,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from .loss import IGNORE_INDEX, token_loss_sum
 from .ring import accumulation_dtype
+
+logger = logging.getLogger(__name__)
 
 _LOGITS = 2**27  # at a time, in plain torch
 _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
@@ -41,7 +46,6 @@ def linear_loss_sum(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     score: Score,
-    parameters: Sequence[torch.Tensor],
     vocabulary: int,
     linear: Linear | None = None,
 ) -> torch.Tensor:
@@ -50,19 +54,45 @@ def linear_loss_sum(
     Args:
         hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What is scored.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens.
-        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits.
-        parameters (sequence of `torch.Tensor`): What `score` depends on and learns.
+        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits. What it learns is
+            found by scoring one token.
         vocabulary (`int`): Logits of a token.
         linear ([`Linear`], *optional*): What `score` is, if it is no more than that.
 
     Returns:
         `torch.Tensor`: A scalar in fp32 (fp64 for fp64). It has no second derivative.
     """
-    parameters = [parameter for parameter in parameters if parameter.requires_grad]
-    total: torch.Tensor = _LinearLoss.apply(
-        hidden, targets, score, vocabulary, linear, torch.is_grad_enabled(), *parameters
-    )
+    learns = torch.is_grad_enabled()
+    if not learns:
+        learned: list[torch.Tensor] = []
+    elif linear is None:
+        learned = _learned(score, hidden)
+    else:
+        learned = [tensor for tensor in (linear.weight, linear.bias) if tensor is not None and tensor.requires_grad]
+    total: torch.Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
     return total
+
+
+def _learned(score: Score, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves of the graph of a score."""
+    with _uncached(hidden.device.type):
+        logits = score(hidden.detach().flatten(0, -2)[None, :1])
+    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, torch.Tensor]()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        open_nodes += [following for following, _ in node.next_functions]
+    return list(leaves.values())
+
+
+def _uncached(kind: str) -> AbstractContextManager[Any]:
+    """Autocast as it is, but a cast weight that it remembered would belong to the graph of another chunk."""
+    enabled = torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled, cache_enabled=False)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -77,9 +107,9 @@ class _LinearLoss(torch.autograd.Function):
         learns: bool,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        wanted = [learns and needed for needed in (ctx.needs_input_grad[0], *ctx.needs_input_grad[6:])]
+        wanted = learns and ctx.needs_input_grad[0]
         flat, labels = hidden.detach().flatten(0, -2), targets.flatten().to(hidden.device)
-        liger = None if linear is None or not all(wanted[:1]) else _liger(hidden.device.type, hidden.dtype)
+        liger = _liger(hidden.device.type, hidden.dtype) if linear is not None and wanted else None
         if liger is not None and linear is not None:
             total, found = _by_liger(liger, flat, labels, linear, parameters)
         else:
@@ -93,7 +123,7 @@ class _LinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
         saved = iter(ctx.saved_tensors)
-        dhidden, *others = [next(saved) * factor.to(factor.dtype) if there else None for there in ctx.places]
+        dhidden, *others = [next(saved) * factor if there else None for there in ctx.places]
         return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, None, *others
 
 
@@ -103,34 +133,27 @@ def _by_chunks(
     score: Score,
     vocabulary: int,
     parameters: Sequence[torch.Tensor],
-    wanted: Sequence[bool],
+    wanted: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss and the gradients that are wanted, by autograd over one chunk of tokens after another."""
-    kind = hidden.device.type
-    learned = [parameter for parameter, want in zip(parameters, wanted[1:], strict=True) if want]
-    sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in learned]
-    dhidden = torch.empty_like(hidden) if wanted[0] else None
+    """The loss and the gradients, that of the hidden states if it is wanted, by autograd over one chunk of tokens after
+    another."""
+    sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
+    dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     rows = max(1, _LOGITS // vocabulary)
-    # a cast weight that autocast remembers would belong to the graph of the chunk before
-    uncached = torch.autocast(
-        kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
-    )
     for start in range(0, len(hidden), rows):
         here = slice(start, start + rows)
-        with torch.set_grad_enabled(any(wanted)), uncached:
-            some = hidden[None, here].requires_grad_(wanted[0])
+        with torch.set_grad_enabled(wanted or bool(parameters)), _uncached(hidden.device.type):
+            some = hidden[None, here].requires_grad_(wanted)
             loss = token_loss_sum(score(some), targets[None, here])
         total += loss.detach()
-        if any(wanted):
-            gradients = list(torch.autograd.grad(loss, [some, *learned] if wanted[0] else learned))
+        if loss.requires_grad:
+            gradients = list(torch.autograd.grad(loss, [some, *parameters] if wanted else parameters))
             if dhidden is not None:
                 dhidden[here] = gradients.pop(0)[0]
             for so_far, gradient in zip(sums, gradients, strict=True):
                 so_far += gradient
-    added = iter(sums)
-    found = [next(added).to(p.dtype) if want else None for p, want in zip(parameters, wanted[1:], strict=True)]
-    return total, [dhidden, *found]
+    return total, [dhidden, *(so_far.to(p.dtype) for so_far, p in zip(sums, parameters, strict=True))]
 
 
 def _by_liger(
@@ -156,9 +179,21 @@ def _by_liger(
 @lru_cache(maxsize=8)
 def _liger(device: str, dtype: torch.dtype) -> Any:
     """Liger's module, where it can be used."""
-    if device != "cuda" or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if device != "cuda" or dtype not in (torch.bfloat16, torch.float32):
         return None
     try:
-        return importlib.import_module(_LIGER)
+        module = importlib.import_module(_LIGER)
     except ImportError:
         return None
+    except Exception as problem:  # one that does not fit this Triton
+        logger.warning("hf_burst does without Liger's fused loss, which cannot be imported: %r", problem)
+        return None
+    known = inspect.signature(module.fused_linear_cross_entropy_forward).parameters
+    missing = {"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"} - set(known)
+    if missing:
+        logger.warning(
+            "hf_burst does without the fused loss of this Liger-Kernel, which lacks %s; install liger-kernel>=0.8.5",
+            ", ".join(sorted(missing)),
+        )
+        return None
+    return module

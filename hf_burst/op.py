@@ -252,11 +252,13 @@ class Found(NamedTuple):
         out (`torch.Tensor` of shape `(B, rows, Hq, Dv)`): The outputs.
         lse (`torch.Tensor` of shape `(B, rows, Hq)`): The log-sum-exps.
         beginning ([`SequenceLayout`], *optional*): Of the tokens whose rows are missing.
+        settings (`tuple`): What the operator was asked for.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     beginning: SequenceLayout | None
+    settings: tuple[Any, ...]
 
 
 class Memory:
@@ -274,24 +276,32 @@ class Memory:
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> torch.Tensor:
         """`torch.ops.hf_burst.attention` without its `lse`: computed, or remembered where the region runs again."""
-        if self.next is not None and self.next < len(self.found):
+        tracked = torch.is_grad_enabled()  # an attention without a graph is none that the backward pass asks for
+        if tracked and self.next is not None and self.next < len(self.found):
             known = self.found[self.next]
             self.next += 1
+            if known.settings != (q.shape, others[2:]):
+                raise KernelError(
+                    "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "
+                    "BurstConfig(attention_keep=0.0)."
+                )
             again: torch.Tensor = _Attention.apply(q, k, v, *others, known)[0]
             return again
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, *others)
-        if self.next is None and torch.is_grad_enabled():
-            self.found.append(self._kept(out.detach(), lse.detach(), others[1], others[2]))
+        if tracked and self.next is None:
+            self.found.append(self._kept(out.detach(), lse.detach(), others[1], (q.shape, others[2:])))
         result: torch.Tensor = out
         return result
 
-    def _kept(self, out: torch.Tensor, lse: torch.Tensor, encoded: torch.Tensor, causal: bool) -> Found:
-        layout = SequenceLayout.decode(encoded.numpy().tobytes())
-        beginning = layout.beginning(1 - self.share) if causal and self.share < 1 else None
+    def _kept(self, out: torch.Tensor, lse: torch.Tensor, encoded: torch.Tensor, settings: tuple[Any, ...]) -> Found:
+        causal = settings[1][0]
+        if self.share == 1 or not causal:
+            return Found(out, lse, None, settings)
+        beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share)
         if beginning is None:
-            return Found(out, lse, None)
+            return Found(out, lse, None, settings)
         rows = beginning.length // beginning.ranks
-        return Found(out[:, rows:].clone(), lse[:, rows:].clone(), beginning)
+        return Found(out[:, rows:].clone(), lse[:, rows:].clone(), beginning, settings)
 
 
 class _Attention(torch.autograd.Function):

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_burst
 from hf_burst import linear_loss
-from hf_burst.errors import BatchError, ConfigError
+from hf_burst.errors import BatchError, ConfigError, KernelError
 from hf_burst.hf import checkpointing
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.op import Memory
@@ -242,6 +242,34 @@ def one_checkpoints(rank: int, size: int) -> None:
     model(**models.make_batch("plain"))
 
 
+def checkpoint_other_layers(rank: int, size: int) -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    model.gradient_checkpointing_enable()
+    model.model.layers[0].gradient_checkpointing = rank == 0
+    model(**models.make_batch("plain"))
+
+
+def keep_half_of_an_encoder() -> None:
+    hf_burst.patch_model(models.make_model("bert"), hf_burst.BurstConfig(attention_keep=0.5))
+
+
+def test_attention_without_a_graph_is_not_remembered() -> None:
+    memory, q = Memory(1.0), torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True)
+    layout = hf_burst.SequenceLayout.for_batch([(0, 8)], 1).encode()
+    settings = (None, layout, True, -1, 0, 0.25, 0.0, "auto", "kv_ring", "auto", False, "")
+    outs = []
+    for start in (None, 0):
+        memory.next = start
+        with torch.no_grad():
+            memory.attention(2 * q, q, q, *settings)
+        outs.append(memory.attention(q, q, q, *settings))
+    assert len(memory.found) == 1
+    assert torch.equal(*outs)
+    memory.next = 0
+    with pytest.raises(KernelError, match="in another order"):
+        memory.attention(q[:, :4], q[:, :4], q[:, :4], *settings)
+
+
 def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="Give the BurstCollator") as caught:
         ranks(2).run(cut_otherwise)
@@ -249,6 +277,11 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="activation checkpointing") as caught:
         ranks(2).run(one_checkpoints)
     assert all(error is not None for error in caught.value.errors)
+    with pytest.raises(RankError, match="2 layers, 2 of which keep") as caught:
+        ranks(2).run(checkpoint_other_layers)
+    assert all(error is not None for error in caught.value.errors)
+    with pytest.raises(ConfigError, match="sees the rest"):
+        keep_half_of_an_encoder()
     with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
         hf_burst.BurstConfig(attention_keep=0.3)
 

@@ -395,7 +395,7 @@ def score_by_liger(rank: int, size: int, softcap: float | None) -> None:
 
         if fused:
             linear = linear_loss.Linear(leaves[1], None, softcap)
-            loss = linear_loss.linear_loss_sum(leaves[0], targets, score, leaves[1:], 32003, linear)
+            loss = linear_loss.linear_loss_sum(leaves[0], targets, score, 32003, linear)
         else:
             loss = token_loss_sum(score(leaves[0]), targets)
         (loss / 7).backward()

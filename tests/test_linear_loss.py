@@ -54,7 +54,7 @@ def plain(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor) -> tuple
 
 def chunked(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, rows: int = 5) -> tuple[torch.Tensor, ...]:
     with mock.patch.object(linear_loss, "_LOGITS", rows * VOCABULARY):
-        loss = linear_loss_sum(hidden, targets, score_of(head), list(head.parameters()), VOCABULARY)
+        loss = linear_loss_sum(hidden, targets, score_of(head), VOCABULARY)
     wanted = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
     first = torch.autograd.grad(loss / 7, wanted, retain_graph=True)
     again = torch.autograd.grad(loss / 7, wanted)
@@ -71,10 +71,10 @@ def test_chunks_are_the_whole(rows: int, frozen: str) -> None:
     for found, wanted in zip(chunked(head, hidden, targets, rows), plain(head, hidden, targets), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        loss = linear_loss_sum(hidden, targets, score_of(head), list(head.parameters()), VOCABULARY)
+        loss = linear_loss_sum(hidden, targets, score_of(head), VOCABULARY)
     torch.testing.assert_close(loss, plain(head, hidden, targets)[0])
     assert not loss.requires_grad
-    assert linear_loss_sum(hidden, torch.full_like(targets, -100), head, [], VOCABULARY) == 0
+    assert linear_loss_sum(hidden, torch.full_like(targets, -100), head, VOCABULARY) == 0
 
 
 def test_many_chunks_in_bfloat16_are_as_exact_as_one() -> None:
@@ -123,9 +123,7 @@ def test_liger_is_given_what_it_takes(frozen: bool, bias: bool, softcap: float |
     calls: list[dict[str, Any]] = []
     score = score_of(head) if softcap else head
     with mock.patch.object(linear_loss, "_liger", return_value=liger(calls)):
-        loss = linear_loss_sum(
-            hidden, targets, score, list(head.parameters()), VOCABULARY, Linear(head.weight, head.bias, softcap)
-        )
+        loss = linear_loss_sum(hidden, targets, score, VOCABULARY, Linear(head.weight, head.bias, softcap))
     wanted = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
     found = torch.autograd.grad(loss / 7, wanted)
     expected = token_loss_sum(score(hidden), targets)
@@ -173,6 +171,7 @@ def heads(name: str) -> nn.Module:
         ("GraniteForCausalLM", False),  # scaled
         ("CohereForCausalLM", False),
         ("BertLMHeadModel", True),
+        ("OPTForCausalLM", True),
         ("lora on the head", False),
         ("a head that is saved", False),
     ],
@@ -244,6 +243,95 @@ def test_the_fused_loss_of_liger_in_the_place_of_forward_is_refused() -> None:
     model.forward = MethodType(lce_forward, model)
     with pytest.raises(ConfigError, match="'fused_linear_cross_entropy': False"):
         model(**models.make_batch("plain"))
+
+
+def gradients_with(prepare: Callable[[nn.Module], Any], patched: bool) -> list[torch.Tensor | None]:
+    """Of a model that someone has changed."""
+    model = models.make_model("llama", torch.float64).train()
+    kept = prepare(model)
+    if patched:
+        hf_burst.patch_model(model)
+    batch = models.make_batch("plain")
+    with some_at_a_time(5):
+        (model(**batch).loss if patched else models.plain_loss(model, batch)).backward()
+    extra = [kept] if isinstance(kept, nn.Parameter) else []
+    return [parameter.grad for parameter in [*model.parameters(), *extra]]
+
+
+def scale_by_a_weight_elsewhere(model: nn.Module) -> nn.Parameter:
+    factor = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    plain = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: plain(hidden) * factor
+    return factor
+
+
+def leave_a_weight_aside(model: nn.Module) -> None:
+    model.lm_head.unused = nn.Linear(3, 3, dtype=torch.float64)
+
+
+def shrink(module: nn.Module, args: Any, out: Any) -> None:
+    out.mul_(0.1)
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "logits in place": lambda model: model.lm_head.register_forward_hook(shrink),
+    "a logit": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: out.__setitem__((..., 3), 0.0)),
+    "new logits": lambda model: model.lm_head.register_forward_hook(lambda _, __, out: -out.to(dtype=torch.float64)),
+    "gradient of the weight": lambda model: model.lm_head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3)),
+    "gradient of the head": lambda model: model.lm_head.register_full_backward_hook(
+        lambda _, grads, __: (2 * grads[0],)
+    ),
+    "a weight elsewhere": scale_by_a_weight_elsewhere,
+    "a weight that follows": lambda model: nn.utils.parametrizations.weight_norm(model.lm_head) and None,
+    "a weight that follows before": lambda model: nn.utils.weight_norm(model.lm_head) and None,
+    "a weight that is not used": leave_a_weight_aside,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+def test_whoever_changes_the_head_gets_what_one_process_gives(change: str) -> None:
+    wanted, found = (gradients_with(CHANGES[change], patched) for patched in (False, True))
+    for mine, other in zip(found, wanted, strict=True):
+        assert (mine is None) == (other is None)
+        if other is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+def test_heads_in_float16_make_all_logits() -> None:
+    """Their gradients must not be found before their scale is known."""
+    model = hf_burst.patch_model(models.make_model("llama").train().half())
+    with mock.patch.object(linear_loss, "linear_loss_sum", side_effect=AssertionError):
+        (1000 * model(**models.make_batch("plain")).loss).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_models_that_share_a_head() -> None:
+    batch = models.make_batch("plain")
+    first, second = (models.make_model("llama", torch.float64, seed).train() for seed in range(2))
+    second.lm_head = first.lm_head
+    wanted = [models.plain_loss(model, batch).detach() for model in (first, second)]
+    for model in (first, second):
+        hf_burst.patch_model(model)
+    for _ in range(30):
+        for model, loss in zip((first, second), wanted, strict=True):
+            torch.testing.assert_close(model(**batch).loss.detach(), loss)
+    hf_burst.unpatch_model(first)
+    torch.testing.assert_close(second(**batch).loss.detach(), wanted[1])
+    hf_burst.unpatch_model(second)
+    assert "forward" not in vars(first.lm_head)
+
+
+def test_a_liger_that_lacks_something_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
+    def fused_linear_cross_entropy_forward(_input, weight, target, accum_dtype=None):
+        raise AssertionError("which must not be called")
+
+    old = SimpleNamespace(fused_linear_cross_entropy_forward=fused_linear_cross_entropy_forward)
+    for module in ({"return_value": old}, {"side_effect": RuntimeError("no driver")}):
+        with mock.patch.object(linear_loss.importlib, "import_module", **module), caplog.at_level("WARNING"):
+            assert linear_loss._liger.__wrapped__("cuda", torch.bfloat16) is None
+    assert "liger-kernel>=0.8.5" in caplog.text
+    assert "no driver" in caplog.text
 
 
 def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:

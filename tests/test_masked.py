@@ -310,3 +310,19 @@ def test_windows_of_encoders_are_as_wide_on_both_sides() -> None:
     assert layer_reaches(models.make_model("bert").config, causal=False) == {(None, None): 2}
     varied = NeoMMEConfig(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2, sliding_window=9)
     assert layer_reaches(varied, causal=False) == {(None, None): 1, (9, None): 1}
+
+
+@pytest.mark.parametrize("name", models.MASKED)
+def test_under_autocast_the_head_runs_as_in_one_process(name: str) -> None:
+    """accelerate's autocast ends with the model's forward, before its hooks."""
+    batch = models.make_batch("plain")
+    losses = []
+    for patched in (False, True):
+        model = models.make_model(name).train()
+        if patched:
+            hf_burst.patch_model(model)
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.detach().float())
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)

@@ -33,8 +33,9 @@ class SavedAttention:
         self.share = share
         self.under_way: dict[int, Memory] = {}
 
-    def install(self, model: nn.Module) -> bool:
-        """Sees to all layers that are checkpointed by now. Returns whether there are any."""
+    def install(self, model: nn.Module) -> str | None:
+        """Sees to all layers that are checkpointed by now. Returns which they are, for the other ranks; `None` for
+        none."""
         places = [
             (module, name)
             for module in model.modules()
@@ -44,7 +45,8 @@ class SavedAttention:
         for module, name in places:
             if self.share and not isinstance(vars(module)[name], _Remembering):
                 setattr(module, name, _Remembering(vars(module)[name], self))
-        return bool(places)
+        remembering = [vars(module)[name].remembers for module, name in places if self.share]
+        return f"{len(places)} layers, {sum(remembering)} of which keep their attention" if places else None
 
     @staticmethod
     def remove(model: nn.Module) -> None:
@@ -102,6 +104,11 @@ class _Remembering:
         self.function, self.saved = function, saved
         # in a compiled graph the operator's results are kept, those of other operators are not
         self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the function takes contexts, as far as is known before it is called."""
+        return getattr(self.function, "keywords", {}).get("use_reentrant") is False
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = {**getattr(self.function, "keywords", {}), **kwargs}

@@ -21,8 +21,10 @@ _METHODS: dict[str, Callable[..., torch.Tensor]] = {
     "float": torch.Tensor.float,
     "to": torch.Tensor.to,
     "tanh": torch.Tensor.tanh,
+    "contiguous": torch.Tensor.contiguous,
 }
 _OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": operator.add,
     "mul": operator.mul,
     "truediv": operator.truediv,
     "getitem": operator.getitem,
@@ -33,17 +35,19 @@ Step = tuple[str, tuple[Any, ...]]
 @dataclass
 class DeferredLogits:
     """What a head would return, and what the model does with it afterwards (scaling, soft-capping, casts): noted down.
-    Whoever asks for anything else gets it from the logits themselves.
+    Whoever asks for anything else gets it from the logits themselves, which then stay: they may have been changed.
 
     Args:
         head ([`DeferringHead`]): The head.
         hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What it was given.
         steps (`tuple`): Names of operations, and their operands.
+        autocast (`tuple[bool, torch.dtype]`): Whether the head is to run under autocast, and in which dtype.
     """
 
     head: "DeferringHead"
     hidden: torch.Tensor
     steps: tuple[Step, ...] = ()
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
 
     def loss_sum(self, targets: torch.Tensor) -> torch.Tensor:
         """The sum of the cross-entropies of these tokens, see [`linear_loss_sum`].
@@ -53,40 +57,48 @@ class DeferredLogits:
         """
 
         def compute(plain: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> torch.Tensor:
-            return linear_loss_sum(
-                self.hidden,
-                targets,
-                lambda hidden: self._after(plain(hidden)),
-                list(module.parameters()),
-                self.head.vocabulary,
-                self._linear(module),
-            )
+            score, linear = (lambda hidden: self._after(plain(hidden))), self._linear(module)
+            return linear_loss_sum(self.hidden, targets, score, self.head.vocabulary, linear)
 
-        return self.head.within(compute)
+        if "whole" in vars(self):
+            return token_loss_sum(self.whole, targets)
+
+        return self._within(compute)
 
     @cached_property
     def whole(self) -> torch.Tensor:
         """The logits."""
-        return self._after(self.head.within(lambda plain, _: plain(self.hidden)))
+        return self._after(self._within(lambda plain, _: plain(self.hidden)))
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the logits, as far as the steps tell."""
         return torch.float32 if any(name == "float" for name, _ in self.steps) else self.hidden.dtype
 
+    def _within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """What a function finds with the head, as if it ran where the head was called."""
+        enabled, dtype = self.autocast
+        with torch.autocast(self.hidden.device.type, dtype, enabled=enabled):
+            return self.head.within(compute)
+
     def _after(self, logits: torch.Tensor) -> torch.Tensor:
         for name, operands in self.steps:
             logits = (_METHODS | _OPERATORS)[name](logits, *operands)
         return logits
 
-    def _then(self, name: str, *operands: Any) -> "DeferredLogits":
-        return DeferredLogits(self.head, self.hidden, (*self.steps, (name, operands)))
+    def _then(self, name: str, *operands: Any, **options: Any) -> Any:
+        if "whole" in vars(self) or options:
+            return (_METHODS | _OPERATORS)[name](self.whole, *operands, **options)
+        return DeferredLogits(self.head, self.hidden, (*self.steps, (name, operands)), self.autocast)
 
     def _linear(self, module: nn.Module) -> Linear | None:
         """The head as a linear layer, if it is one and its logits are at most soft-capped."""
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             return None
-        steps = [step for step in self.steps if step[0] != "float" and step != ("to", (torch.float32,))]
+        if self.head.own is not None or "weight" not in module._parameters:  # which follows from others
+            return None
+        same = ("float", ()), ("to", (torch.float32,)), ("contiguous", ())
+        steps = [step for step in self.steps if step not in same]
         if not steps:
             return Linear(module.weight, module.bias, None)
         if [name for name, _ in steps] == ["truediv", "tanh", "mul"] and steps[0][1] == steps[2][1]:
@@ -102,14 +114,26 @@ class DeferredLogits:
         return self._then("truediv", other) if isinstance(other, int | float) else self.whole / other
 
     def __add__(self, other: Any) -> Any:
-        return self.whole + other
+        row = isinstance(other, int | float) or (isinstance(other, torch.Tensor) and other.ndim < 2)
+        return self._then("add", other) if row else self.whole + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self.whole - other
+
+    def __neg__(self) -> Any:
+        return self * -1
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.whole[key] = value
 
     def __getitem__(self, key: Any) -> Any:
         vocabulary = isinstance(key, tuple) and len(key) == 2 and key[0] is Ellipsis and isinstance(key[1], slice)
         return self._then("getitem", key) if vocabulary else self.whole[key]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("head", "hidden", "steps") or name.startswith("__"):
+        if name in ("head", "hidden", "steps", "autocast") or name.startswith("__"):
             raise AttributeError(name)  # a copy that is being made
         return partial(self._then, name) if name in _METHODS else getattr(self.whole, name)
 
@@ -133,8 +157,8 @@ def loss_sum(logits: torch.Tensor | DeferredLogits, targets: torch.Tensor) -> to
 # FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins
 pytree.register_pytree_node(
     DeferredLogits,
-    lambda logits: ([logits.hidden], (logits.head, logits.steps)),
-    lambda children, context: DeferredLogits(context[0], next(iter(children)), context[1]),
+    lambda logits: ([logits.hidden], (logits.head, logits.steps, logits.autocast)),
+    lambda children, context: DeferredLogits(context[0], next(iter(children)), *context[1:]),
 )
 
 
@@ -160,40 +184,54 @@ class DeferringHead:
 
     def remove(self) -> None:
         """Puts the head's own `forward` back."""
+        if vars(self.module).get("forward") is not self:
+            return
         if self.own is None:
             del self.module.forward
         else:
             self.module.forward = self.own
 
     @torch.compiler.disable
-    def __call__(self, hidden: Any, *args: Any, inside: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if inside is not None:
-            return inside()
+    def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not self.under_way:
             return self.plain(hidden, *args, **kwargs)
+        kind = hidden.device.type
+        autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        if self._is_watched() or torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None):
+            return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
-        return DeferredLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden)
+        return DeferredLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
+
+    def _is_watched(self) -> bool:
+        """Whether someone wants to see, or change, gradients that come once only with all logits; or a weight follows
+        from others, before the head runs. (In fp16, gradients would have to wait for their scale.)"""
+        modules = list(self.module.modules())
+        tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *vars(module).values())]
+        return any(module._backward_hooks or module._backward_pre_hooks for module in modules) or any(
+            tensor._backward_hooks or not tensor.is_leaf for tensor in tensors if isinstance(tensor, torch.Tensor)
+        )
 
     def within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
         """What a function finds with the head's own `forward` and its weights. Where FSDP2 has sharded these again,
         they are gathered once more."""
-        found: list[torch.Tensor] = []
-
-        def inside() -> None:
-            found.append(compute(self.plain, self.module))
-
-        if any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
-            self.module(torch.empty(0), inside=inside)
-        else:
-            inside()
-        return found[0]
+        again = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
+        if not (again and isinstance(self.module, FSDPModule)):
+            return compute(self.plain, self.module)
+        self.module.unshard()
+        try:
+            return compute(self.plain, self.module)
+        finally:
+            self.module.reshard()
 
 
 def deferring_head(model: PreTrainedModel, known: DeferringHead | None) -> DeferringHead | None:
     """The head of a model, able to put itself off; the one that is known, unless adapters have taken its place."""
     module = model.get_output_embeddings()
-    if known is not None and known.module is module and module.forward is known:
-        return known
-    if known is not None and known.module.forward is known:
+    if known is not None and known.module is not module:
         known.remove()
-    return None if module is None else DeferringHead(module, model.config.get_text_config().vocab_size)
+    if module is None:
+        return None
+    there = vars(module).get("forward")  # another model may share it
+    return (
+        there if isinstance(there, DeferringHead) else DeferringHead(module, model.config.get_text_config().vocab_size)
+    )

@@ -103,6 +103,11 @@ def patch_model(
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
     loss_was_set = "_loss_function" in vars(base)
     causal = is_causal(base)
+    if not causal and config is not None and 0 < config.attention_keep < 1:
+        raise ConfigError(
+            f"BurstConfig.attention_keep is {config.attention_keep}, and the first part of a sequence of "
+            f"{type(base).__name__} sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
+        )
     patch = _Patch(
         config=config or BurstConfig(),
         given=given,
@@ -153,8 +158,10 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     for handle in patch.handles:
         handle.remove()
     patch.saved.remove(base)
-    if patch.head is not None:
-        patch.head.remove()
+    for module in base.modules():  # adapters may have made copies
+        forward = vars(module).get("forward")
+        if isinstance(forward, DeferringHead):
+            forward.remove()
     base.set_attn_implementation(patch.attention)
     if patch.loss_was_set:
         base.loss_function = patch.plain_loss
@@ -306,7 +313,7 @@ class _Patch:
             content = fingerprint(batch) if compare else None
             longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.get_text_config().vocab_size, self.segments, self.positions.limits)
-        checkpointed = module.training and self.saved.install(module)
+        checkpointed = self.saved.install(module) if module.training else None
         parts = checkpointed and self.causal and 0 < self.saved.share < 1
         if parts and layout.beginning(1 - self.saved.share) is None:
             raise BatchError(
