@@ -320,7 +320,8 @@ def profiled(job: Job, way: Way) -> dict[str, float]:
 
 def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds of a step in which nothing but matrix products and attention takes time, from rates measured here: with
-    nothing computed twice; with the linear layers; and with a quarter of attention or all of it computed twice, too."""
+    nothing computed twice; with the linear layers, but for the last of each, whose result no gradient needs; and with a
+    quarter of attention or all of it computed twice, too."""
     config, ranks = job.base.config, job.ranks
     hidden, heads = config.hidden_size, config.num_attention_heads
     size = getattr(config, "head_dim", None) or hidden // heads
@@ -328,7 +329,10 @@ def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace)
     widths = [(hidden, heads * size), *[(hidden, config.num_key_value_heads * size)] * 2, (heads * size, hidden)]
     widths += [(hidden, config.intermediate_size)] * 2 + [(config.intermediate_size, hidden)]
     passes = 1 if arguments.lora else 2  # of a frozen weight no gradient is wanted
-    forward = sum(_product(own, *width, dtype, ranks) for width in widths)
+    products = [_product(own, *width, dtype, ranks) for width in widths]
+    forward = sum(products)
+    # what runs again ends before the last product, unless adapters come after it
+    again = forward if arguments.lora else forward - products[-1]
     backward = sum(
         _product(own, out, inner, dtype, ranks) + (passes - 1) * _product(inner, own, out, dtype, ranks)
         for inner, out in widths
@@ -351,9 +355,9 @@ def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace)
     once = config.num_hidden_layers * (forward + backward + attention + attention_back) + head
     return {
         "nothing recomputed": once,
-        "attention saved": once + config.num_hidden_layers * forward,
-        "half of attention saved": once + config.num_hidden_layers * (forward + attention / 4),
-        "all recomputed": once + config.num_hidden_layers * (forward + attention),
+        "attention saved": once + config.num_hidden_layers * again,
+        "half of attention saved": once + config.num_hidden_layers * (again + attention / 4),
+        "all recomputed": once + config.num_hidden_layers * (again + attention),
     }
 
 
