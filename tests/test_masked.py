@@ -90,17 +90,18 @@ def test_evaluation_and_prediction(ranks: Ranks, tmp_path: Path, name: str) -> N
         np.testing.assert_allclose(found["logits"][real], alone["logits"][real], rtol=0, atol=1e-5)
 
 
-def count_on_each_device_alone(rank: int, size: int, folder: str) -> None:
+def count_on_each_device_alone(rank: int, size: int, folder: str, steps: int) -> None:
     case = Case(model="bert")
-    trainers.make_trainer(case, folder, average_tokens_across_devices=False, gradient_accumulation_steps=1).train()
+    trainers.make_trainer(case, folder, average_tokens_across_devices=False, gradient_accumulation_steps=steps).train()
 
 
-def test_labels_that_were_not_counted_over_all_ranks_are_noticed(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [1, 4])
+def test_labels_that_were_not_counted_over_all_ranks_are_noticed(ranks: Ranks, tmp_path: Path, steps: int) -> None:
     """`Trainer` multiplies the loss by the number of processes only if it counted the labels of all of them."""
     with pytest.raises(RankError) as caught:
-        ranks(2).run(count_on_each_device_alone, str(tmp_path))
+        ranks(2).run(count_on_each_device_alone, str(tmp_path), steps)
     for error in caught.value.errors:
-        assert pytest.RaisesExc(BatchError, match="this batch alone has .* labels over all ranks").matches(error)
+        assert pytest.RaisesExc(BatchError, match="accumulated have .* labels over all ranks").matches(error)
 
 
 def masking_collator() -> DataCollatorForLanguageModeling:
@@ -326,3 +327,20 @@ def test_under_autocast_the_head_runs_as_in_one_process(name: str) -> None:
         loss.backward()
         losses.append(loss.detach().float())
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
+
+
+def read_with_workers(rank: int, size: int, folder: str) -> list[int]:
+    """What the ranks of a group read when workers draw at random what is masked."""
+    reset_accelerate()
+    trainer = trainers.make_trainer(Case(model="bert", data=2, burst=2), folder, dataloader_num_workers=2)
+    trainer.data_collator = draw_one
+    return [int(batch["drawn"][0]) for batch in trainer.get_train_dataloader()]
+
+
+def draw_one(rows: list[Any]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(len(rows), 1), "drawn": torch.randint(10**9, (1,)).expand(len(rows))}
+
+
+def test_workers_of_a_group_draw_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    first, second, third, fourth = ranks(4).run(read_with_workers, str(tmp_path))
+    assert first == second != third == fourth

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
+from transformers.trainer_utils import seed_worker
 
 from ..errors import BatchError, ConfigError
 from ..mesh import CP_DIM, ContextGroup
@@ -156,6 +158,10 @@ class _Shared:
         """`Accelerator.prepare_data_loader`; every rank of a group reads the same batches."""
         _check_data_loader(data_loader, self.accelerator.dispatch_batches)
         self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
+        seeded = data_loader.worker_init_fn
+        if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group draw the same
+            group = self.accelerator.process_index // self.size
+            data_loader.worker_init_fn = partial(seed_worker, **{**seeded.keywords, "rank": group})
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

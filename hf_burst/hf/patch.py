@@ -193,6 +193,8 @@ class _Patch:
         head ([`DeferringHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
         forwards (`int`): Sharded forward passes so far.
         explicit (`bool`): Whether the latest batch arrived sharded.
+        accumulated (`tuple[float, int]`): The `num_items_in_batch` of the latest batch, and how many labels of it have
+            come so far, for classes that average by themselves.
     """
 
     config: BurstConfig
@@ -212,6 +214,7 @@ class _Patch:
     head: DeferringHead | None = None
     forwards: int = 0
     explicit: bool = False
+    accumulated: tuple[float, int] = (0.0, 0)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its patch along, and the attention must be known where it is loaded."""
@@ -250,7 +253,8 @@ class _Patch:
         self.explicit = call.explicit
         items = facts["num_items_in_batch (labels of all ranks)"]
         if items is not None and self.averages and counted is not None:
-            items = prepared["num_items_in_batch"] = _items_of_batch(module, mine if call.explicit else tokens, items)
+            prepared["num_items_in_batch"] = self._items_of_batch(module, mine if call.explicit else tokens, items)
+            items = prepared["num_items_in_batch"]
         if counted is not None and tokens == 0 and not items:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}{' (after the shift by one token)' * self.causal}, so "
@@ -265,6 +269,30 @@ class _Patch:
         if group.size > 1 or module.training:  # one process may go on to generate from the cache
             prepared["use_cache"] = False
         return (), {**prepared, _CALL: replace(call, tokens=tokens)}
+
+    def _items_of_batch(self, module: PreTrainedModel, labels: int, given: float) -> int:
+        """What `num_items_in_batch` would be for this batch alone: a class that computes its loss itself averages every
+        batch by itself, and `Trainer`, which does not know, counts the labels of all accumulated batches.
+
+        Args:
+            module (`PreTrainedModel`): The model.
+            labels (`int`): Those that this rank counts.
+            given (`float`): `num_items_in_batch`.
+        """
+        total = torch.tensor(labels, device=next(module.parameters()).device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+        if not module.training:
+            return int(total)
+        before = self.accumulated[1] if self.accumulated[0] == given else 0
+        counted = before + int(total)
+        self.accumulated = (given, counted if counted < given else 0)
+        if counted > given:
+            raise BatchError(
+                f"num_items_in_batch is {given:g}, and the batches that were accumulated have {counted} labels over "
+                "all ranks. Count those of all ranks, as Trainer does unless average_tokens_across_devices=False."
+            )
+        return int(total)
 
     def _prepare(
         self, module: PreTrainedModel, batch: dict[str, Any], group: ContextGroup
@@ -429,26 +457,6 @@ def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
     if module.training or any(batch.get(key) is not None for key in ("labels", "shift_labels", LAYOUT_KEY)):
         return False
     return batch.get("past_key_values") is not None or bool(batch.get("use_cache"))
-
-
-def _items_of_batch(module: PreTrainedModel, labels: int, given: float) -> int:
-    """What `num_items_in_batch` would be for this batch alone: a class that computes its loss itself averages every
-    batch by itself, and `Trainer`, which does not know, counts the labels of all accumulated batches.
-
-    Args:
-        module (`PreTrainedModel`): The model.
-        labels (`int`): Those that this rank counts.
-        given (`float`): `num_items_in_batch`.
-    """
-    total = torch.tensor(labels, device=next(module.parameters()).device)
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(total)
-    if given < total:
-        raise BatchError(
-            f"num_items_in_batch is {given:g}, and this batch alone has {int(total)} labels over all ranks. Count "
-            "those of all ranks, as Trainer does unless average_tokens_across_devices=False."
-        )
-    return int(total)
 
 
 def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:

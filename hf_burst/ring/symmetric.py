@@ -238,7 +238,10 @@ class Symmetric:
         """See [`Exchange.move`]; one kernel reads from all peers."""
         segments = self.arena.channels[channel]
         turn = segments.published - 1
-        key = (moves, turn % segments.count, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into))
+        inline = not self.aside and self.arena.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.arena.device) if inline else None  # on which a new table arrives
+        shapes = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
+        key = (moves, turn % segments.count, stream, *shapes)
         table = segments.tables.get(key)
         if table is None:
             table = self._table(segments, turn, moves, sources, into)
