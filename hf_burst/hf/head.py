@@ -133,8 +133,8 @@ class DeferredLogits:
         return self._then("getitem", key) if vocabulary else self.whole[key]
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("head", "hidden", "steps", "autocast") or name.startswith("__"):
-            raise AttributeError(name)  # a copy that is being made
+        if name in ("head", "hidden", "steps", "autocast") or name.startswith("_"):
+            raise AttributeError(name)  # of a copy that is being made, or of what is no tensor
         return partial(self._then, name) if name in _METHODS else getattr(self.whole, name)
 
     @classmethod
