@@ -9,7 +9,6 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,8 +74,7 @@ def linear_loss_sum(
 
 def _learned(score: Score, hidden: torch.Tensor) -> list[torch.Tensor]:
     """The leaves of the graph of a score."""
-    with _uncached(hidden.device.type):
-        logits = score(hidden.detach().flatten(0, -2)[None, :1])
+    logits = score(hidden.detach().flatten(0, -2)[None, :1])
     open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, torch.Tensor]()
     while open_nodes:
         node = open_nodes.pop()
@@ -87,12 +85,6 @@ def _learned(score: Score, hidden: torch.Tensor) -> list[torch.Tensor]:
             leaves[id(node.variable)] = node.variable
         open_nodes += [following for following, _ in node.next_functions]
     return list(leaves.values())
-
-
-def _uncached(kind: str) -> AbstractContextManager[Any]:
-    """Autocast as it is, but a cast weight that it remembered would belong to the graph of another chunk."""
-    enabled = torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=enabled, cache_enabled=False)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -143,7 +135,7 @@ def _by_chunks(
     rows = max(1, _LOGITS // vocabulary)
     for start in range(0, len(hidden), rows):
         here = slice(start, start + rows)
-        with torch.set_grad_enabled(wanted or bool(parameters)), _uncached(hidden.device.type):
+        with torch.set_grad_enabled(wanted or bool(parameters)):
             some = hidden[None, here].requires_grad_(wanted)
             loss = token_loss_sum(score(some), targets[None, here])
         total += loss.detach()

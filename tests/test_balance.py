@@ -181,3 +181,25 @@ def test_what_fills_the_last_chunk_is_a_document_of_its_own():
 def test_owners_that_give_ranks_different_shares_are_refused(owners):
     with pytest.raises(ShardingError, match=r"as many, and at least one\. Name the rank, 0 to 1"):
         SequenceLayout.for_batch([(0, 32)], 2, owners)
+
+
+@pytest.mark.parametrize("stretches", [1, 2, 4])
+@pytest.mark.parametrize("chunking", ["balanced", "zigzag", "contiguous"])
+def test_every_stretch_is_dealt_out_by_itself(stretches: int, chunking: str) -> None:
+    bounds = (0, 700, 41_000, 43_000, 65_536 + 7)
+    layout = SequenceLayout.for_batch([bounds], 4, chunking, stretches=stretches)
+    each = len(layout.owners) // stretches
+    for start in range(0, len(layout.owners), each):
+        part = layout.owners[start : start + each]
+        assert {part.count(rank) for rank in range(4)} == {each // 4}
+    if chunking == "balanced":
+        assert layout.imbalance < 0.05
+        assert each > 8 or stretches == 4, "chunks were dealt out; four zigzags are even enough"
+    for index in range(1, stretches):
+        beginning = layout.beginning(index / stretches)
+        assert beginning is not None
+        assert beginning.length == layout.length * index // stretches
+        assert beginning.owners == layout.owners[: len(beginning.owners)]
+        for rank in range(4):
+            assert layout.indices(rank)[: beginning.length // 4].equal(beginning.indices(rank))
+    assert layout.beginning(1 / 3) is None

@@ -62,7 +62,6 @@ class DeferredLogits:
 
         if "whole" in vars(self):
             return token_loss_sum(self.whole, targets)
-
         return self._within(compute)
 
     @cached_property
