@@ -253,12 +253,14 @@ class Found(NamedTuple):
         lse (`torch.Tensor` of shape `(B, rows, Hq)`): The log-sum-exps.
         beginning ([`SequenceLayout`], *optional*): Of the tokens whose rows are missing.
         settings (`tuple`): What the operator was asked for.
+        version (`int`): How often the outputs had been changed in place by then.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     beginning: SequenceLayout | None
     settings: tuple[Any, ...]
+    version: int
 
 
 class Memory:
@@ -285,6 +287,11 @@ class Memory:
                     "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "
                     "BurstConfig(attention_keep=0.0)."
                 )
+            if known.out._version != known.version:
+                raise KernelError(
+                    "A checkpointed layer changed what its attention returned in place, so that it is not there when "
+                    "the layer runs again. Change a copy, or keep nothing: BurstConfig(attention_keep=0.0)."
+                )
             again: torch.Tensor = _Attention.apply(q, k, v, *others, known)[0]
             return again
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, *others)
@@ -295,13 +302,12 @@ class Memory:
 
     def _kept(self, out: torch.Tensor, lse: torch.Tensor, encoded: torch.Tensor, settings: tuple[Any, ...]) -> Found:
         causal = settings[1][0]
-        if self.share == 1 or not causal:
-            return Found(out, lse, None, settings)
-        beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share)
-        if beginning is None:
-            return Found(out, lse, None, settings)
-        rows = beginning.length // beginning.ranks
-        return Found(out[:, rows:].clone(), lse[:, rows:].clone(), beginning, settings)
+        parts = causal and self.share < 1
+        beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share) if parts else None
+        if beginning is not None:
+            rows = beginning.length // beginning.ranks
+            out, lse = out[:, rows:].clone(), lse[:, rows:].clone()
+        return Found(out, lse, beginning, settings, out._version)
 
 
 class _Attention(torch.autograd.Function):

@@ -249,10 +249,6 @@ def checkpoint_other_layers(rank: int, size: int) -> None:
     model(**models.make_batch("plain"))
 
 
-def keep_half_of_an_encoder() -> None:
-    hf_burst.patch_model(models.make_model("bert"), hf_burst.BurstConfig(attention_keep=0.5))
-
-
 def test_attention_without_a_graph_is_not_remembered() -> None:
     memory, q = Memory(1.0), torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True)
     layout = hf_burst.SequenceLayout.for_batch([(0, 8)], 1).encode()
@@ -268,6 +264,11 @@ def test_attention_without_a_graph_is_not_remembered() -> None:
     memory.next = 0
     with pytest.raises(KernelError, match="in another order"):
         memory.attention(q[:, :4], q[:, :4], q[:, :4], *settings)
+    memory.next = 0
+    with torch.no_grad():
+        outs[0].mul_(2)
+    with pytest.raises(KernelError, match="in place"):
+        memory.attention(q, q, q, *settings)
 
 
 def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
@@ -280,8 +281,11 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="2 layers, 2 of which keep") as caught:
         ranks(2).run(checkpoint_other_layers)
     assert all(error is not None for error in caught.value.errors)
+    encoder = models.make_model("bert")
+    before = encoder.config._attn_implementation
     with pytest.raises(ConfigError, match="sees the rest"):
-        keep_half_of_an_encoder()
+        hf_burst.patch_model(encoder, hf_burst.BurstConfig(attention_keep=0.5))
+    assert encoder.config._attn_implementation == before, "nothing was changed"
     with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
         hf_burst.BurstConfig(attention_keep=0.3)
 

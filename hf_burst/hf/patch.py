@@ -93,6 +93,12 @@ def patch_model(
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_model(base)
     check_balance(base)
+    causal = is_causal(base)
+    if not causal and config is not None and 0 < config.attention_keep < 1:
+        raise ConfigError(
+            f"BurstConfig.attention_keep is {config.attention_keep}, and the first part of a sequence of "
+            f"{type(base).__name__} sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
+        )
     register()
     previous = base.config._attn_implementation
     base.set_attn_implementation(NAME)
@@ -102,12 +108,6 @@ def patch_model(
         )
     given = None if mesh is None else ContextGroup.from_mesh(mesh)
     loss_was_set = "_loss_function" in vars(base)
-    causal = is_causal(base)
-    if not causal and config is not None and 0 < config.attention_keep < 1:
-        raise ConfigError(
-            f"BurstConfig.attention_keep is {config.attention_keep}, and the first part of a sequence of "
-            f"{type(base).__name__} sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
-        )
     patch = _Patch(
         config=config or BurstConfig(),
         given=given,
