@@ -92,7 +92,12 @@ def test_evaluation_and_prediction(ranks: Ranks, tmp_path: Path, name: str) -> N
 
 def count_on_each_device_alone(rank: int, size: int, folder: str, steps: int) -> None:
     case = Case(model="bert")
-    trainers.make_trainer(case, folder, average_tokens_across_devices=False, gradient_accumulation_steps=steps).train()
+    settings = {"average_tokens_across_devices": False, "gradient_accumulation_steps": steps}
+    trainer = trainers.make_trainer(case, folder, **settings)
+    try:
+        trainer.train()
+    finally:
+        assert trainer.state.global_step == 0, "weights were changed before"
 
 
 @pytest.mark.parametrize("steps", [1, 4])
