@@ -320,6 +320,41 @@ def test_the_host_does_not_wait_for_a_new_packing(gpus: Ranks) -> None:
     gpus(min(GPUS, 2)).run(attend_without_waiting)
 
 
+def capture_a_packed_call(rank: int, size: int) -> None:
+    """Warmed up on another stream, as torch advises; many packings later the graph has boundaries of its own."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1024, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    group, config = hf_burst.ContextGroup.from_mesh(None), hf_burst.BurstConfig(kernel="torch_flash")
+
+    def attend(cut: int) -> list[torch.Tensor]:
+        layout = hf_burst.SequenceLayout.for_batch([(0, cut, 1024)], 1)
+        out, _ = hf_burst.burst_attention(q, k, v, layout, group, config=config)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attend(100)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attend(100)
+    for cut in range(101, 200):
+        attend(cut)
+    with torch.no_grad():
+        for tensor in (q, k, v):
+            tensor.copy_(torch.randn(tensor.shape, device="cuda", generator=generator))
+    graph.replay()
+    for one, wanted in zip(found, attend(100), strict=True):
+        torch.testing.assert_close(one, wanted)
+
+
+def test_a_packed_call_can_be_captured(gpus: Ranks) -> None:
+    gpus(1).run(capture_a_packed_call)
+
+
 def lose_a_rank(rank: int, port: int, transport: str) -> None:
     """The last of two ranks dies between two passes."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
@@ -458,7 +493,7 @@ def train(rank: int, size: int, name: str, patched: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "bert", "modernbert"])
 def test_a_patched_model_trains_as_on_one_gpu(gpus: Ranks, name: str) -> None:
     plain = gpus(1).run(train, name, False)[0]
     for losses in gpus(min(GPUS, 4)).run(train, name, True):

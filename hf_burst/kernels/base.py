@@ -200,11 +200,16 @@ class Kernel(Protocol):
 def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers as a tensor on a device. What follows on the current stream waits for the copy, the host does not.
 
-    A CUDA graph would copy them again when they are no longer there: while one is captured, the host waits, which torch
-    refuses.
+    A CUDA graph that is captured would copy them from where they no longer are when it is replayed: there kernels write
+    them, one number each.
     """
-    behind = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    return torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=behind).to(device, non_blocking=behind)
+    host = torch.tensor(numbers, dtype=dtype, device="cpu")
+    if device.type != "cuda":
+        return host.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        each = [torch.full((), number, dtype=dtype, device=device) for number in host.flatten().tolist()]
+        return torch.stack(each).view(host.shape)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def project_out(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -203,7 +203,9 @@ def dense_call(piece: Piece) -> tuple[Lengths, Window]:
 def varlen_call(band: Band, q: torch.Tensor) -> tuple[Lengths, Window]:
     """Documents, in each of which there are as many rows as columns."""
     stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
-    bounds, longest = _documents(band, q.shape[0], q.device, stream)
+    # a CUDA graph outlives what is remembered here
+    documents = _documents.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _documents
+    bounds, longest = documents(band, q.shape[0], q.device, stream)
     lengths = (bounds, bounds, longest, longest)
     if band.low == 0 and band.high is None:
         return lengths, (True, None, None)

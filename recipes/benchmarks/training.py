@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -53,6 +53,20 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "llama-1b": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
@@ -133,44 +147,102 @@ def stock(job: Job, backend: str) -> Iterator[Loss]:
     if not job.ranks.cuda:
         raise ConfigError("context_parallel knows CUDA kernels only")
     from accelerate.big_modeling import _attach_context_parallel_hooks
-    from liger_kernel.transformers.model import llama, qwen3
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    forward = (qwen3 if isinstance(job.base, Qwen3ForCausalLM) else llama).lce_forward
     before = {module: set(module._forward_pre_hooks) for module in job.base.modules()}
     job.base.set_attn_implementation("sdpa")
-    job.base.forward = MethodType(forward, job.base)
     _attach_context_parallel_hooks(job.base)
     set_rotate_method("allgather")
     kernel = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if backend == "cudnn" else nullcontext()
 
     def loss(job: Job) -> torch.Tensor:
-        ids, length = job.tokens.clone(), job.tokens.shape[1]
-        labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
-        positions = torch.arange(length, device=ids.device)[None]
-        buffers = [ids, labels, positions]
+        buffers = whole_batch(job)
         inside.enter_context(context_parallel(job.mesh, buffers=buffers, buffer_seq_dims=[1] * 3))
-        found = job.model(
-            input_ids=ids,
-            position_ids=positions,
-            labels=labels,
-            shift_labels=labels,
-            num_items_in_batch=job.items,
-            use_cache=False,
-        ).loss
-        return found * job.ranks.size
+        return shard_loss(job, *buffers)
 
     try:
-        with kernel, ExitStack() as inside:
+        with kernel, fused_loss(job), ExitStack() as inside:
             yield loss
     finally:
-        del job.base.forward
         for module, known in before.items():
             for key in set(module._forward_pre_hooks) - known:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@contextmanager
+def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
+    """DeepSpeed's Ulysses in the place of an attention of Transformers, contiguous shards, and Liger's fused loss."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    job.base.set_attn_implementation(kernel)
+    plain = ALL_ATTENTION_FUNCTIONS[kernel]
+    ALL_ATTENTION_FUNCTIONS[kernel] = ulysses(job.base, kernel, job.ranks.size)
+
+    def loss(job: Job) -> torch.Tensor:
+        return shard_loss(job, *(whole.chunk(job.ranks.size, 1)[job.ranks.rank] for whole in whole_batch(job)))
+
+    cudnn = job.ranks.cuda and kernel == "sdpa"
+    try:
+        with fused_loss(job), sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext():
+            yield loss
+    finally:
+        ALL_ATTENTION_FUNCTIONS[kernel] = plain
+
+
+@cache
+def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any]:
+    """What DeepSpeed registers for a model; made once, with a process group of its own."""
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.parallel_state_sp import _release_sequence_parallel_groups
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    _release_sequence_parallel_groups()  # another kernel's, which keeps them itself
+    plain = ALL_ATTENTION_FUNCTIONS[kernel]
+    UlyssesSPAttentionHF.register_with_transformers(model, kernel, size, micro_batch_size=1)
+    registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[kernel]
+    ALL_ATTENTION_FUNCTIONS[kernel] = plain
+    return registered
+
+
+@contextmanager
+def fused_loss(job: Job) -> Iterator[None]:
+    """Liger's forward in the place of the model's, as its users have it; on CPUs, which it does not run on, nothing."""
+    if job.ranks.cuda:
+        from liger_kernel.transformers.model import llama, qwen3
+
+        job.base.forward = MethodType(
+            (qwen3 if isinstance(job.base, Qwen3ForCausalLM) else llama).lce_forward, job.base
+        )
+    try:
+        yield
+    finally:
+        vars(job.base).pop("forward", None)
+
+
+def whole_batch(job: Job) -> list[torch.Tensor]:
+    """Tokens, labels shifted before they are cut, and positions."""
+    ids, length = job.tokens.clone(), job.tokens.shape[1]
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    return [ids, labels, torch.arange(length, device=ids.device)[None]]
+
+
+def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A rank's share of the loss, times the ranks, over which gradients are averaged."""
+    found = job.model(
+        input_ids=ids,
+        position_ids=positions,
+        labels=labels,
+        shift_labels=labels,
+        num_items_in_batch=job.items,
+        use_cache=False,
+    ).loss
+    return found * job.ranks.size
 
 
 CONTENDERS: dict[str, Way] = {
@@ -179,6 +251,8 @@ CONTENDERS: dict[str, Way] = {
     "hf_burst, attention recomputed": partial(burst, keep=0.0),
     "accelerate context parallelism": partial(stock, backend="default"),
     "accelerate context parallelism, cuDNN": partial(stock, backend="cudnn"),
+    "DeepSpeed Ulysses, cuDNN": partial(deepspeed, kernel="sdpa"),
+    "DeepSpeed Ulysses, flash-attn 4": partial(deepspeed, kernel="flash_attention_4"),
 }
 
 
@@ -407,6 +481,8 @@ def summary(rows: Sequence[dict[str, Any]], work: float, roof: dict[str, float],
         "hf_burst, attention recomputed": "all recomputed",
         "accelerate context parallelism": "all recomputed",
         "accelerate context parallelism, cuDNN": "all recomputed",
+        "DeepSpeed Ulysses, cuDNN": "all recomputed",
+        "DeepSpeed Ulysses, flash-attn 4": "all recomputed",
     }
     found = []
     for row in rows:
