@@ -392,10 +392,9 @@ def profiled(job: Job, way: Way) -> dict[str, float]:
     return spent | {"nothing": found["seconds"] - sum(spent.values())}
 
 
-def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds of a step in which nothing but matrix products and attention takes time, from rates measured here: with
-    nothing computed twice; with the linear layers, but for the last of each, whose result no gradient needs; and with a
-    quarter of attention or all of it computed twice, too."""
+def parts_of_limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of what a step cannot do without, of all layers, measured here. What is computed again in the linear
+    layers is all but the last product, whose result no gradient needs (unless adapters come after it)."""
     config, ranks = job.base.config, job.ranks
     hidden, heads = config.hidden_size, config.num_attention_heads
     size = getattr(config, "head_dim", None) or hidden // heads
@@ -405,7 +404,6 @@ def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace)
     passes = 1 if arguments.lora else 2  # of a frozen weight no gradient is wanted
     products = [_product(own, *width, dtype, ranks) for width in widths]
     forward = sum(products)
-    # what runs again ends before the last product, unless adapters come after it
     again = forward if arguments.lora else forward - products[-1]
     backward = sum(
         _product(own, out, inner, dtype, ranks) + (passes - 1) * _product(inner, own, out, dtype, ranks)
@@ -426,12 +424,27 @@ def limits(job: Job, length: int, native: Native, arguments: argparse.Namespace)
     out = native.attend(q, k, v, mask)
     dout = torch.randn_like(out)
     attention_back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), ranks)
-    once = config.num_hidden_layers * (forward + backward + attention + attention_back) + head
+    layers = config.num_hidden_layers
+    return {
+        "products forward": layers * forward,
+        "products backward": layers * backward,
+        "products again": layers * again,
+        "head": head,
+        "attention forward": layers * attention,
+        "attention backward": layers * attention_back,
+    }
+
+
+def limits(parts: dict[str, float]) -> dict[str, float]:
+    """Seconds of a step in which nothing but matrix products and attention takes time: with nothing computed twice;
+    with the linear layers; and with a quarter of attention or all of it computed twice, too."""
+    once = sum(seconds for name, seconds in parts.items() if name != "products again")
+    again, attention = parts["products again"], parts["attention forward"]
     return {
         "nothing recomputed": once,
-        "attention saved": once + config.num_hidden_layers * again,
-        "half of attention saved": once + config.num_hidden_layers * (again + attention / 4),
-        "all recomputed": once + config.num_hidden_layers * (again + attention),
+        "attention saved": once + again,
+        "half of attention saved": once + again + attention / 4,
+        "all recomputed": once + again + attention,
     }
 
 
@@ -546,19 +559,21 @@ def main() -> int:
         "lora": arguments.lora,
         "liger": arguments.liger,
         "kernel": native.name,
+        "parts_of_limits": {},
         "limits": {},
         "results": [],
     }
     for length in sorted(arguments.lengths):
-        roof = limits(job, length, native, arguments)
-        result["limits"][str(length)] = roof
+        parts = parts_of_limits(job, length, native, arguments)
+        roof = limits(parts)
+        result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, roof
         before = result["results"]
         for rows in measure(job, length, arguments):
             result["results"] = [*before, *summary(rows, flops(job, length, arguments.lora), roof, ranks)]
             if arguments.out is not None and ranks.rank == 0:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    ranks.say(json.dumps(result["limits"]))
+    ranks.say(json.dumps(result["parts_of_limits"]))
     ranks.say(table(result))
     ranks.close()
     return 0
