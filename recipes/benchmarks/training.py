@@ -13,6 +13,7 @@ measured.
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -454,19 +455,24 @@ def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ran
     return _seconds(lambda: one @ other.T, ranks)
 
 
-def _seconds(function: Callable[[], Any], ranks: Ranks, calls: int = 5) -> float:
-    """The median time of a call on the slowest rank."""
-    function()
-    times = []
-    for _ in range(calls):
+def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2) -> float:
+    """The time of one of many calls in a row, which take so many seconds together, on the slowest rank: a device that
+    is kept busy runs slower than one that was idle before."""
+
+    def run(calls: int) -> float:
         if ranks.cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        function()
+        for _ in range(calls):
+            function()
         if ranks.cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return float(ranks.largest(torch.tensor([statistics.median(times)], dtype=torch.float64))[0])
+        return (time.perf_counter() - start) / calls
+
+    run(1)
+    once = run(2)
+    found = run(max(3, math.ceil(at_least / once)))
+    return float(ranks.largest(torch.tensor([found], dtype=torch.float64))[0])
 
 
 def flops(job: Job, length: int, lora: bool) -> float:
