@@ -8,8 +8,9 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from .errors import BatchError, ConfigError, KernelError, ShardingError
 from .kernels import Kernel, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Layer, Machine, Mask, Shapes, assign, choose, cut, name_of
+from .plan import Layer, Machine, Mask, Shapes, Sharding, assign, choose, cut, name_of
 from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
 from .ring.replay import Pass, recorded, recurs
 from .ring.symmetric import Symmetric
@@ -97,12 +98,47 @@ def burst_attention(
         prepare(config.schedule, config.kernel, q.device, group)
     elif error is not None:
         raise error
+    schedule = schedule_for(config, q, k, v, layout, group, (causal, window, chunk))
     out, lse, _ = torch.ops.hf_burst.attention(
         *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
-        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, config.schedule),
+        *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, schedule),
         *(config.transport, config.record, group.name),
     )
     return out, lse
+
+
+def schedule_for(
+    config: BurstConfig,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: SequenceLayout,
+    group: ContextGroup,
+    mask: tuple[bool, int | None, int | None],
+) -> str:
+    """The schedule to ask the operator for: the one of the config, or for `"auto"` what the cost model prefers for the
+    documents of this batch and the owners of its chunks.
+
+    While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then takes
+    what is best for one whole document of that length.
+
+    Args:
+        config ([`BurstConfig`]): What was asked for.
+        q (`torch.Tensor`): As in [`burst_attention`], like `k` and `v`: of interest for shapes and dtype.
+        k (`torch.Tensor`): See q.
+        v (`torch.Tensor`): See q.
+        layout ([`SequenceLayout`]): How the batch lies over the ranks.
+        group ([`ContextGroup`]): The ranks, all of which call it: the first time they agree on what machine they run.
+        mask (`tuple[bool, int, int]`): Causal, window and chunk, as in [`SequenceLayout.masks`].
+    """
+    if config.schedule != "auto" or group.size == 1 or torch.compiler.is_compiling():
+        return config.schedule
+    machine = _machine("auto", config.kernel, q.device, group)
+    assert machine is not None, "there are several ranks, and they choose"
+    masks = layout.masks(*mask)
+    return name_of(
+        _chosen(config.transport, _sizes(q, k, v), masks, layout.sharding, q.dtype, machine, group), group.size
+    )
 
 
 _before = globals().get("_library")
@@ -541,8 +577,8 @@ def _route(
     members: ContextGroup,
     machine: Machine | None,
 ) -> Route:
-    """The schedule asked for, or the one that the cost model prefers for one whole document of that length: documents
-    are another in every batch, and no reason to go another way (or, in a graph, to compile anew)."""
+    """The schedule asked for, or the one that the cost model prefers for one whole document of that length, where the
+    documents of a batch are not known."""
     if schedule != "auto":
         return _named(schedule, sizes, members.size)
     if machine is None:
@@ -550,8 +586,8 @@ def _route(
     batch, tokens = int(batch), int(tokens)  # which makes a graph one of this length
     causal, window, chunk = mask
     back = min([reach for reach in (window, chunk - 1) if reach >= 0], default=None)
-    whole = Mask(tokens * members.size, causal, back)
-    return _chosen(transport, sizes, (whole,) * batch, dtype, machine, members)
+    masks = (Mask(tokens * members.size, causal, back),) * batch
+    return _chosen(transport, sizes, masks, cut(masks[0].length, assign(masks, members.size)), dtype, machine, members)
 
 
 @lru_cache(maxsize=64)
@@ -571,21 +607,29 @@ def _chosen(
     transport: str,
     sizes: HeadSizes,
     masks: tuple[Mask, ...],
+    sharding: Sharding,
     dtype: torch.dtype,
     machine: Machine,
     members: ContextGroup,
 ) -> Route:
-    ranks = members.size
     shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    layer = Layer(masks, cut(masks[0].length, assign(masks, ranks)), shapes)
-    choice = choose("auto", layer, machine, transport)
+    choice = choose("auto", Layer(masks, sharding, shapes), machine, transport)
     if members.rank == 0:
-        logger.info(
-            "hf_burst runs %s for %d x %d tokens, %d query and %d key heads (%s)",
-            *(name_of(choice.route, ranks), len(masks), masks[0].length, sizes.q_heads, sizes.kv_heads, choice.reason),
+        name, rows, tokens = name_of(choice.route, members.size), len(masks), masks[0].length
+        logger.log(
+            next(_levels(name, rows, tokens, sizes)),
+            "hf_burst runs %s for %d x %d tokens, %d query and %d key heads, %d documents (%s)",
+            *(name, rows, tokens, sizes.q_heads, sizes.kv_heads),
+            *(sum(len(mask.documents) - 1 for mask in masks), choice.reason),
         )
         logger.debug("%s", choice.table)
     return choice.route
+
+
+@lru_cache(maxsize=64)
+def _levels(schedule: str, rows: int, tokens: int, sizes: HeadSizes) -> Iterator[int]:
+    """How loudly a choice is logged: documents are others in every batch, and news the first time only."""
+    return chain([logging.INFO], repeat(logging.DEBUG))
 
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:

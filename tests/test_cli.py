@@ -41,7 +41,7 @@ def test_the_doctor_in_one_process(tmp_path):
     assert "  cpu_flash: can" in report
     assert "cost model: built in" in report
     assert "hf-burst doctor --calibrate" in report
-    assert "8 query and 2 key heads of 64, 1 x 4096 tokens over 4 ranks, 4 a host" in report
+    assert "8 query and 2 key heads of 64, 1 x 4096 tokens in 1 document over 4 ranks, 4 a host" in report
     for name in ("kv_ring", "burst", "all_gather", "ulysses_2+kv_ring"):
         assert re.search(rf"^  {re.escape(name)} +[\d.]+ ms", report, re.MULTILINE), name
     assert report.count("taken: ") == 1
@@ -73,7 +73,8 @@ def test_the_doctor_on_two_ranks_measures_and_remembers(tmp_path):
         (["--length", "0"], "--length is 0; it must be at least 1"),
         (["--ranks", "4", "--schedule", "ulysses_3+burst"], "'ulysses_3+burst' cannot run"),
         (["--ranks", "4", "--schedule", "spiral"], "no schedule 'spiral'"),
-        (["--ranks", "4", "--length", "5"], "too short for 4 ranks"),
+        (["--ranks", "4", "--length", "3"], "too short for 4 ranks"),
+        (["--documents", "7", "0"], "--documents are [7, 0]; give lengths of at least 1"),
         (["--ranks", "4", "--ranks-per-host", "3"], "4 ranks do not lie on hosts of 3 each"),
     ],
 )
@@ -102,6 +103,19 @@ def test_a_schedule_that_is_asked_for_is_compared(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     assert main(["doctor", *SHORT, "--ranks", "4", "--schedule", "burst", "--window", "100"]) == 0
     assert re.search(r"^  burst .*taken: asked for$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_table_is_for_the_documents_that_are_given(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    taken = []
+    for documents in ([], ["--documents", "16", "20"]):
+        options = ["--ranks", "4", "--q-heads", "8", "--kv-heads", "4", "--head-dim", "16", "--length", "4096"]
+        assert main(["doctor", *options, *documents]) == 0
+        report = capsys.readouterr().out
+        assert f"in {'228 documents' if documents else '1 document'} over 4 ranks" in report
+        taken.append(re.search(r"^  (\S+) .*taken: ", report, re.MULTILINE)[1])
+    assert taken[0] != taken[1] == "kv_ring"
 
 
 def test_words_that_mean_nothing_end_with_how_to_call_it(capsys):

@@ -4,16 +4,20 @@ import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import hf_burst
+from hf_burst.calibrate import machine_for
 from hf_burst.errors import ConfigError, UnsupportedModelError
 from hf_burst.hf import support
 from hf_burst.hf.batch import fingerprint
+from hf_burst.plan import Layer, Shapes, choose, name_of
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -488,3 +492,49 @@ def scale_all_positions(rank: int, size: int) -> None:
 
 def test_phimoe_scales_by_the_longest_position_whatever_its_type(ranks: Ranks) -> None:
     ranks(2).run(scale_all_positions)
+
+
+class SchedulesAsked(TorchDispatchMode):
+    """Notes what schedule the operators are asked for, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.hf_burst.attention.default, torch.ops.hf_burst.attention_backward.default):
+            self.found.append(args[-4])
+        return func(*args, **(kwargs or {}))
+
+
+def choose_by_documents(rank: int, size: int) -> None:
+    """One long document and many short ones of the same batch shape, in turns, with layers that run twice."""
+    model = hf_burst.patch_model(models.make_model("llama_yarn", torch.float64), hf_burst.BurstConfig())
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    length = 256
+    whole = hf_burst.SequenceLayout.for_batch([(0, length)], size)
+    short = hf_burst.SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
+    group = hf_burst.ContextGroup.from_mesh(None)
+    machine = machine_for(group, torch.device("cpu"))
+    wanted = []
+    for layout in (whole, short):
+        layer = Layer(layout.masks(True, None), layout.sharding, Shapes(4, 4, 8, 8, 8, 8))
+        wanted.append(name_of(choose("auto", layer, machine).route, size))
+    assert wanted[0] != wanted[1], "documents make no difference here"
+    ids = torch.arange(length)[None] % models.VOCABULARY
+    for _ in range(2):
+        for layout, name in zip((whole, short), wanted, strict=True):
+            positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(layout.documents[0])])[None]
+            with SchedulesAsked() as asked:
+                model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+            assert len(asked.found) >= 4
+            assert set(asked.found) == {name}
+    with SchedulesAsked() as asked:
+        q = torch.randn(1, length // size, 4, 8, dtype=torch.float64)
+        hf_burst.burst_attention(q, q, q, short, group)
+        hf_burst.burst_attention(q, q, q, short, group, config=hf_burst.BurstConfig(schedule="burst"))
+    assert asked.found == [wanted[1], "burst"]
+
+
+def test_a_schedule_is_chosen_for_the_documents_of_the_batch(ranks: Ranks) -> None:
+    ranks(4).run(choose_by_documents)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, cycle, takewhile
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ..calibrate import calibrate, default_kernel, machine_for, machine_of, prof
 from ..errors import BurstError, ConfigError
 from ..kernels import explain_kernels
 from ..mesh import ContextGroup
-from ..plan import Layer, Machine, Mask, Shapes, choose, make_sharding
+from ..plan import Layer, Machine, Mask, Shapes, assign, choose, cut
 
 _PACKAGES = (
     *("hf_burst", "torch", "transformers", "accelerate", "trl", "peft"),
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     example.add_argument("--length", type=int, default=131072, help="tokens over all ranks (default %(default)s)")
     example.add_argument("--batch", type=int, default=1, help="sequences (default %(default)s)")
     example.add_argument("--window", type=int, help="tokens that a query sees backwards (default all)")
+    example.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="lengths of packed documents, again and again until the sequence is full (default one document)",
+    )
     example.add_argument("--ranks", type=int, help="ranks (default those of this launch, or this host's GPUs, or 2)")
     example.add_argument("--ranks-per-host", type=int, help="ranks on one host (default as many as it has GPUs)")
     example.add_argument("--schedule", default="auto", help="a schedule to compare with the others (default auto)")
@@ -94,6 +102,8 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if any(size < 1 for size in arguments.documents or ()):
+        problems.append(f"--documents are {arguments.documents}; give lengths of at least 1.")
     if not problems and arguments.q_heads % arguments.kv_heads:
         problems.append(
             f"{arguments.q_heads} query heads cannot share {arguments.kv_heads} key heads: give a whole multiple."
@@ -193,12 +203,15 @@ def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int
     """What the cost model says of the example."""
     itemsize = _dtype(device).itemsize
     shapes = Shapes(arguments.q_heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
-    mask = Mask(arguments.length, True, arguments.window)
-    layer = Layer((mask,) * arguments.batch, make_sharding(mask.length, ranks), shapes)
+    ends = takewhile(lambda end: end < arguments.length, accumulate(cycle(arguments.documents or [arguments.length])))
+    masks = (Mask(arguments.length, True, arguments.window, (0, *ends, arguments.length)),) * arguments.batch
+    layer = Layer(masks, cut(arguments.length, assign(masks, ranks)), shapes)
     choice = choose(arguments.schedule, layer, machine)
+    count = arguments.batch * (len(masks[0].documents) - 1)
     title = (
         f"a causal layer of {arguments.q_heads} query and {arguments.kv_heads} key heads of {arguments.head_dim}, "
-        f"{arguments.batch} x {arguments.length} tokens over {ranks} ranks, {machine.ranks_per_host} a host:"
+        f"{arguments.batch} x {arguments.length} tokens in {count} document{'s'[: count - 1]} over {ranks} ranks, "
+        f"{machine.ranks_per_host} a host:"
     )
     return ["", title, *(f"  {line}" for line in choice.table.splitlines())]
 

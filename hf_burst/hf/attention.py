@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .. import op  # noqa: F401  (registers the operator)
 from ..errors import UnsupportedModelError
+from ..op import schedule_for
 from .batch import ForwardCall
 
 NAME = "hf_burst"
@@ -174,22 +174,21 @@ def attention_forward(
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _at_temperature(module, query, burst_call.positions)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
+    q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
+    config, layout, group = burst_call.config, burst_call.layout, burst_call.group
     arguments = (
-        query.to(dtype).transpose(1, 2),
-        key.to(dtype).transpose(1, 2),
-        value.transpose(1, 2),
-        s_aux,
+        *(q, k, v, s_aux),
         burst_call.encoded,
         causal,
         -1 if window is None else window,
         chunk or 0,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap or 0.0,
-        burst_call.config.kernel,
-        burst_call.config.schedule,
-        burst_call.config.transport,
-        burst_call.config.record,
-        burst_call.group.name,
+        config.kernel,
+        schedule_for(config, q, k, v, layout, group, (causal, window, chunk)),
+        config.transport,
+        config.record,
+        group.name,
     )
     saved = None if torch.compiler.is_compiling() else burst_call.saved
     memory = None if saved is None else saved.memory
