@@ -115,7 +115,8 @@ def test_the_table_is_for_the_documents_that_are_given(monkeypatch, tmp_path, ca
         report = capsys.readouterr().out
         assert f"in {'228 documents' if documents else '1 document'} over 4 ranks" in report
         taken.append(re.search(r"^  (\S+) .*taken: ", report, re.MULTILINE)[1])
-    assert taken[0] != taken[1] == "kv_ring"
+    assert taken[0] == "ulysses"
+    assert taken[1] in ("kv_ring", "burst")  # which differ by what nobody sends
 
 
 def test_words_that_mean_nothing_end_with_how_to_call_it(capsys):

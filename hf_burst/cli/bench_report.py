@@ -20,7 +20,7 @@ from .bench_rounds import PASSES, Measured
 
 SCHEMA_VERSION = 1
 _PACKAGES = (
-    *("flash-attn", "flash-attn-4", "ring-flash-attn", "axolotl-ringmaster"),
+    *("flash-attn", "flash-attn-4", "ring-flash-attn", "axolotl-ringmaster", "deepspeed"),
     *("nvidia-cutlass-dsl", "triton", "transformers", "accelerate", "liger-kernel", "peft"),
 )
 
