@@ -64,7 +64,10 @@ def tiles_between(mask: Mask, sharding: Sharding, q_rank: int, k_rank: int) -> t
         return (_own_tile(mask, q_runs),)
     tiles = []
     for q_run in q_runs:
+        first, last = mask.keys(q_run.start)[0], mask.keys(q_run.stop - 1)[1]  # the later a query, the later its keys
         for k_run in k_runs:
+            if k_run.stop <= first or k_run.start >= last:
+                continue
             tile = _diagonal(mask, q_run) if q_run == k_run else _off_diagonal(mask, q_run, k_run)
             if tile is not None:
                 tiles.append(tile)
