@@ -381,6 +381,41 @@ def test_training_steps_side_by_side(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
+    from recipes.benchmarks import training
+
+    names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd"]
+    spans = [(0.0, 40.0), (30.0, 60.0), (35.0, 80.0), (90.0, 95.0), (100.0, 200.0)]  # milliseconds
+    trace = [
+        {
+            "cat": "kernel",
+            "name": name,
+            "ts": 1e9 + 1e3 * start,
+            "dur": 1e3 * (stop - start),
+            "args": {"stream": at % 3},
+        }
+        for at, (name, (start, stop)) in enumerate(zip(names, spans, strict=True))
+    ]
+    events = training.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}])
+    parts = {name: seconds for name, seconds in training.spent(events).items() if seconds}
+    wanted = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
+    assert parts == pytest.approx(wanted, abs=1e-6)
+    (first, second, third) = training.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
+    assert [part["kind"] for part in (first, second, third)] == ["attention", "matrix products", "messages"]
+    assert [part["start_ms"] for part in (first, second, third)] == pytest.approx([0, 0, 5], abs=1e-3)
+    assert [part["stop_ms"] for part in (first, second, third)] == pytest.approx([10, 20, 20], abs=1e-3)
+    row = {"contender": "hf_burst", "length": 2048, "median_s": 1.0, "share_of_limit": 0.5, "peak_memory_gib": 1.0}
+    row |= {"profile": dict.fromkeys([*training.KINDS, "nothing"], 0.1)}
+    row |= {"timeline": [training.timeline(events, begin, 0.3) for begin in (0.1, 0.5)]}
+    hardware = {"ranks": 2, "device": "a device"}
+    result = {"shape": "tiny", "lora": False, "hardware": hardware, "results": [row]}
+    path, picture = tmp_path / "result.json", tmp_path / "result.png"
+    path.write_text(json.dumps(result))
+    draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(path), "--out", str(picture)]
+    subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
+    assert picture.stat().st_size > 10_000
+
+
 def test_losses_of_several_processes_beside_one(tmp_path: Path) -> None:
     out, picture = tmp_path / "losses.json", tmp_path / "losses.png"
     options = ["--shape", "tiny", "--length", "131", "--steps", "6", "--learning-rate", "1e-3"]

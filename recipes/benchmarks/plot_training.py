@@ -5,6 +5,7 @@ python recipes/benchmarks/plot_training.py recipes/benchmarks/results/training_2
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,30 @@ def draw_parts(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
     _tidy(axes)
 
 
+def draw_timeline(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
+    """What ran on which stream, in a part of the forward and one of the backward pass, one after the other; the stream
+    that was busy for longest comes first."""
+    (row,) = rows
+    parts = [part for part in row["timeline"] if part]
+    busy: dict[int, float] = {}
+    for event in chain.from_iterable(parts):
+        busy[event["stream"]] = busy.get(event["stream"], 0.0) + event["stop_ms"] - event["start_ms"]
+    lines = sorted(busy, key=lambda stream: -busy[stream])
+    begin = 0.0
+    for part, name in zip(parts, ("forward", "backward"), strict=False):
+        for event in part:
+            width = event["stop_ms"] - event["start_ms"]
+            line = lines.index(event["stream"])
+            axes.barh(line, width, left=begin + event["start_ms"], color=PARTS[event["kind"]], height=0.8)
+        end = begin + max(event["stop_ms"] for event in part)
+        axes.text((begin + end) / 2, -0.6, name, ha="center", fontsize=8)
+        begin = 1.04 * end
+    axes.set_yticks(range(len(lines)), [f"stream {line}" for line in lines])
+    axes.set_title(f"{row['contender']}, {title(result, row)}: what ran when", fontsize=9, pad=12)
+    axes.set_xlabel("milliseconds of two parts of a step; colors as above", fontsize=8)
+    _tidy(axes)
+
+
 def _tidy(axes: Axes) -> None:
     axes.invert_yaxis()
     axes.tick_params(labelsize=8)
@@ -83,10 +108,12 @@ def main() -> None:
             told = [row for row in rows if row.get("profile")]
             panels += [(draw_steps, result, rows)] if rows else []
             panels += [(draw_parts, result, told)] if told else []
+            panels += [(draw_timeline, result, [row]) for row in told if any(row.get("timeline", ()))]
     if not panels:
         raise SystemExit("None of the files holds a step that was timed.")
-    figure = Figure(figsize=(8.2, sum(1.5 + 0.32 * len(rows) for _, _, rows in panels)), layout="constrained")
-    heights = [1.2 + 0.32 * len(rows) for _, _, rows in panels]
+    lines = [2 if draw is draw_timeline else len(rows) for draw, _, rows in panels]
+    figure = Figure(figsize=(8.2, sum(1.5 + 0.32 * count for count in lines)), layout="constrained")
+    heights = [1.2 + 0.32 * count for count in lines]
     every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (draw, result, rows) in zip(every, panels, strict=True):
         draw(axes, result, rows)

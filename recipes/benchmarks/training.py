@@ -350,7 +350,8 @@ def measure(job: Job, length: int, arguments: argparse.Namespace) -> Iterator[li
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + arguments.rounds}")
         yield list(rows.values())
     for name in running if arguments.profile else ():
-        rows[name]["profile"], _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name]))
+        found, _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name]))
+        rows[name] |= found or {}
         yield list(rows.values())
 
 
@@ -366,8 +367,22 @@ KINDS = {
 }
 
 
-def profiled(job: Job, way: Way) -> dict[str, float]:
-    """Seconds of one step in which a kind of kernel ran and none of those before it in `KINDS`; and nothing at all."""
+# where in a step a timeline is drawn, and of how much of it: within a layer's forward pass, and its backward pass
+WINDOWS = ((0.15, 0.02), (0.6, 0.03))
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ran on the device: when, in seconds, on which stream, and the index of its kind in `KINDS`."""
+
+    start: float
+    stop: float
+    stream: int
+    kind: int
+
+
+def profiled(job: Job, way: Way) -> dict[str, Any]:
+    """On what the time of one step goes, in seconds (see [`spent`]), and what ran when in parts of it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as recorder:
@@ -375,22 +390,58 @@ def profiled(job: Job, way: Way) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes: list[tuple[float, int, int]] = []
-    kinds = list(KINDS)
-    for event in events:
+        events = device_events(json.loads(path.read_text())["traceEvents"])
+    parts = spent(events)
+    return {
+        "profile": parts | {"nothing": found["seconds"] - sum(parts.values())},
+        "timeline": [timeline(events, begin, share) for begin, share in WINDOWS],
+    }
+
+
+def device_events(trace: Sequence[dict[str, Any]]) -> list[Event]:
+    """What a Chrome trace has of kernels and copies."""
+    found = []
+    for event in trace:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             name = event["name"].lower()
             kind = next(at for at, words in enumerate(KINDS.values()) if any(word.lower() in name for word in words))
-            changes += [(event["ts"], kind, 1), (event["ts"] + event["dur"], kind, -1)]
-    spent, running, before = dict.fromkeys(kinds, 0.0), [0] * len(kinds), 0.0
+            start = event["ts"] / 1e6
+            found.append(Event(start, start + event["dur"] / 1e6, event["args"]["stream"], kind))
+    return found
+
+
+def spent(events: Sequence[Event]) -> dict[str, float]:
+    """Seconds in which a kind ran and none of those before it in `KINDS`."""
+    changes = [(event.start, event.kind, 1) for event in events] + [(event.stop, event.kind, -1) for event in events]
+    kinds = list(KINDS)
+    found, running, before = dict.fromkeys(kinds, 0.0), [0] * len(kinds), 0.0
     for moment, kind, change in sorted(changes):
         first = next((at for at, count in enumerate(running) if count), None)
         if first is not None:
-            spent[kinds[first]] += (moment - before) / 1e6
+            found[kinds[first]] += moment - before
         running[kind] += change
         before = moment
-    return spent | {"nothing": found["seconds"] - sum(spent.values())}
+    return found
+
+
+def timeline(events: Sequence[Event], begin: float, share: float) -> list[dict[str, Any]]:
+    """What ran in a part of a step that begins at a share of it and is as long as another share: milliseconds from the
+    beginning of that part."""
+    if not events:
+        return []
+    first, last = min(event.start for event in events), max(event.stop for event in events)
+    start, stop = first + begin * (last - first), first + (begin + share) * (last - first)
+    kinds = list(KINDS)
+    return [
+        {
+            "stream": event.stream,
+            "kind": kinds[event.kind],
+            "start_ms": round(1e3 * (max(event.start, start) - start), 4),
+            "stop_ms": round(1e3 * (min(event.stop, stop) - start), 4),
+        }
+        for event in sorted(events, key=lambda event: event.start)
+        if event.stop > start and event.start < stop
+    ]
 
 
 def parts_of_limits(job: Job, length: int, native: Native, arguments: argparse.Namespace) -> dict[str, float]:
