@@ -61,7 +61,7 @@ def draw_parts(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_title(f"{title(result, rows[0])}: on what a step's time goes", fontsize=9)
     axes.set_xlabel("seconds of one step; of what overlaps, the first in the legend counts", fontsize=8)
-    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.22), frameon=False)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     _tidy(axes)
 
 
@@ -85,7 +85,7 @@ def draw_timeline(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
         begin = 1.04 * end
     axes.set_yticks(range(len(lines)), [f"stream {line}" for line in lines])
     axes.set_title(f"{row['contender']}, {title(result, row)}: what ran when", fontsize=9, pad=12)
-    axes.set_xlabel("milliseconds of two parts of a step; colors as above", fontsize=8)
+    axes.set_xlabel("milliseconds of two parts of a step; colors as in the bars", fontsize=8)
     _tidy(axes)
 
 
