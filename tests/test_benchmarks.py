@@ -356,9 +356,12 @@ def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
     assert spread([0.99, 0.995], 0.05, 1.0) == pytest.approx([0.95, 1.0])
 
 
-def test_training_steps_side_by_side(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--compile"], marks=pytest.mark.full)], ids=["eager", "compiled"]
+)
+def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
     out, picture = tmp_path / "training.json", tmp_path / "training.png"
-    options = ["--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
+    options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
     launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
     result = json.loads(out.read_text())
     rows = {row["contender"]: row for row in result["results"]}

@@ -278,6 +278,10 @@ def make_job(arguments: argparse.Namespace, ranks: Ranks) -> Job:
         model = get_peft_model(base, adapters, autocast_adapter_dtype=False).to(base.dtype)
         base.enable_input_require_grads()
     base.gradient_checkpointing_enable({"use_reentrant": False})
+    if arguments.compile:
+        torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
+        for index, layer in enumerate(base.model.layers):
+            base.model.layers[index] = torch.compile(layer)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
     options = {"mesh": mesh, "reshard_after_forward": True}
     for layer in base.model.layers:
@@ -596,6 +600,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers but the head")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
+    parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--profile", action="store_true", help="one more step each, and on what its time goes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -615,6 +620,7 @@ def main() -> int:
         "shape": arguments.shape,
         "lora": arguments.lora,
         "liger": arguments.liger,
+        "compiled": arguments.compile,
         "kernel": native.name,
         "parts_of_limits": {},
         "limits": {},
