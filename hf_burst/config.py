@@ -100,9 +100,6 @@ class BurstConfig:
             or nothing. What is kept stays on the device, also where checkpointing offloads to the host.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
-        content_checks (`int`, defaults to `8`):
-            In how many first forward passes the ranks of a group compare the content of their batches. Shapes and
-            dtypes are compared in every forward pass.
     """
 
     chunking: Chunking = "balanced"
@@ -112,7 +109,6 @@ class BurstConfig:
     record: bool = False
     attention_keep: float = 1.0
     logits_limit_gib: float = 4.0
-    content_checks: int = 8
 
     def __post_init__(self) -> None:
         if self.schedule != "auto":
@@ -131,10 +127,6 @@ class BurstConfig:
             )
         if not self.logits_limit_gib > 0:
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib}; it must be above 0.")
-        if isinstance(self.content_checks, bool) or not isinstance(self.content_checks, int) or self.content_checks < 0:
-            raise ConfigError(
-                f"BurstConfig.content_checks is {self.content_checks!r}; it must be an int of at least 0."
-            )
 
     def chunking_over(self, ranks: int) -> Chunking:
         """How a batch is cut over so many ranks. Where all of them exchange heads, each computes as much whoever holds

@@ -13,9 +13,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from .loss import IGNORE_INDEX, token_loss_sum
+from .loss import IGNORE_INDEX, refuse_second_derivative, token_loss_sum
 from .ring import accumulation_dtype
 
 logger = logging.getLogger(__name__)
@@ -112,8 +111,8 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
+        refuse_second_derivative()
         saved = iter(ctx.saved_tensors)
         dhidden, *others = [next(saved) * factor if there else None for there in ctx.places]
         return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, None, *others

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from .errors import KernelError
 from .layout import SequenceLayout
 from .mesh import ContextGroup
 from .ring import accumulation_dtype
@@ -90,6 +91,19 @@ def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: Cont
     return torch.stack([row for _, row in sorted(rows, key=lambda row: row[0])], dim=1)
 
 
+def refuse_second_derivative() -> None:
+    """Raises in a backward pass that is to have a derivative itself, in which a gradient would be lost silently.
+
+    Raises:
+        KernelError: If `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise KernelError(
+            "The loss and the outputs of a model over ranks have no second derivative: their gradients are found in "
+            "the forward pass, or over messages. Do without create_graph=True, or detach the gradients."
+        )
+
+
 class _GroupSum(torch.autograd.Function):
     """A sum over the group, whose gradient is that of this rank's part times the size of the group."""
 
@@ -117,6 +131,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_second_derivative()
         total = torch.stack(gradients)
         dist.all_reduce(total, group=ctx.group.process_group)
         return total[ctx.group.rank], None

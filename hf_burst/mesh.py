@@ -72,7 +72,14 @@ class ContextGroup:
         """The ranks of the group as torch.distributed numbers them."""
         return dist.get_process_group_ranks(self.process_group) if self.size > 1 else []
 
-    def agree(self, facts: dict[str, Any], error: Exception | None, device: torch.device, tally: int = 0) -> int:
+    def agree(
+        self,
+        facts: dict[str, Any],
+        error: Exception | None,
+        device: torch.device,
+        tally: int = 0,
+        content: torch.Tensor | None = None,
+    ) -> int:
         """Lets all ranks go on together, or raises the same error on all of them.
 
         Every rank calls it with what it is about to do and with the error that it met on the way, if any. One small
@@ -83,6 +90,8 @@ class ContextGroup:
             error (`Exception`, *optional*): What this rank found wrong on its own.
             device (`torch.device`): Where the backend communicates.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
+            content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, wherever it
+                is; the host does not wait for it by itself.
 
         Returns:
             `int`: The sum of the tallies.
@@ -97,13 +106,17 @@ class ContextGroup:
             return tally
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        mine = torch.tensor([digest, int(error is not None), tally], dtype=torch.int64, device=device)
+        mine = torch.tensor([digest, int(error is not None), tally, 0], dtype=torch.int64, device=device)
+        if content is not None:
+            mine[3] = content
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.process_group)
-        digests, flags, tallies = torch.stack(every).cpu().unbind(1)
-        if not flags.any() and (digests == digest).all():
+        digests, flags, tallies, contents = torch.stack(every).cpu().unbind(1)
+        if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
             return int(tallies.sum())
         reports: list[Any] = [None] * self.size
+        if content is not None:
+            facts = {**facts, "content (checksum)": f"{int(content) % 2**32:x}"}
         report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
         dist.all_gather_object(reports, report, group=self.process_group)
         if error is not None:

@@ -361,8 +361,20 @@ def rows_that_do_not_exist(rank: int, size: int) -> None:
 
 
 def batches_drift_apart(rank: int, size: int) -> None:
-    """In collator mode contents are compared always, not in the first passes only."""
-    model = hf_burst.patch_model(models.make_model("llama").train(), hf_burst.BurstConfig(content_checks=0))
+    """Contents are compared always, not in the first passes only: of one token, or of two that changed places."""
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    for _ in range(20):
+        model(**good(rank))
+    batch = good(rank)
+    if rank:
+        batch["labels"][0, 7:9] = batch["labels"][0, 7:9].flip(0)
+    model(**batch)
+
+
+def shards_drift_apart(rank: int, size: int) -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    for _ in range(20):
+        model(**hf_burst.shard_batch(good(rank)))
     model(**sharded_from_different_batches(rank))
 
 
@@ -386,6 +398,7 @@ def two_groups(rank: int, size: int) -> None:
         (learned_positions_run_out, BurstError, "position_ids holds 512; this model takes 0 to 511"),
         (rows_that_do_not_exist, BatchError, "logits_to_keep is .*24 tokens"),
         (batches_drift_apart, RankMismatchError, "content"),
+        (shards_drift_apart, RankMismatchError, "content"),
         (mesh_that_does_not_fit, ConfigError, "burst_size=4.*4 ranks, but 2 were launched"),
         (two_groups, ConfigError, "Two groups are named"),
     ],
@@ -420,7 +433,6 @@ def test_settings_are_checked_where_they_are_made(monkeypatch: pytest.MonkeyPatc
         ({"schedule": "ring"}, "'auto', 'kv_ring', 'burst'"),
         ({"kernel": "flash"}, "'cpu_flash'"),
         ({"logits_limit_gib": 0.0}, "above 0"),
-        ({"content_checks": -1}, "at least 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             hf_burst.BurstConfig(**arguments)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import recursively_apply
 from torch import nn
@@ -135,7 +136,7 @@ class _Shared:
         size (`int`): Ranks of a group.
     """
 
-    _METHODS = ("prepare", "prepare_model", "prepare_data_loader", "gather_for_metrics")
+    _METHODS = ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics")
 
     def __init__(self, accelerator: Accelerator, size: int) -> None:
         self.accelerator = accelerator
@@ -163,6 +164,15 @@ class _Shared:
             group = self.accelerator.process_index // self.size
             data_loader.worker_init_fn = partial(seed_worker, **{**seeded.keywords, "rank": group})
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """`Accelerator.prepare_scheduler`; accelerate steps it for every process, and a group has one batch."""
+        schedulers = self.accelerator._schedulers
+        prepared = Accelerator.prepare_scheduler(self.accelerator, scheduler)
+        if type(prepared) is AcceleratedScheduler:
+            groups = 1 if prepared.split_batches else self.accelerator.num_processes // self.size
+            schedulers[schedulers.index(prepared)] = prepared = GroupScheduler(prepared, groups)
+        return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`Accelerator.gather_for_metrics`, in which a group counts once.
@@ -202,6 +212,28 @@ class _Shared:
         """Whether the latest batch arrived sharded."""
         modules = (module for model in self.accelerator._models for module in model.modules())
         return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+
+
+class GroupScheduler(AcceleratedScheduler):
+    """A prepared learning rate scheduler that is stepped once for each batch of an optimizer step.
+
+    Args:
+        prepared (`AcceleratedScheduler`): What accelerate made of it.
+        batches (`int`): Batches that the processes hold together.
+    """
+
+    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
+        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
+        self.batches = batches
+        self.ends = not prepared.split_batches  # accelerate goes beyond the last step where batches are split
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As `AcceleratedScheduler.step`."""
+        counted = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.batches if counted else 1):
+            last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
+            if last is None or self.scheduler._step_count <= last:
+                super().step(*args, **kwargs)
 
 
 def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,9 @@ _PAD_VALUES: dict[str, int] = {
     "shift_labels": IGNORE_INDEX,
 }
 _TOKEN_KEYS = ("input_ids", "inputs_embeds")
+_CONTENT_KEYS = (*_TOKEN_KEYS, "labels", "position_ids", "attention_mask", "token_type_ids")
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
 _KIND = {True: "causal", False: "masked"}
 _PACKING_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -290,16 +293,13 @@ def longest_position(full: Mapping[str, Any]) -> int:
     return batch_shape(full)[1] - 1 if positions is None else int(positions.max())
 
 
-def layout_of_shard(
-    batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, compare: bool, causal: bool
-) -> SequenceLayout:
+def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, causal: bool) -> SequenceLayout:
     """The layout of a batch that arrived sharded.
 
     Args:
         batch (mapping): The shard.
         config ([`BurstConfig`]): That of the model.
         group ([`ContextGroup`]): That of the model.
-        compare (`bool`): Whether to compare checksums, which copies from the device.
         causal (`bool`): Whether the model is a causal language model, or else a masked one.
 
     Raises:
@@ -359,7 +359,7 @@ def layout_of_shard(
             f"The shard holds {rows} x {own} tokens, its layout says {layout.batch_size} x "
             f"{layout.sharding.tokens(group.rank)}. Do not cut or pad a batch after it was sharded."
         )
-    if compare and _checksum(positions) != about.positions:
+    if _checksum(positions) != about.positions:
         raise BatchError(
             "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
             "hf_burst.shard_batch made them."
@@ -398,13 +398,32 @@ def check_ranges(
 
 
 def fingerprint(batch: Mapping[str, Any]) -> int:
-    """A checksum of the tokens, their types, labels and positions of a batch."""
-    keys = (*_TOKEN_KEYS, "labels", "position_ids", "attention_mask", "token_type_ids")
+    """A checksum of the tokens, their types, labels and positions of a batch on the host."""
     total = 0
-    for key in keys:
+    for key in _CONTENT_KEYS:
         value = batch.get(key)
         if isinstance(value, torch.Tensor):
             total = zlib.crc32(key.encode(), total ^ _checksum(value))
+    return total
+
+
+def checksum_on_device(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """A checksum of the same tensors where they are, for which the host need not wait: `torch.LongTensor`, a scalar;
+    `None` if there are none. Each token counts by where it stands."""
+    total: torch.Tensor | None = None
+    for key in _CONTENT_KEYS:
+        value = batch.get(key)
+        if not isinstance(value, torch.Tensor):
+            continue
+        bits = value.detach()
+        if bits.is_floating_point():
+            bits = bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize])
+        tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
+        places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+        # products wrap around: odd factors lose nothing of a number
+        mixed = (tokens.flatten() + zlib.crc32(key.encode())) * (places * _SPREAD * 2 + 1)
+        found = mixed.sum()
+        total = found if total is None else total * _SPREAD + found.to(total.device)
     return total
 
 

@@ -1,5 +1,6 @@
 """From what each rank computed for its tokens to the outputs of the whole batch."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,12 +103,14 @@ def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tu
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
     length = layout.length - layout.padding
     if isinstance(keep, torch.Tensor):
-        bad = keep.dtype == torch.bool or keep.ndim != 1 or bool(((keep < -length) | (keep >= length)).any())
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
+        bad = bad or bool(((keep < -length) | (keep >= length)).any())
     else:
+        keep = operator.index(keep)
         bad = keep < 0
     if bad:
         raise BatchError(
-            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of indices of 1 dimension into "
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
             f"the {length} tokens of the sequence."
         )
     wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()

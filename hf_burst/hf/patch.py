@@ -31,7 +31,7 @@ from .batch import (
     ForwardCall,
     batch_shape,
     check_ranges,
-    fingerprint,
+    checksum_on_device,
     layout_of_shard,
     longest_position,
     shard_full,
@@ -47,6 +47,7 @@ from .rope import LongestPosition
 from .support import (
     base_model,
     calls_loss_function,
+    check_adapters,
     check_dropout,
     check_model,
     check_noise,
@@ -57,6 +58,7 @@ from .support import (
 logger = logging.getLogger(__name__)
 
 _CALL = "burst_call"
+_TOKENS = ("input_ids", "inputs_embeds")
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
@@ -92,6 +94,7 @@ def patch_model(
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_model(base)
+    check_adapters(model)
     check_balance(base)
     causal = is_causal(base)
     if not causal and config is not None and 0 < config.attention_keep < 1:
@@ -191,7 +194,6 @@ class _Patch:
         routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
         head ([`DeferringHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
-        forwards (`int`): Sharded forward passes so far.
         explicit (`bool`): Whether the latest batch arrived sharded.
         accumulated (`tuple[float, int]`): The `num_items_in_batch` of the latest batch, and how many labels of it have
             come so far, for classes that average by themselves.
@@ -212,7 +214,6 @@ class _Patch:
     saved: SavedAttention
     handles: list[RemovableHandle] = field(default_factory=list)
     head: DeferringHead | None = None
-    forwards: int = 0
     explicit: bool = False
     accumulated: tuple[float, int] = (0.0, 0)
 
@@ -235,21 +236,19 @@ class _Patch:
         prepared: dict[str, Any] = {}
         call: ForwardCall | None = None
         facts: dict[str, Any] = {}
+        content: torch.Tensor | None = None
         try:
-            batch = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
-            batch.pop("self")
-            batch.update(batch.pop("kwargs", {}))
+            batch = _arguments(module, args, kwargs)
             if self.causal and _is_generation(module, batch):
                 return (), batch
-            prepared, call, facts = self._prepare(module, batch, group)
+            prepared, call, facts, content = self._prepare(module, batch, group)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         counted = prepared.get(targets_key(self.causal))
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
-        tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine)
+        tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine, content=content)
         assert call is not None, "agree raises this rank's error"
         prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
-        self.forwards += 1
         self.explicit = call.explicit
         items = facts["num_items_in_batch (labels of all ranks)"]
         if items is not None and self.averages and counted is not None:
@@ -296,8 +295,9 @@ class _Patch:
 
     def _prepare(
         self, module: PreTrainedModel, batch: dict[str, Any], group: ContextGroup
-    ) -> tuple[dict[str, Any], ForwardCall, dict[str, Any]]:
-        """This rank's inputs, what the pass knows, and the facts that must be equal on all ranks."""
+    ) -> tuple[dict[str, Any], ForwardCall, dict[str, Any], torch.Tensor | None]:
+        """This rank's inputs, what the pass knows, the facts that must be equal on all ranks, and a checksum that must
+        be so, too."""
         if module.config._attn_implementation != NAME or module.loss_function != self.loss:
             raise ConfigError(
                 "The attention implementation or the loss function of the model was changed after it was patched, so "
@@ -311,16 +311,16 @@ class _Patch:
                 "Liger's other kernels may stay."
             )
         _check_request(module, batch)
+        check_adapters(module)
         if group.size > 1:
             check_shared_dropout(module)
             check_noise(module)
         explicit = batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
-        compare = group.size > 1 and self.forwards < self.config.content_checks
         about = batch.pop(LAYOUT_KEY, None)
         if explicit:
-            layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, compare, self.causal)
+            layout = layout_of_shard({**batch, LAYOUT_KEY: about}, self.config, group, self.causal)
             prepared = {**batch, "labels": batch.get(targets_key(self.causal))}
-            content = about.fingerprint if about else None
+            fingerprint, content = about.fingerprint if about else None, None
             longest = about.longest if about else layout.length - 1
             if self.positions.padding_idx is not None:
                 raise BatchError(
@@ -338,7 +338,7 @@ class _Patch:
             prepared, layout = shard_full(
                 *(batch, self.config, group.rank, group.size, positions, reaches, self.causal)
             )
-            content = fingerprint(batch) if compare else None
+            fingerprint, content = None, checksum_on_device(batch) if group.size > 1 else None
             longest = longest_position(batch) if self.longest.handles else None
         check_ranges(prepared, module.config.get_text_config().vocab_size, self.segments, self.positions.limits)
         checkpointed = self.saved.install(module) if module.training else None
@@ -372,7 +372,7 @@ class _Patch:
             "router logits": batch.get("output_router_logits"),
             "fused_lm_head": bool(batch.get("fused_lm_head")),
             "BurstConfig": str(self.config),
-            "content (checksum)": content,
+            "content (checksum)": fingerprint,
             "longest position": longest,
         }
         self.longest.value = longest if self.longest.handles else None
@@ -387,7 +387,7 @@ class _Patch:
             rows=rows,
             saved=self.saved,
         )
-        return prepared, call, facts
+        return prepared, call, facts, content
 
     def _logits_fate(
         self,
@@ -452,6 +452,21 @@ class _Patch:
         return batch_loss(loss_sum(logits, targets), call, kwargs.get("num_items_in_batch"))
 
 
+def _arguments(module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name: as the first class names them that names what it takes (a class of the
+    user's may hand on `*args`)."""
+    signatures = [inspect.signature(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    named = [signature for signature in signatures if set(_TOKENS) & set(signature.parameters)]
+    bound = (named or signatures)[0].bind_partial(module, *args, **kwargs)
+    found: dict[str, Any] = {}
+    for index, (name, value) in enumerate(bound.arguments.items()):
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(value)
+        elif index:  # the first is the model
+            found[name] = value
+    return found
+
+
 def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether this is a step of `generate`: every rank holds the whole prompt, and attention is Transformers' own."""
     if module.training or any(batch.get(key) is not None for key in ("labels", "shift_labels", LAYOUT_KEY)):
@@ -464,7 +479,15 @@ def _check_request(module: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     check_dropout(module)
     check_balance(module, batch.get("output_router_logits"))
     if batch.get("past_key_values") is not None:
-        raise BatchError("past_key_values in training or with labels: a cache cannot be sharded. Leave it out.")
+        raise BatchError(
+            "past_key_values in training or with labels: a cache cannot be sharded. Leave it out; to generate, switch "
+            "the model to evaluation first (model.eval())."
+        )
+    if batch.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+        raise BatchError(
+            f"ignore_index={batch['ignore_index']} is not served by hf_burst. Set the labels that do not count to "
+            f"{IGNORE_INDEX}, and leave it out."
+        )
     for key in ("output_attentions", "encoder_hidden_states"):
         if batch.get(key) is not None and batch.get(key) is not False:
             raise BatchError(f"{key} is not served by hf_burst: attention weights are never in memory. Leave it out.")

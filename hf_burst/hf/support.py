@@ -1,6 +1,7 @@
 """Which models are served. What has not been checked to be exact is refused with a sentence."""
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from ..layout import Reach
 from ..loss import IGNORE_INDEX
 from .served import SERVED
 
+logger = logging.getLogger(__name__)
+
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 # settings by which the embeddings of an encoder read further than their own token
@@ -21,6 +24,14 @@ _WHOLE_SEQUENCE = {
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
     "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
 }
+# methods of peft whose layers treat each token by itself; tried as models are, see tests/test_wrappers.py
+PEFT_METHODS = frozenset(
+    {
+        *("BEFT", "C3A", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR"),
+        *("LORA", "MISS", "OFT", "OSF", "PSOFT", "ROAD", "TINYLORA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT"),
+        "XLORA",
+    }
+)
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -47,6 +58,22 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}.{hint}"
         )
     return inner
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raises for adapters of peft that are not served exactly; whether the model was patched before or after.
+
+    Raises:
+        UnsupportedModelError: With the method that is not served.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        method = getattr(config.peft_type, "value", config.peft_type)
+        if method not in PEFT_METHODS or getattr(config, "alora_invocation_tokens", None):
+            kind = "activated LoRA (alora_invocation_tokens)" if method in PEFT_METHODS else method
+            raise UnsupportedModelError(
+                f"The adapter {name!r} is of the peft method {kind}, which has not been found exact where every rank "
+                f"holds a part of the tokens. Served are {', '.join(sorted(PEFT_METHODS))}."
+            )
 
 
 def is_causal(model: PreTrainedModel) -> bool:
@@ -94,6 +121,12 @@ def check_model(model: PreTrainedModel) -> None:
             "could add theirs up."
         )
     check_served(model)
+    if not type(model).forward.__module__.startswith("transformers."):
+        logger.warning(
+            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
+            "computed over the tokens of one rank only.",
+            type(model).__name__,
+        )
 
 
 def _check_parts(model: PreTrainedModel, causal: bool) -> None:
