@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import hf_burst
 from hf_burst.calibrate import machine_for
-from hf_burst.errors import ConfigError, UnsupportedModelError
+from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import support
 from hf_burst.hf.batch import fingerprint
 from hf_burst.plan import Layer, Shapes, choose, name_of
@@ -538,3 +538,65 @@ def choose_by_documents(rank: int, size: int) -> None:
 
 def test_a_schedule_is_chosen_for_the_documents_of_the_batch(ranks: Ranks) -> None:
     ranks(4).run(choose_by_documents)
+
+
+class HandsOn(LlamaForCausalLM):
+    """A class of a user's that names nothing of what it takes."""
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return super().forward(*given, **named)
+
+
+class TakesMore(LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, factor: float = 1.0, **rest: Any) -> Any:
+        output = super().forward(input_ids, labels=labels, **rest)
+        output.loss = factor * output.loss
+        return output
+
+
+def train_own_classes(rank: int, size: int) -> None:
+    batch = models.make_batch("right")
+    plain = models.make_model("llama", torch.float64).train()
+    wanted = models.plain_loss(plain, batch)
+    for kind in (HandsOn, TakesMore):
+        model = kind(plain.config).double().train()
+        model.config._attn_implementation = "sdpa"
+        model.load_state_dict(plain.state_dict())
+        hf_burst.patch_model(model)
+        labels, mask = batch["labels"], batch["attention_mask"]
+        if kind is HandsOn:
+            losses = [model(batch["input_ids"], mask, labels=labels).loss, model(**batch).loss]
+        else:
+            losses = [model(batch["input_ids"], labels, 3.0, attention_mask=mask).loss / 3]
+        for loss in losses:
+            torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_classes_with_a_forward_of_their_own(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    ranks(2).run(train_own_classes)
+    hf_burst.patch_model(models.make_model("llama"))
+    assert not caplog.records
+    hf_burst.patch_model(HandsOn(models.make_model("llama").config))
+    assert "HandsOn has a forward of its own" in caplog.text
+
+
+def differentiate_twice(rank: int, size: int) -> None:
+    model = hf_burst.patch_model(models.make_model("llama"))
+    batch = models.make_batch("right")
+    loss = model.train()(**batch).loss
+    with pytest.raises(KernelError, match="no second derivative"):
+        torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+    if size > 1:
+        logits = model.eval()(**batch).logits
+        with pytest.raises(KernelError, match="no second derivative"):
+            torch.autograd.grad(logits.sum(), model.lm_head.weight, create_graph=True)
+    with pytest.raises(BatchError, match="ignore_index=3"):
+        model.train()(**batch, ignore_index=3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_would_be_lost_silently_is_an_error(ranks: Ranks, size: int) -> None:
+    if size == 1:
+        differentiate_twice(0, 1)
+    else:
+        ranks(size).run(differentiate_twice)

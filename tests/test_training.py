@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import TrainerCallback, get_linear_schedule_with_warmup
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
@@ -365,3 +365,44 @@ def test_the_collator_works_in_data_loader_workers(ranks: Ranks, method: str) ->
     for one, other, sample in zip(first, second, trainers.samples("packed")[::2], strict=True):
         length = len(sample["position_ids"])
         assert sorted(one + other) == sorted([*sample["position_ids"].tolist(), *[0] * (-length % 4)])
+
+
+def rates(rank: int, size: int, burst: int | None, kind: str, split: bool) -> list[float]:
+    """The learning rates of accelerate's loop with accumulation, in which the scheduler is prepared, too."""
+    reset_accelerate()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        dataloader_config=DataLoaderConfiguration(split_batches=split),
+        **({"parallelism_config": hf_burst.BurstParallelismConfig(burst_size=burst)} if burst else {}),
+    )
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if kind == "linear":
+        scheduler = get_linear_schedule_with_warmup(optimizer, 2, 16)
+    else:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=7)  # fewer than there are
+    prepared = accelerator.prepare_model(model) if size > 1 else model
+    prepared, optimizer, scheduler = accelerator.prepare(prepared, optimizer, scheduler)
+    assert accelerator.prepare_scheduler(scheduler) is scheduler
+    assert accelerator._schedulers == [scheduler]
+    found = []
+    for _ in range(12):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(torch.ones(1, 2)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(scheduler.get_last_lr()[0])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["linear", "one cycle"])
+def test_a_prepared_scheduler_steps_once_a_batch(ranks: Ranks, kind: str) -> None:
+    """As in stock accelerate over as many processes as there are groups."""
+    for split in (False, True) if kind == "linear" else (False,):
+        alone, two = rates(0, 1, None, kind, split), ranks(2).run(rates, None, kind, split)[0]
+        assert len(set(alone)) > 4
+        assert ranks(2).run(rates, 2, kind, split) == [alone] * 2
+        assert ranks(4).run(rates, 2, kind, split) == [two] * 4
+    reset_accelerate()
