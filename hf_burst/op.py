@@ -8,9 +8,8 @@ small CPU tensor, so that a new packing is a new input and no new graph.
 
 import logging
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -116,11 +115,12 @@ def schedule_for(
     group: ContextGroup,
     mask: tuple[bool, int | None, int | None],
 ) -> str:
-    """The schedule to ask the operator for: the one of the config, or for `"auto"` what the cost model prefers for the
-    documents of this batch and the owners of its chunks.
+    """The schedule to ask the operator for: the one of the config, or for `"auto"` what the cost model prefers for one
+    whole document of that length, unless another one is cheaper by a tenth for the documents of this batch and the
+    owners of its chunks.
 
-    While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then takes
-    what is best for one whole document of that length.
+    While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then goes
+    by one whole document.
 
     Args:
         config ([`BurstConfig`]): What was asked for.
@@ -135,10 +135,13 @@ def schedule_for(
         return config.schedule
     machine = _machine("auto", config.kernel, q.device, group)
     assert machine is not None, "there are several ranks, and they choose"
-    masks = layout.masks(*mask)
-    return name_of(
-        _chosen(config.transport, _sizes(q, k, v), masks, layout.sharding, q.dtype, machine, group), group.size
-    )
+    masks, (causal, window, chunk) = layout.masks(*mask), mask
+    settings = (causal, -1 if window is None else window, chunk or 0)
+    sizes, (rows, tokens) = _sizes(q, k, v), q.shape[:2]
+    usual = _route("auto", config.transport, sizes, rows, tokens, q.dtype, settings, group, machine)
+    if any(len(one.documents) > 2 for one in masks):
+        usual = _chosen(config.transport, sizes, masks, layout.sharding, q.dtype, machine, group, usual)
+    return name_of(usual, group.size)
 
 
 _before = globals().get("_library")
@@ -611,25 +614,26 @@ def _chosen(
     dtype: torch.dtype,
     machine: Machine,
     members: ContextGroup,
+    usual: Route | None = None,
 ) -> Route:
     shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    choice = choose("auto", Layer(masks, sharding, shapes), machine, transport)
+    choice = choose("auto", Layer(masks, sharding, shapes), machine, transport, usual=usual)
     if members.rank == 0:
-        name, rows, tokens = name_of(choice.route, members.size), len(masks), masks[0].length
-        logger.log(
-            next(_levels(name, rows, tokens, sizes)),
-            "hf_burst runs %s for %d x %d tokens, %d query and %d key heads, %d documents (%s)",
-            *(name, rows, tokens, sizes.q_heads, sizes.kv_heads),
-            *(sum(len(mask.documents) - 1 for mask in masks), choice.reason),
-        )
-        logger.debug("%s", choice.table)
+        _announce(choice.route, choice.reason, choice.table, masks, sizes, members)
     return choice.route
 
 
-@lru_cache(maxsize=64)
-def _levels(schedule: str, rows: int, tokens: int, sizes: HeadSizes) -> Iterator[int]:
-    """How loudly a choice is logged: documents are others in every batch, and news the first time only."""
-    return chain([logging.INFO], repeat(logging.DEBUG))
+def _announce(
+    route: Route, reason: str, table: str, masks: tuple[Mask, ...], sizes: HeadSizes, members: ContextGroup
+) -> None:
+    """Logs a choice, that of packed documents quietly: there is one for every batch."""
+    documents = sum(len(mask.documents) - 1 for mask in masks)
+    logger.log(
+        logging.INFO if documents == len(masks) else logging.DEBUG,
+        "hf_burst runs %s for %d x %d tokens, %d query and %d key heads, documents: %d (%s)",
+        *(name_of(route, members.size), len(masks), masks[0].length, sizes.q_heads, sizes.kv_heads, documents, reason),
+    )
+    logger.debug("%s", table)
 
 
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:

@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+import types
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -382,6 +383,52 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
     draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
     subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
     assert picture.stat().st_size > 10_000
+
+
+def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from recipes.benchmarks import training
+    from tests import models
+
+    def exchanged() -> None: ...
+
+    class Ulysses:
+        fails = False
+
+        @classmethod
+        def register_with_transformers(cls, model: Any, kernel: str, size: int, micro_batch_size: int) -> None:
+            ALL_ATTENTION_FUNCTIONS[kernel] = exchanged
+            if cls.fails:
+                raise ValueError("heads")
+
+    package = "deepspeed.runtime.sequence_parallel"
+    parts = {
+        "deepspeed": {},
+        "deepspeed.comm": {"init_distributed": lambda **_: None},
+        "deepspeed.runtime": {},
+        package: {},
+        f"{package}.parallel_state_sp": {"_release_sequence_parallel_groups": lambda: None},
+        f"{package}.ulysses_sp": {"UlyssesSPAttentionHF": Ulysses},
+    }
+    for name, content in parts.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["deepspeed"], "comm", sys.modules["deepspeed.comm"], raising=False)
+    monkeypatch.setattr(training.dist, "get_backend", lambda: "gloo")
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ranks = types.SimpleNamespace(size=2, cuda=False)
+    job = types.SimpleNamespace(base=models.make_model("llama"), ranks=ranks)
+    for _ in range(2):
+        with training.deepspeed(job, "sdpa"):
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is exchanged
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+    job.base, Ulysses.fails = models.make_model("llama"), True
+    with pytest.raises(ValueError, match="heads"), training.deepspeed(job, "sdpa"):
+        pass
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+    training.ulysses.cache_clear()
 
 
 def test_what_ran_when_in_a_step(tmp_path: Path) -> None:

@@ -206,7 +206,11 @@ def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int
     ends = takewhile(lambda end: end < arguments.length, accumulate(cycle(arguments.documents or [arguments.length])))
     masks = (Mask(arguments.length, True, arguments.window, (0, *ends, arguments.length)),) * arguments.batch
     layer = Layer(masks, cut(arguments.length, assign(masks, ranks)), shapes)
-    choice = choose(arguments.schedule, layer, machine)
+    usual = None
+    if arguments.documents and arguments.schedule == "auto":
+        whole = (Mask(arguments.length, True, arguments.window),) * arguments.batch
+        usual = choose("auto", Layer(whole, cut(arguments.length, assign(whole, ranks)), shapes), machine).route
+    choice = choose(arguments.schedule, layer, machine, usual=usual)
     count = arguments.batch * (len(masks[0].documents) - 1)
     title = (
         f"a causal layer of {arguments.q_heads} query and {arguments.kv_heads} key heads of {arguments.head_dim}, "

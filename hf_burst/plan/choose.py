@@ -10,6 +10,7 @@ from .machine import Machine
 from .work import Layer
 
 BUDGET_SHARE = 0.25
+_NEAR = 1.1  # times the cost of the cheapest
 # kernels that know the diagonal of squares only: the taller or wider tiles of gathered keys they mask, or refuse
 _SQUARES_ONLY = ("cpu_flash", "torch_cudnn")
 
@@ -59,6 +60,7 @@ def choose(
     machine: Machine,
     transport: Transport = "auto",
     budget: int | None = None,
+    usual: Route | None = None,
 ) -> Choice:
     """The schedule of a layer. Depends on nothing but its arguments, so that all ranks choose alike.
 
@@ -69,6 +71,9 @@ def choose(
         transport (`str`, defaults to `"auto"`): What carries messages inside a host.
         budget (`int`, *optional*): The most memory that a layer may take beside its inputs and outputs, in bytes; a
             quarter of the device's by default.
+        usual ([`Route`], *optional*): What other batches take. `"auto"` stays with it unless another schedule is
+            cheaper by a tenth, and then takes the first of [`candidates`] of which that is not so: a change takes
+            memory and time, and the model is not exact. Products that exchange heads otherwise are left out.
 
     Raises:
         ConfigError: If the group cannot run the schedule asked for.
@@ -81,6 +86,8 @@ def choose(
     shapes, ranks = layer.shapes, layer.ranks
     budget = int(BUDGET_SHARE * machine.memory) if budget is None else budget
     routes = candidates(ranks, shapes.q_heads, shapes.kv_heads, machine.ranks_per_host)
+    if usual is not None:
+        routes = [route for route in routes if route.ulysses in (1, usual.ulysses, ranks)]
     if asked and asked not in routes:
         routes.append(asked)
     costs = {route: estimate(route, layer, machine, transport, budget=budget) for route in routes}
@@ -103,6 +110,13 @@ def choose(
         if len(fits) > 1:
             ratio = costs[fits[1]].total_s / costs[best].total_s
             reason += f", {name_of(fits[1], ranks)} is {ratio:.2f}x"
+        if usual is not None:
+            near = [route for route in (usual, *routes) if route in fits]
+            first = next(route for route in near if costs[route].total_s <= _NEAR * costs[best].total_s)
+            if first != best:
+                ratio = costs[first].total_s / costs[best].total_s
+                reason = f"{ratio:.2f}x {name_of(best, ranks)}, which is no reason to change"
+            best = first
     else:
         best = min(order, key=lambda route: costs[route].memory_bytes)
         reason = f"every schedule needs more than the {_size(budget)} that are free, and this one the least"

@@ -199,10 +199,10 @@ class _Setting:
         link = self.inside if within >= between else self.machine.between_hosts
         return _Busy(max(within, between), max(within, between) * link.drag)
 
-    def kernel(self, pairs: float, backward: bool) -> float:
+    def kernel(self, call: Call, backward: bool) -> float:
         """Seconds of one call: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
         shapes = self.shapes
-        scores = pairs * shapes.q_heads
+        scores = (call.pairs if self.machine.device == "CPU" else call.computed) * shapes.q_heads
         both = 3 * shapes.head_dim + 2 * shapes.value_dim if backward else shapes.head_dim + shapes.value_dim
         return self.machine.kernel_seconds(scores, scores * 2 * both, backward)
 
@@ -273,7 +273,7 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
             visiting = travel((following.send, visit), (following.recv, visit))
         ahead = following is not None and (step.ahead or not backward)
         touched, launches = _touched(step.calls, setting.shapes, direction, kept=step is steps[0])
-        kernels = sum(setting.kernel(call.pairs, backward) for call in step.calls)
+        kernels = sum(setting.kernel(call, backward) for call in step.calls)
         tally.stage(kernels, setting.other(touched, launches), returning + visiting if ahead else returning)
         tally.launches += launches
         returning = _Busy()
@@ -352,7 +352,7 @@ def _gather(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _
         tally.sent += load.fetched * row * wide
         tally.received += load.given * row * wide
         tally.memory += (slots * load.sequence + load.given) * row * wide + load.sequence * row * narrow
-    kernels = sum(setting.kernel(call.pairs, backward) for call in load.gathered) / _GATHERED
+    kernels = sum(setting.kernel(call, backward) for call in load.gathered) / _GATHERED
     tally.stage(kernels, setting.other(touched, launches), _Busy())
     tally.launches += launches
     return coming, leaving

@@ -243,10 +243,12 @@ class Symmetric:
         shapes = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
         key = (moves, turn % segments.count, stream, *shapes)
         table = segments.tables.get(key)
+        recording = torch.cuda.is_current_stream_capturing()
         if table is None:
             table = self._table(segments, turn, moves, sources, into)
-            remember(segments.tables, key, table)
-        if torch.cuda.is_current_stream_capturing():
+            if not recording:  # what is recorded is written when it is replayed, if it ever is
+                remember(segments.tables, key, table)
+        if recording:
             self.held.append(table)
         with self._stream():
             table.run(into, behind)

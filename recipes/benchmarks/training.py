@@ -205,9 +205,11 @@ def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any
     deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     _release_sequence_parallel_groups()  # another kernel's, which keeps them itself
     plain = ALL_ATTENTION_FUNCTIONS[kernel]
-    UlyssesSPAttentionHF.register_with_transformers(model, kernel, size, micro_batch_size=1)
-    registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[kernel]
-    ALL_ATTENTION_FUNCTIONS[kernel] = plain
+    try:
+        UlyssesSPAttentionHF.register_with_transformers(model, kernel, size, micro_batch_size=1)
+        registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[kernel]
+    finally:
+        ALL_ATTENTION_FUNCTIONS[kernel] = plain
     return registered
 
 
