@@ -446,6 +446,12 @@ class _Patch:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:
+            if resolve_group(self.given).size > 1:
+                raise UnsupportedModelError(
+                    "The forward of the model was called past its hooks, which cut the batch: model.forward(...) "
+                    "instead of model(...), as the peft method AdaLoRA does. Call the model itself; AdaLoRA is not "
+                    "served."
+                )
             plain: torch.Tensor = self.plain_loss(logits, labels, *args, **kwargs)
             return plain
         targets = kwargs["shift_labels"]
