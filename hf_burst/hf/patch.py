@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 _CALL = "burst_call"
 _TOKENS = ("input_ids", "inputs_embeds")
+_ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
@@ -250,7 +251,7 @@ class _Patch:
         assert call is not None, "agree raises this rank's error"
         prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
         self.explicit = call.explicit
-        items = facts["num_items_in_batch (labels of all ranks)"]
+        items = facts[_ITEMS]
         if items is not None and self.averages and counted is not None:
             prepared["num_items_in_batch"] = self._items_of_batch(module, mine if call.explicit else tokens, items)
             items = prepared["num_items_in_batch"]
@@ -362,7 +363,7 @@ class _Patch:
             "documents": f"{sum(map(len, layout.documents)) - layout.batch_size} (checksum {hash(layout.documents):x})",
             "chunks": f"{len(layout.owners)} (checksum {hash(layout.owners):x})",
             "labels": prepared.get("labels") is not None,
-            "num_items_in_batch (labels of all ranks)": None if items is None else float(items),
+            _ITEMS: None if items is None else float(items),
             "sharded already": explicit,
             "training": module.training,
             "activation checkpointing": checkpointed,
