@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .calibrate import machine_for
@@ -72,7 +73,7 @@ def burst_attention(
     """
     config = config or BurstConfig()
     error: Exception | None = None
-    kernel = None
+    facts: dict[str, Any] = {}
     try:
         _validate(q, k, v, layout, group)
         _validate_scores(q, chunk, softcap, sinks)
@@ -80,10 +81,6 @@ def burst_attention(
         windowed = window is not None
         if config.schedule != "auto":
             windowed |= _named(config.schedule, _sizes(q, k, v), group.size).around == "all_gather"
-        kernel = _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, windowed).card.name
-    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
-        error = problem
-    if check:
         facts = {
             "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
             "dtype": str(q.dtype),
@@ -91,9 +88,13 @@ def burst_attention(
             "causal, window, chunk": [causal, window, chunk],
             "scale, softcap, sinks": [scale, softcap, sinks is not None],
             "config": str(config),
-            "kernel": kernel,
+            "kernel": _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, windowed).card.name,
+            "gradients": torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v)),
         }
-        group.agree(facts, error, q.device)
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    if check:
+        group.agree(facts, error, _device_of(q, group))
         prepare(config.schedule, config.kernel, q.device, group)
     elif error is not None:
         raise error
@@ -636,8 +637,19 @@ def _announce(
     logger.debug("%s", table)
 
 
+def _device_of(q: Any, group: ContextGroup) -> torch.device:
+    """Where the ranks speak to each other: that of the queries, or of the backend where they are none."""
+    if isinstance(q, torch.Tensor) and q.device.type in ("cpu", "cuda"):
+        return q.device
+    on_gpus = group.size > 1 and dist.get_backend(group.process_group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
 def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
     """Raises for inputs that do not fit each other, the layout or the group."""
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
+        kinds = ", ".join(type(given).__name__ for given in (q, k, v, layout))
+        raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
     if any(tensor.ndim != 4 for tensor in (q, k, v)):
         raise BatchError(f"q, k and v are (batch, tokens, heads, head size), got {shapes}.")

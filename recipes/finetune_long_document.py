@@ -236,9 +236,11 @@ def main() -> None:
     recipe, training = parse(sys.argv[1:])
     from_environment = hf_burst.BurstParallelismConfig.from_env()
     training.parallelism_config = (
-        hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size) if recipe.burst_size else from_environment
+        from_environment if recipe.burst_size is None else hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size)
     )
     burst = hf_burst.BurstConfig.from_dict(mapping(recipe.burst))
+    if not isinstance(recipe.sequence_length, int) or recipe.sequence_length < 2:
+        raise ValueError(f"sequence_length is {recipe.sequence_length!r}; give a number of tokens, at least 2.")
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     training.include_num_input_tokens_seen = "all"

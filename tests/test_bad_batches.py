@@ -371,6 +371,15 @@ def batches_drift_apart(rank: int, size: int) -> None:
     model(**batch)
 
 
+def gradients_on_one_rank(rank: int, size: int) -> None:
+    with torch.set_grad_enabled(rank == 0):
+        hf_burst.patch_model(models.make_model("llama").train())(**good(rank))
+
+
+def negative_items(rank: int, size: int) -> None:
+    hf_burst.patch_model(models.make_model("llama").train())(**good(rank), num_items_in_batch=-1)
+
+
 def shards_drift_apart(rank: int, size: int) -> None:
     model = hf_burst.patch_model(models.make_model("llama").train())
     for _ in range(20):
@@ -399,6 +408,8 @@ def two_groups(rank: int, size: int) -> None:
         (rows_that_do_not_exist, BatchError, "logits_to_keep is .*24 tokens"),
         (batches_drift_apart, RankMismatchError, "content"),
         (shards_drift_apart, RankMismatchError, "content"),
+        (gradients_on_one_rank, RankMismatchError, "gradients: rank 0 has True, rank 1 has False"),
+        (negative_items, BatchError, "num_items_in_batch is -1"),
         (mesh_that_does_not_fit, ConfigError, "burst_size=4.*4 ranks, but 2 were launched"),
         (two_groups, ConfigError, "Two groups are named"),
     ],

@@ -341,6 +341,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
         (["--kv-heads", "2", "--kernel", "flash_attn_9"], "there is none of that name"),
         (["--kv-heads", "2", "--rounds", "5", "2"], "--rounds is 5 2"),
         (["--kv-heads", "2", "--head-dim", "-1"], "--head-dim is -1"),
+        (["--kv-heads", "2", "--lengths", "64", "0"], "--lengths are [64, 0]"),
     ],
 )
 def test_settings_that_cannot_be_used(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

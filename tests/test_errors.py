@@ -191,11 +191,32 @@ def a_kernel_for_another_device(arguments: dict[str, Any], rank: int, size: int)
     arguments["config"] = BurstConfig(kernel="torch_flash")
 
 
+def no_queries_at_all(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["q"] = None
+
+
+def no_layout_at_all(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["layout"] = ((0, 12),)
+
+
+def queries_that_are_nowhere(arguments: dict[str, Any], rank: int, size: int) -> None:
+    arguments["q"] = arguments["q"].to("meta")
+
+
+def documents_in_lists(arguments: dict[str, Any], rank: int, size: int) -> None:
+    layout = arguments["layout"]
+    arguments["layout"] = SequenceLayout(layout.length, layout.owners, [list(row) for row in layout.documents])
+
+
 def a_schedule_for_other_heads(arguments: dict[str, Any], rank: int, size: int) -> None:
     arguments["config"] = BurstConfig(schedule=f"ulysses_{4 * size}+kv_ring")
 
 
 WRONG = {
+    no_queries_at_all: (BatchError, ("three tensors and a SequenceLayout", "NoneType")),
+    no_layout_at_all: (BatchError, ("three tensors and a SequenceLayout", "tuple")),
+    queries_that_are_nowhere: (BatchError, ("one dtype and one device", "on meta")),
+    documents_in_lists: (TypeError, ("unhashable",)),
     a_schedule_for_other_heads: (ConfigError, ("cannot be had", "cannot be cut into groups of", "schedule='auto'")),
     too_few_tokens: (ShardingError, ("should hold 1 x 12 tokens", "q has 1 x 11", "hf_burst.shard_batch")),
     another_batch_size: (ShardingError, ("should hold 1 x 12", "q has 2 x 12")),

@@ -126,6 +126,8 @@ def _validate(arguments: argparse.Namespace) -> None:
     for name in counts:
         if getattr(arguments, name) is not None and getattr(arguments, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be above 0.")
+    if min(arguments.lengths) < 1:
+        raise ConfigError(f"--lengths are {arguments.lengths}; give numbers of tokens, at least 1.")
     for kv_heads in arguments.kv_heads:
         if kv_heads < 1 or arguments.q_heads % kv_heads:
             raise ConfigError(f"--q-heads {arguments.q_heads} is no whole multiple of --kv-heads {kv_heads}.")

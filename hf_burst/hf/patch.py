@@ -252,6 +252,11 @@ class _Patch:
         prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
         self.explicit = call.explicit
         items = facts[_ITEMS]
+        if items is not None and not items > 0 and tokens:
+            raise BatchError(
+                f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
+                "above 0. Leave it out to average this batch by itself."
+            )
         if items is not None and self.averages and counted is not None:
             prepared["num_items_in_batch"] = self._items_of_batch(module, mine if call.explicit else tokens, items)
             items = prepared["num_items_in_batch"]
@@ -366,6 +371,7 @@ class _Patch:
             _ITEMS: None if items is None else float(items),
             "sharded already": explicit,
             "training": module.training,
+            "gradients": torch.is_grad_enabled(),
             "activation checkpointing": checkpointed,
             "logits to keep": kept,
             "logits": logits,
