@@ -252,7 +252,7 @@ class _Patch:
         prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
         self.explicit = call.explicit
         items = facts[_ITEMS]
-        if items is not None and not items > 0 and tokens:
+        if items is not None and not items > 0 and (tokens or items):
             raise BatchError(
                 f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
                 "above 0. Leave it out to average this batch by itself."
