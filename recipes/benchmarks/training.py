@@ -333,15 +333,17 @@ def measure(job: Job, length: int, arguments: argparse.Namespace) -> Iterator[li
     """All contenders at one length: what is known after each round."""
     generator = torch.Generator().manual_seed(length)
     vocabulary = job.base.config.vocab_size
-    job.tokens = torch.randint(0, vocabulary, (1, length), generator=generator).to(job.ranks.device)
+    tokens = torch.randint(0, vocabulary, (1, length), generator=generator).to(job.ranks.device)
+    job.tokens = tokens[:, : arguments.check_length]
     rows: dict[str, dict[str, Any]] = {}
     for name in arguments.contenders:
         way = CONTENDERS[name]
         found, reason = job.ranks.attempt(partial(first_gradients, job, way))
         rows[name] = {"contender": name, "length": length, "status": "failed" if reason else "ok", "reason": reason}
-        rows[name] |= {"check": found, "steps": []}
+        rows[name] |= {"check": found and found | {"length": job.tokens.shape[1]}, "steps": []}
         job.ranks.say(f"{length} tokens, {name}: {reason or found}")
         job.optimizer.zero_grad()
+    job.tokens = tokens
     running = [name for name, row in rows.items() if row["status"] == "ok"]
     for index in range(arguments.warmup + arguments.rounds):
         turn = index % max(1, len(running))
@@ -608,6 +610,7 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=5, help="steps that are timed, of every contender")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--check-length", type=int, help="tokens that are compared before the first step (all)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one step may take")
     parser.add_argument("--commit", help="what to write down where this is no git checkout")
