@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 _LOGITS = 2**27  # at a time, in plain torch
 _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
-_LIGER_BUDGET = 4  # its logits at a time, in units of the hidden states
+# Liger's logits at a time: four times the hidden states, or more as long as they are no more than so many, since every
+# part reads and writes all of the weight's gradient
+_LIGER_BUDGET, _LIGER_LOGITS = 4, 2**29
 
 Score = Callable[[torch.Tensor], torch.Tensor]
 
@@ -151,6 +153,9 @@ def _by_liger(
     liger: Any, hidden: torch.Tensor, targets: torch.Tensor, linear: Linear, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The same by Liger's kernel, its weight gradient summed up in fp32."""
+    (tokens, width), vocabulary = hidden.shape, linear.weight.shape[0]
+    rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)  # it takes powers of two
+    parts = -(-tokens // rows)
     loss, _, _, _, dhidden, dweight, dbias = liger.fused_linear_cross_entropy_forward(
         hidden,
         linear.weight.detach(),
@@ -162,7 +167,7 @@ def _by_liger(
         accum_dtype=torch.float32,
         compute_gradients=True,
         weight_requires_grad=any(parameter is linear.weight for parameter in parameters),
-        chunk_mem_const=_LIGER_BUDGET,
+        chunk_mem_const=max(_LIGER_BUDGET, -(-vocabulary // (width * parts))),
     )
     return loss, [dhidden, *(dweight if parameter is linear.weight else dbias for parameter in parameters)]
 

@@ -395,11 +395,11 @@ def test_slices_divide_the_key_heads_of_a_rank():
     assert slices_of(Route("kv_ring", 2), 4, 12) == [1, 2, 3]
     assert slices_of(Route("kv_ring", 4), 4, 4) == [1]
     ulysses = Route("kv_ring", 4)
-    assert [head_slices(ulysses, 4, (32, 32), tokens, "cuda") for tokens in (1, 4096, 8192, 65536)] == [1, 1, 2, 4]
+    assert [head_slices(ulysses, 4, (32, 32), tokens, "cuda") for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
     assert [head_slices(ulysses, 4, (32, 8), tokens, "cuda") for tokens in (4096, 65536)] == [1, 2]
     assert head_slices(ulysses, 4, (32, 8), 4, "cpu") == 2
     assert head_slices(RING, 4, (32, 8), 65536, "cuda") == 1
-    for length, wanted in ((16384, 1), (32768, 2), (262144, 4)):
+    for length, wanted in ((32768, 1), (65536, 2), (262144, 4)):
         assert estimate(ulysses, causal(length, 4, kv_heads=32), h200()).slices == wanted
 
 

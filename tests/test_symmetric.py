@@ -12,8 +12,9 @@ import torch
 import hf_burst.ring.routes
 from hf_burst import BurstConfig, SequenceLayout, burst_attention
 from hf_burst.config import Route
+from hf_burst.op import Memory
 from hf_burst.ring import replay, symmetric
-from tests.shared_memory import Access, races, shared_memory
+from tests.shared_memory import Access, InPlace, Stream, on, races, shared_memory
 from tests.test_ring import PRODUCTS, SCHEDULES, Case, assert_exact, attend, context_group, fitting, put_together
 
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
@@ -152,6 +153,54 @@ def replay_passes(rank: int, size: int, folder: Path, schedule: str) -> None:
         assert len(passes) == 4, len(passes)  # two lengths, forward and backward
         assert all(isinstance(known, Again) for known in passes.values())
     assert kernels
+
+
+def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
+    """What was exchanged for a region that runs again is under way until the next pass, which waits for it: the
+    backward pass of that region, or another one, where nobody asks for gradients."""
+    group, generator = context_group(size), torch.Generator().manual_seed(rank)
+    layout = SequenceLayout.for_batch([(0, 24)], size)
+    numbers = [torch.randn(1, 24 // size, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)]
+    leaves, dout = [one.requires_grad_() for one in numbers[:3]], numbers[3]
+    settings = (None, layout.encode(), True, -1, 0, 8**-0.5, 0.0, "reference", "ulysses", "symmetric", False)
+    clocks: list[dict] = []
+    backward = InPlace.backward
+
+    def noted(kernel: InPlace, *arguments: object) -> list[torch.Tensor]:
+        clocks.append(dict(Stream.current.clock))
+        return backward(kernel, *arguments)
+
+    with shared_memory(folder, group), mock.patch.object(InPlace, "backward", noted):
+        arena = symmetric_arena()
+        memory = Memory(1.0)
+        out = memory.attention(*leaves, *settings, group.name)
+        wanted = torch.autograd.grad(out, leaves, dout)
+        memory.next = 0
+        again = memory.attention(*leaves, *settings, group.name)
+        events = [posted.done for posted, _ in arena.left]
+        assert events
+        copies = arena.stream.key
+        assert all(Stream.current.clock.get(copies, 0) < event.clock[copies] for event in events)
+        clocks.clear()
+        if seen:
+            found = torch.autograd.grad(again, leaves, dout)
+            for one, other in zip(found, wanted, strict=True):
+                assert torch.equal(one, other)
+        else:
+            del again
+            with on(Stream()):
+                Memory(1.0).attention(*leaves, *settings, group.name)
+                clocks.append(Stream.current.clock)
+            clocks.append(Stream.current.clock)
+        assert not arena.left
+        assert len(clocks) == (1 if seen else 2)
+        for clock in clocks:
+            assert all(clock.get(copies, 0) >= event.clock[copies] for event in events)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_what_is_left_under_way_is_waited_for(ranks, seen, tmp_path):
+    ranks(2).run(run_a_region_again, tmp_path, seen)
 
 
 def symmetric_arena() -> symmetric.Arena:

@@ -204,6 +204,15 @@ class Exchange(Protocol):
         """
         ...
 
+    def leave(self, posted: Posted) -> None:
+        """Does not wait for a round whose memory nobody touches before the next pass over these ranks has begun: by
+        then it is there.
+
+        Args:
+            posted ([`Posted`]): The round.
+        """
+        ...
+
 
 @dataclass
 class _Messages:
@@ -271,6 +280,10 @@ class PeerToPeer:
             places.append(place)
             receives.append(Part(block.peer, shapes, block.index, *block.rows))
         return self._post(sends, receives, tag, places)
+
+    def leave(self, posted: Posted) -> None:
+        """See [`Exchange.leave`]; messages are waited for at once."""
+        posted.wait()
 
     def _post(
         self,

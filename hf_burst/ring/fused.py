@@ -135,7 +135,9 @@ def _product(
 class Table:
     """Many strided copies as one kernel: what is fixed about them, on the device.
 
-    Sources are the memory of peers or one's own and stay where they are; destinations are given with each run.
+    Sources are the memory of peers or one's own and stay where they are; destinations are given with each run. All
+    copies go on at the same time, a piece of each in turn: one after the other, all ranks would read from the first
+    peer, and then from the next one, at a fraction of what the links can do.
 
     Args:
         pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the
@@ -187,7 +189,7 @@ class Table:
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
             _copy[(min(work, _FEW) if behind else work,)](
-                *(self.table, *places, self.tiles[tile], work),
+                *(self.table, *places, self.count, work),
                 kind=self.kind,
                 word=self.word,
                 aligned=self.unit,
@@ -215,20 +217,20 @@ def _runs(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Ten
                     yield first, second, rows, 1, first.stride(0), second.stride(0)
 
 
-@triton.jit(do_not_specialize=["first", "second", "third", "fourth", "tiles", "work"])
+@triton.jit(do_not_specialize=["first", "second", "third", "fourth", "count", "work"])
 def _copy(
-    table, first, second, third, fourth, tiles, work,
+    table, first, second, third, fourth, count, work,
     kind: tl.constexpr, word: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, height: tl.constexpr,
 ):  # fmt: skip
     for part in range(tl.program_id(0), work, tl.num_programs(0)):
-        entry = table + part // tiles * 8
+        entry, tile = table + part % count * 8, part // count
         source, ahead, inner = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) // word
         source_step, place_step = tl.load(entry + 3) // word, tl.load(entry + 4) // word
         outer, index = tl.load(entry + 5), tl.load(entry + 6)
         base = tl.where(index == 0, first, tl.where(index == 1, second, tl.where(index == 2, third, fourth)))
         columns = tl.cdiv(inner, width)
-        row = part % tiles // columns * height + tl.arange(0, height)
-        column = part % tiles % columns * width + tl.arange(0, width)
+        row = tile // columns * height + tl.arange(0, height)
+        column = tile % columns * width + tl.arange(0, width)
         here = (row < outer)[:, None] & (column < inner)[None]
         start = tl.multiple_of(source.to(tl.pointer_type(kind)), aligned)
         stop = tl.multiple_of((base + ahead).to(tl.pointer_type(kind)), aligned)

@@ -4,7 +4,7 @@ Every row of the output has one kernel call. The next heads are under way while 
 gradients of the heads before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -150,7 +150,8 @@ class _Gathered:
 
 
 class _Scattered:
-    """dK and dV on their way home, slice by slice, and summed there: the home's own first, then in rank order.
+    """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of
+    the next ranks in turn.
 
     Args:
         attention, exchange, k, v: As in [`_Gathered`].
@@ -192,9 +193,7 @@ class _Scattered:
 def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
     """How K and V of a slice are fetched, if all slices of this rank have these shapes; and the tokens that come."""
     given, taken, places = [], [], []
-    for place, peer in enumerate(attention.peers):
-        if place == attention.place:
-            continue
+    for place, peer in _others(attention):
         rows = attention.plan.sharding.tokens(place)
         theirs = tuple(((shape[0], rows, *shape[2:]), dtype) for shape, dtype in shapes)
         for tensor in range(2):
@@ -210,9 +209,7 @@ def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...])
 def _slice_scattered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
     """How dK and dV of a slice, of these shapes on every rank, go home; and the rows that come."""
     given, taken, places = [], [], []
-    for place, peer in enumerate(attention.peers):
-        if place == attention.place:
-            continue
+    for place, peer in _others(attention):
         for tensor in range(2):
             for token, _, size in _spans(attention, attention.place, place):
                 given.append(Given(peer, tensor, token, token + size))
@@ -220,6 +217,13 @@ def _slice_scattered(attention: Attention, index: int, shapes: tuple[Shape, ...]
                 taken.append(Part(peer, shapes, tensor, token, token + size))
                 places.append((tensor, row, size))
     return Round(shapes, tuple(given), tuple(taken), 2 * index + 1), places
+
+
+def _others(attention: Attention) -> Iterator[tuple[int, int]]:
+    """Place and rank of the others, the next one first: no two ranks read from the same one at the same time."""
+    for ahead in range(1, len(attention.peers)):
+        place = (attention.place + ahead) % len(attention.peers)
+        yield place, attention.peers[place]
 
 
 def _spans(attention: Attention, looking: int, home: int) -> list[tuple[int, int, int]]:

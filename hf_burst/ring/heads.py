@@ -79,10 +79,11 @@ class HeadsIn:
         self.heads = tuple(tensor.shape[2] // mates.ulysses // slices for tensor in tensors)
         exchange.publish("heads in", tensors, sum(tensor.nbytes for tensor in tensors))
 
-    def fetch(self, index: int, into: Sequence[torch.Tensor]) -> Posted:
-        """Starts to fetch a slice into tensors of shape `(B, N, H / ranks / slices, D)`."""
+    def fetch(self, index: int, into: Sequence[torch.Tensor], behind: bool) -> Posted:
+        """Starts to fetch a slice into tensors of shape `(B, N, H / ranks / slices, D)`: `behind` another kernel by few
+        multiprocessors, else by all."""
         moves = _moves_in(self.mates, self.heads, self.slices, index)
-        return self.exchange.move("heads in", moves, self.tensors, into, 2 * index, behind=index > 0)
+        return self.exchange.move("heads in", moves, self.tensors, into, 2 * index, behind)
 
 
 class HeadsOut:

@@ -108,7 +108,7 @@ class Routed:
         """
         if self.route.ulysses == 1:
             return *self._forward(exchange, q, k, v, sinks), []
-        kept, some, under_way = self._fetch(exchange, q, k, v)
+        kept, some, under_way = self._fetch(exchange, q, k, v, waits=True)
         mates, slices = self._mates, len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
@@ -126,23 +126,27 @@ class Routed:
         return out, lse, kept
 
     def exchanged(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """What [`Routed.forward`] keeps instead of q, k and v where heads are exchanged, without the attention."""
-        kept, _, under_way = self._fetch(exchange, q, k, v)
+        """What [`Routed.forward`] keeps instead of q, k and v where heads are exchanged, without the attention. It may
+        be under way until the next pass begins."""
+        kept, _, under_way = self._fetch(exchange, q, k, v, waits=False)
         for posted in under_way:
-            posted.wait()
+            exchange.leave(posted)
         return kept
 
     def _fetch(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, waits: bool
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Posted]]:
-        """This rank's heads of all mates on their way: where they come to lie, slice by slice, as q, k and v."""
+        """This rank's heads of all mates on their way: where they come to lie, slice by slice, as q, k and v. `waits`
+        says that the first slice is waited for. Where nothing is, products of matrices run beside the copies, which
+        many multiprocessors held for a short time disturb less than some for a long time."""
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         shapes = kept_shapes(self.route, self.group.size, q.shape[0], q.shape[1], sizes, q.device)
         kept = [q.new_empty(shape) for shape in shapes]
-        _go_inline(exchange, len(kept), self.route.ulysses == self.group.size)
+        if waits:
+            _go_inline(exchange, len(kept), self.route.ulysses == self.group.size)
         arriving = HeadsIn(exchange, self._mates, (q, k, v), len(kept))
         some = [unpack(packed, sizes.piece(self.route.ulysses * len(kept))) for packed in kept]
-        return kept, some, [arriving.fetch(index, own) for index, own in enumerate(some)]
+        return kept, some, [arriving.fetch(index, own, behind=waits and index > 0) for index, own in enumerate(some)]
 
     def backward(
         self,
@@ -182,7 +186,7 @@ class Routed:
         def fetch(index: int) -> tuple[Posted, torch.Tensor, list[torch.Tensor]]:
             own_dout = dout.new_empty(batch, mates.tokens, heads, sizes.value_dim)
             scalars = [heads_first((batch, mates.tokens, heads), lse.dtype, dout.device) for _ in range(2)]
-            posted = arriving.fetch(index, (own_dout, *(tensor.unsqueeze(3) for tensor in scalars)))
+            posted = arriving.fetch(index, (own_dout, *(tensor.unsqueeze(3) for tensor in scalars)), index > 0)
             return posted, own_dout, scalars
 
         under_way = [fetch(index) for index in range(slices)]
@@ -276,6 +280,7 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
                 "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
                 "Set BurstConfig(transport='p2p'), or leave it out of the graph."
             )
+        arena.settle()
         return Symmetric(arena)
     if transport == "symmetric":
         raise ConfigError(

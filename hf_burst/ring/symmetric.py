@@ -25,7 +25,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
-from .exchange import Channel, Moves, Round, Shape
+from .exchange import Channel, Moves, Posted, Round, Shape
 
 if TYPE_CHECKING:
     from .fused import Table
@@ -107,6 +107,7 @@ class Arena:
         self.channels: dict[Channel, Segments] = {}
         self.sightings: dict[Hashable, int] = {}  # how often passes came that may be recorded
         self.passes: dict[Hashable, Any] = {}  # those that are recorded, and, as `None`, those that could not be
+        self.left: list[tuple[Posted, torch.cuda.Stream]] = []  # rounds for which the stream has not waited
         self.failed = ""  # what ended a pass in the middle, after which ranks need not agree on what was published
 
     def segments(self, channel: Channel, nbytes: int) -> Segments:
@@ -117,6 +118,17 @@ class Arena:
             size = -(-nbytes // _GRANULE) * _GRANULE
             found = self.channels[channel] = Segments(self.group, self.device, size, 3 if channel in _IN_PLACE else 2)
         return found
+
+    def settle(self) -> None:
+        """Lets the current stream wait for the rounds that were left under way, and the streams that left them, whose
+        memory may then be free."""
+        current = torch.cuda.current_stream(self.device) if self.left else None
+        for posted, stream in self.left:
+            posted.wait()
+            if stream != current:
+                with torch.cuda.stream(stream):
+                    posted.wait()
+        self.left = []
 
     @cached_property
     def recordings(self) -> "Arena":
@@ -255,6 +267,10 @@ class Symmetric:
             done = self._event() if self.aside else None
         self.sent += table.sent
         return _Copies(into, done, self.arena.device, table)
+
+    def leave(self, posted: Posted) -> None:
+        """See [`Exchange.leave`]."""
+        self.arena.left.append((posted, torch.cuda.current_stream(self.arena.device)))
 
     def _stream(self) -> AbstractContextManager[None]:
         """Where copies go; they wait for what the current stream has done so far."""
