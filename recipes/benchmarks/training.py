@@ -329,14 +329,15 @@ def step(job: Job, way: Way) -> dict[str, float]:
     return {"seconds": float(slowest[0]), "peak_bytes": float(slowest[1])}
 
 
-def measure(job: Job, length: int, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """All contenders at one length: what is known after each round."""
+def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """All contenders at one length: what is known after each step."""
     generator = torch.Generator().manual_seed(length)
     vocabulary = job.base.config.vocab_size
     tokens = torch.randint(0, vocabulary, (1, length), generator=generator).to(job.ranks.device)
     job.tokens = tokens[:, : arguments.check_length]
     rows: dict[str, dict[str, Any]] = {}
-    for name in arguments.contenders:
+    longest = dict(arguments.longest)
+    for name in (name for name in arguments.contenders if length <= longest.get(name, length)):
         way = CONTENDERS[name]
         found, reason = job.ranks.attempt(partial(first_gradients, job, way))
         rows[name] = {"contender": name, "length": length, "status": "failed" if reason else "ok", "reason": reason}
@@ -345,7 +346,7 @@ def measure(job: Job, length: int, arguments: argparse.Namespace) -> Iterator[li
         job.optimizer.zero_grad()
     job.tokens = tokens
     running = [name for name, row in rows.items() if row["status"] == "ok"]
-    for index in range(arguments.warmup + arguments.rounds):
+    for index in range(arguments.warmup + rounds):
         turn = index % max(1, len(running))
         for name in [*running[turn:], *running[:turn]]:
             found, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name]))
@@ -355,8 +356,8 @@ def measure(job: Job, length: int, arguments: argparse.Namespace) -> Iterator[li
                 job.optimizer.zero_grad()
             elif index >= arguments.warmup:
                 rows[name]["steps"].append(found)
-        job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + arguments.rounds}")
-        yield list(rows.values())
+            yield list(rows.values())
+        job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
     for name in running if arguments.profile else ():
         found, _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name]))
         rows[name] |= found or {}
@@ -529,8 +530,8 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2) -
         return (time.perf_counter() - start) / calls
 
     run(1)
-    once = run(2)
-    found = run(max(3, math.ceil(at_least / once)))
+    once = run(1)
+    found = once if once >= at_least else run(max(3, math.ceil(at_least / once)))
     return float(ranks.largest(torch.tensor([found], dtype=torch.float64))[0])
 
 
@@ -597,6 +598,14 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def longest(text: str) -> tuple[str, int]:
+    """A contender and a length, of the command line."""
+    name, _, tokens = text.rpartition("=")
+    if name not in CONTENDERS or not tokens.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(CONTENDERS)}")
+    return name, int(tokens)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -608,7 +617,21 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="one more step each, and on what its time goes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--rounds", type=int, default=5, help="steps that are timed, of every contender")
+    parser.add_argument(
+        "--longest",
+        metavar="NAME=TOKENS",
+        type=longest,
+        nargs="+",
+        default=[],
+        help="contenders that are left out of longer sequences",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        nargs="+",
+        default=[5],
+        help="steps that are timed, of every contender; one number, or one a length from the shortest on",
+    )
     parser.add_argument("--warmup", type=int, default=1, help="steps before them")
     parser.add_argument("--check-length", type=int, help="tokens that are compared before the first step (all)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -616,6 +639,9 @@ def main() -> int:
     parser.add_argument("--commit", help="what to write down where this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
+    lengths = sorted(arguments.lengths)
+    if len(arguments.rounds) not in (1, len(lengths)):
+        parser.error(f"--rounds has {len(arguments.rounds)} numbers for {len(lengths)} lengths; give one, or one each")
     ranks = Ranks(arguments.device, arguments.timeout)
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     native, _ = choose_native("auto", ranks, dtype, 128 if ranks.cuda else 16, Mask(256))
@@ -631,12 +657,13 @@ def main() -> int:
         "limits": {},
         "results": [],
     }
-    for length in sorted(arguments.lengths):
+    rounds = arguments.rounds * (len(lengths) // len(arguments.rounds))
+    for length, count in zip(lengths, rounds, strict=True):
         parts = parts_of_limits(job, length, native, arguments)
         roof = limits(parts)
         result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, roof
         before = result["results"]
-        for rows in measure(job, length, arguments):
+        for rows in measure(job, length, count, arguments):
             result["results"] = [*before, *summary(rows, flops(job, length, arguments.lora), roof, ranks)]
             if arguments.out is not None and ranks.rank == 0:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
