@@ -1,4 +1,5 @@
-"""Draws results of training.py: how long a step takes beside its limit, and on what its time goes where that is known.
+"""Draws results of training.py: how long a step takes beside its limit, and on what its time goes where that is known;
+of the first contender at each length also what ran when.
 
 python recipes/benchmarks/plot_training.py recipes/benchmarks/results/training_2xH200*.json --out training.png
 """
@@ -108,7 +109,7 @@ def main() -> None:
             told = [row for row in rows if row.get("profile")]
             panels += [(draw_steps, result, rows)] if rows else []
             panels += [(draw_parts, result, told)] if told else []
-            panels += [(draw_timeline, result, [row]) for row in told if any(row.get("timeline", ()))]
+            panels += [(draw_timeline, result, [row]) for row in told if any(row.get("timeline", ()))][:1]
     if not panels:
         raise SystemExit("None of the files holds a step that was timed.")
     lines = [2 if draw is draw_timeline else len(rows) for draw, _, rows in panels]
