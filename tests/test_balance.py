@@ -14,7 +14,7 @@ from hf_burst import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.support import layer_reaches
-from hf_burst.plan import Mask, assign, balance, imbalance
+from hf_burst.plan import Mask, assign, balance, imbalance, waiting
 from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs
 from tests.test_plan import masks_of
@@ -38,6 +38,49 @@ def test_packed_documents_are_even_over_the_ranks(ranks):
         owners = assign((mask,), ranks)
         assert imbalance((mask,), owners) <= 0.02, seed
         assert len({owners.count(rank) for rank in range(ranks)}) == 1, "as many tokens everywhere"
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 0.15), (3, 0.15), (4, 0.15), (8, 0.6)])
+def test_the_rounds_of_a_ring_are_even_where_documents_are_packed(ranks, most):
+    """Beside what dealing by work alone leaves."""
+    before, after = [], []
+    for seed in range(12):
+        mask = Mask(262144, documents=log_uniform(262144, seed))
+        owners = assign((mask,), ranks)
+        dealt = balance._dealt_out(balance._work((mask,), (), 8 * ranks), ranks, 1)
+        before.append(waiting((mask,), dealt))
+        after.append(waiting((mask,), owners))
+        assert after[-1] <= most, seed
+    assert sum(after) < 0.4 * sum(before)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), ranks=st.integers(2, 4), length=st.integers(16, 40))
+def test_rounds_are_kept_up_as_chunks_change_hands(data, ranks, length):
+    """Beside those counted anew, pair by pair."""
+    masks = tuple(data.draw(st.lists(masks_of(length), min_size=1, max_size=2)))
+    weights = tuple(range(1, len(masks) + 1))
+    owners = data.draw(st.permutations([index % ranks for index in range(3 * ranks)]))
+    rounds = balance._Rounds.of(masks, owners, weights)
+    for _ in range(data.draw(st.integers(0, 6))):
+        rounds.give(data.draw(st.integers(0, len(owners) - 1)), data.draw(st.integers(0, ranks - 1)))
+    size = math.ceil(length / len(owners))
+    counted = [[0] * ranks for _ in range(ranks)]
+    for mask, weight in zip(masks, weights, strict=True):
+        for query, row in enumerate(admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)):
+            for key in (key for key, sees in enumerate(row) if sees):
+                host, guest = rounds.owners[query // size], rounds.owners[key // size]
+                counted[(host - guest) % ranks][host] += weight
+    assert rounds.pairs == counted
+    assert rounds.loads == [sum(own) for own in zip(*counted, strict=True)]
+    assert rounds.longest == sum(map(max, counted))
+
+
+def test_what_is_too_much_to_go_through_is_balanced_in_all_only():
+    mask = Mask(1 << 20)
+    owners = pattern(64, "zigzag")
+    assert waiting((mask,), owners) == imbalance((mask,), owners)
+    assert balance._evened((mask,), (), owners) == owners
 
 
 def test_one_long_document_is_cut_as_ever():

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_burst.cli.bench_contenders import Documents
 from hf_burst.config import Route
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import Scores, select_kernel
@@ -24,6 +25,7 @@ from hf_burst.plan import (
     Machine,
     Mask,
     Shapes,
+    balance,
     built_in,
     candidates,
     choose,
@@ -36,7 +38,7 @@ from hf_burst.plan import (
     slices_of,
 )
 from hf_burst.plan.machine import cpu, h200
-from hf_burst.plan.work import band_pairs, busiest, gathered_calls, pairs_of_ranks, rounds
+from hf_burst.plan.work import band_pairs, busiest, gathered_calls, pairs_of_ranks, rounds, waiting
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed
 from tests.oracle import admitted_pairs
 from tests.test_plan import plans
@@ -287,23 +289,67 @@ def test_the_built_in_h200_gives_what_was_measured_of_a_ring(kv_heads, measured)
     assert flops / cost.total_s / 1e12 == pytest.approx(measured, rel=0.05)
 
 
-def measured_on_two() -> list:
-    """What the schedules took on 2 H200s, where the host did not count."""
+def measured(*names: str) -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+    """What the schedules took on H200s: results, their rows and the names of the schedules."""
     found = []
-    for name in ("attention_2xH200", "attention_2xH200_mha", "attention_2xH200_fa2"):
+    for name in names:
         result = json.loads((Path(__file__).parents[1] / "recipes/benchmarks/results" / f"{name}.json").read_text())
         for row in result["results"]:
             package, _, schedule = row["contender"].partition(" ")
-            if package == "hf_burst" and schedule != "auto" and row["length"] > 8192:
-                values = (result["kernel"], schedule, row["length"], row["kv_heads"], row["median_s"]["both"])
-                found.append(pytest.param(*values, id="-".join(map(str, values[:4]))))
+            if package == "hf_burst" and schedule in ("kv_ring", "burst", "ulysses", "all_gather"):
+                found.append((result, row, schedule))
     return found
 
 
-@pytest.mark.parametrize(("kernel", "name", "length", "kv_heads", "seconds"), measured_on_two())
-def test_the_built_in_h200_gives_what_was_measured_through_symmetric_memory(kernel, name, length, kv_heads, seconds):
-    cost = estimate(Route.parse(name, 2), causal(length, 2, kv_heads), h200(kernel), "symmetric")
+def of_one_document() -> list:
+    """Where the host did not count."""
+    files = [
+        f"attention_{ranks}xH200{kind}" for ranks, kind in ((2, ""), (2, "_mha"), (2, "_fa2"), (4, ""), (4, "_mha"))
+    ]
+    found = []
+    for result, row, schedule in measured(*files):
+        ranks = result["hardware"]["ranks"]
+        if row["length"] > 4096 * ranks:
+            values = (ranks, result["kernel"], schedule, row["length"], row["kv_heads"], row["median_s"]["both"])
+            found.append(pytest.param(*values, id="-".join(map(str, values[:5]))))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "kernel", "name", "length", "kv_heads", "seconds"), of_one_document())
+def test_the_built_in_h200_gives_what_was_measured_through_symmetric_memory(
+    ranks, kernel, name, length, kv_heads, seconds
+):
+    cost = estimate(Route.parse(name, ranks), causal(length, ranks, kv_heads), h200(kernel), "symmetric")
     assert cost.total_s == pytest.approx(seconds, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction"), [(n, d) for n in ("kv_ring", "ulysses") for d in ("forward", "backward")]
+)
+def test_the_built_in_h200_gives_what_was_measured_of_uneven_rounds(name, direction):
+    """17 documents over 4 H200s, their chunks dealt out by what they cost alone."""
+    ((_, row, _),) = (one for one in measured("attention_4xH200_packed") if one[2] == name)
+    mask = Mask(262144, documents=Documents(512, 65536).bounds(262144, 8))
+    owners = balance._dealt_out(balance._work((mask,), (), 16), 4, 1)
+    layer = Layer((mask,), cut(262144, owners), BF16)
+    assert waiting(layer.plan(1), "kv") > 0.7
+    cost = estimate(Route.parse(name, 4), layer, h200(), "symmetric")
+    assert getattr(cost, f"{direction}_s") == pytest.approx(row["median_s"][direction], rel=0.08)
+
+
+@settings(max_examples=100)
+@given(plan=plans(), visitor=st.sampled_from(["kv", "q"]))
+def test_the_time_that_ranks_wait_is_that_of_the_pairs_of_each_round(plan, visitor):
+    sharding = plan.sharding
+    owner = [sharding.owner(token) for token in range(sharding.length)]
+    counted = [[0] * sharding.ranks for _ in range(sharding.ranks)]
+    for mask in plan.masks:
+        for query, row in enumerate(admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)):
+            for key in (key for key, sees in enumerate(row) if sees):
+                host, guest = (owner[query], owner[key]) if visitor == "kv" else (owner[key], owner[query])
+                counted[(host - guest) % sharding.ranks][host] += 1
+    busiest = max(map(sum, zip(*counted, strict=True)))
+    assert waiting(plan, visitor) == pytest.approx(sum(map(max, counted)) / busiest - 1)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 32])

@@ -1,6 +1,6 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
-from .balance import assign, chunks_per_rank, imbalance
+from .balance import assign, chunks_per_rank, imbalance, waiting
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
@@ -43,4 +43,5 @@ __all__ = [
     "slices_of",
     "tiles_between",
     "verify_plan",
+    "waiting",
 ]

@@ -15,6 +15,7 @@ from .tiles import Tile
 from .traffic import Pass, Shapes
 
 _BLOCK = 128  # rows and columns that flash kernels compute at a time
+_MEETINGS = 2048  # of chunks: more are not gone through
 _DOCUMENT = 5  # blocks that a further document takes as long as: 10,000 of 100 tokens on an H200
 _PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
@@ -90,6 +91,7 @@ class Load:
         shapes ([`Shapes`]): Heads of the layer.
         sequence (`int`): Tokens of all places, all rows of the batch together.
         rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
+        waits (`dict[str, float]`): [`waiting`] of each of them.
         gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
         fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
         given (`int`): Rows of its own that others then fetch.
@@ -102,6 +104,7 @@ class Load:
     shapes: Shapes
     sequence: int
     rings: dict[Pass, tuple[Round, ...]]
+    waits: dict[Pass, float]
     gathered: tuple[Call, ...]
     fetched: int
     given: int
@@ -143,6 +146,59 @@ def pairs_at(mask: Mask, tokens: Iterable[int], keys: bool = False) -> list[int]
             pairs += band_pairs(rows, columns, *distances)
         found.append(pairs)
     return found
+
+
+@lru_cache(maxsize=64)
+def meetings(mask: Mask, boundaries: tuple[int, ...]) -> dict[tuple[int, int], int] | None:
+    """The pairs of a query in one chunk and a key in another one, by both chunks; `None` if there are too many meetings
+    to go through."""
+    low, high = mask.distances
+    found: dict[tuple[int, int], int] = {}
+    reaching = (bisect_right(mask.documents, boundary) - 1 for boundary in boundaries[1:-1])
+    crossing = {at for at, boundary in zip(reaching, boundaries[1:-1], strict=True) if mask.documents[at] < boundary}
+    visited = 0
+    for at in sorted(crossing):
+        start, stop = mask.documents[at : at + 2]
+        first, last = (bisect_right(boundaries, token) - 1 for token in (start, stop - 1))
+        visited += (last - first + 1) ** 2
+        if visited > 2 * _MEETINGS:
+            return None
+        spans = [(max(start, boundaries[i]), min(stop, boundaries[i + 1])) for i in range(first, last + 1)]
+        for i, (row, row_end) in enumerate(spans, first):
+            for j, (column, column_end) in enumerate(spans, first):
+                if i == j or (low == 0 and j > i):
+                    continue
+                ahead = row - column
+                bounds = (None if low is None else low - ahead, None if high is None else high - ahead)
+                pairs = band_pairs(row_end - row, column_end - column, *bounds)
+                if pairs:
+                    found[i, j] = found.get((i, j), 0) + pairs
+    return found
+
+
+@lru_cache(maxsize=256)
+def waiting(plan: Plan, visitor: Visitor) -> float:
+    """How much longer the rounds of a ring take one after the other, each as long as the rank that computes the most in
+    it, than the rank that computes the most in all of them together: 0.5 is half as long again. 0 where that is too
+    much to count."""
+    sharding = plan.sharding
+    owners, ranks = sharding.owners, sharding.ranks
+    if ranks == 1:
+        return 0.0
+    rounds = [[0] * ranks for _ in range(ranks)]
+    for mask in plan.masks:
+        before = pairs_at(mask, sharding.boundaries)
+        for owner, (first, last) in zip(owners, pairwise(before), strict=True):
+            rounds[0][owner] += last - first
+        met = meetings(mask, sharding.boundaries)
+        if met is None:
+            return 0.0
+        for (q_chunk, k_chunk), pairs in met.items():
+            rounds[0][owners[q_chunk]] -= pairs
+            host, guest = (q_chunk, k_chunk) if visitor == "kv" else (k_chunk, q_chunk)
+            rounds[(owners[host] - owners[guest]) % ranks][owners[host]] += pairs
+    busiest = max(sum(own) for own in zip(*rounds, strict=True))
+    return sum(map(max, rounds)) / busiest - 1
 
 
 @lru_cache(maxsize=256)
@@ -194,6 +250,7 @@ def load_of(route: Route, layer: Layer) -> Load:
     plan = layer.plan(route.ulysses)
     batch, places = len(plan.masks), plan.sharding.ranks
     rings: dict[Pass, tuple[Round, ...]] = {}
+    waits: dict[Pass, float] = {}
     gathered: tuple[Call, ...] = ()
     fetched = given = 0
     if route.around == "all_gather" and places > 1:
@@ -202,6 +259,7 @@ def load_of(route: Route, layer: Layer) -> Load:
         for direction in _PASSES:
             visitor = visitor_of(route, direction)
             rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
+            waits[direction] = waiting(plan, visitor)
     return Load(
         ranks=layer.ranks,
         places=places,
@@ -210,6 +268,7 @@ def load_of(route: Route, layer: Layer) -> Load:
         shapes=layer.shapes,
         sequence=batch * plan.sharding.length,
         rings=rings,
+        waits=waits,
         gathered=gathered,
         fetched=batch * fetched,
         given=batch * given,

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.bench_contenders import Documents
 from hf_burst.cli.bench_report import git_commit
-from hf_burst.plan import Mask, assign, imbalance
+from hf_burst.plan import Mask, assign, imbalance, waiting
 
 WAYS = ("contiguous", "zigzag", "balanced")
 
@@ -32,8 +32,10 @@ def mix(ranks: int, draws: int) -> list[tuple[int, ...]]:
 
 
 def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
-    """Imbalance of each way to cut, and the time of the whole decision for a batch that was not seen before."""
+    """Imbalance of each way to cut, in all and of the rounds of a ring one after the other, and the time of the whole
+    decision for a batch that was not seen before."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
+    rounds: dict[str, list[float]] = {way: [] for way in WAYS}
     seconds, chunks = [], []
     for documents in batches:
         mask = Mask(documents[-1], documents=documents)
@@ -43,12 +45,16 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
         chunks.append(len(owners) // ranks)
         for way in WAYS:
             found[way].append(imbalance((mask,), assign((mask,), ranks, way)))
+            rounds[way].append(waiting((mask,), assign((mask,), ranks, way)))
     return {
         "ranks": ranks,
         "batches": len(batches),
         "documents": [min(map(len, batches)) - 1, max(map(len, batches)) - 1],
         "tokens": batches[0][-1],
         "imbalance": {way: {"mean": statistics.mean(each), "worst": max(each)} for way, each in found.items()},
+        "imbalance_of_rounds": {
+            way: {"mean": statistics.mean(each), "worst": max(each)} for way, each in rounds.items()
+        },
         "chunks_per_rank": {str(count): chunks.count(count) for count in sorted(set(chunks))},
         "seconds": {"median": statistics.median(seconds), "worst": max(seconds)},
     }
