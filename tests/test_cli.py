@@ -184,6 +184,7 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
     assert main(["plan", "--documents", "300", "1700", "96", "2000", "--ranks", "4", "--out", str(picture)]) == 0
     table = capsys.readouterr().out
     assert "3,496,656 pairs of 4,096 tokens; the busiest of 4 ranks has 9.9% more than an even share." in table
+    assert "Step by step, each as long as its busiest rank, it is 20.0% more." in table
     assert re.search(r"^   0     1024  27.5%   0: 21%  1: 25%  2: 27%  3: 27%$", table, re.MULTILINE)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["plan", "--length", "65536", "--ranks", "1"]) == 0

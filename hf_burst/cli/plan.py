@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(plan: Plan, visitor: Visitor) -> str:
-    """A table: for each rank its tokens, its share of the work, and the share of it in every step; then the balance."""
+    """A table: for each rank its tokens, its share of the work, and the share of it in every step; then the balance, of
+    all steps together and one after the other."""
     ranks, work = plan.sharding.ranks, steps_of(plan, visitor)
     total = sum(map(sum, work))
     lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
@@ -84,6 +85,8 @@ def describe(plan: Plan, visitor: Visitor) -> str:
     most = max(map(sum, work))
     lines.append(f"{plan.pairs:,} pairs of {plan.sharding.length:,} tokens; the busiest of {ranks} ranks has ")
     lines[-1] += f"{most * ranks / total - 1:.1%} more than an even share."
+    longest = sum(map(max, zip(*work, strict=True)))
+    lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
     return "\n".join(lines)
 
 
