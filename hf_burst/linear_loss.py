@@ -153,9 +153,6 @@ def _by_liger(
     liger: Any, hidden: torch.Tensor, targets: torch.Tensor, linear: Linear, parameters: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The same by Liger's kernel, its weight gradient summed up in fp32."""
-    (tokens, width), vocabulary = hidden.shape, linear.weight.shape[0]
-    rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)  # it takes powers of two
-    parts = -(-tokens // rows)
     loss, _, _, _, dhidden, dweight, dbias = liger.fused_linear_cross_entropy_forward(
         hidden,
         linear.weight.detach(),
@@ -167,9 +164,19 @@ def _by_liger(
         accum_dtype=torch.float32,
         compute_gradients=True,
         weight_requires_grad=any(parameter is linear.weight for parameter in parameters),
-        chunk_mem_const=max(_LIGER_BUDGET, -(-vocabulary // (width * parts))),
+        chunk_mem_const=_liger_budget(*hidden.shape, linear.weight.shape[0]),
     )
     return loss, [dhidden, *(dweight if parameter is linear.weight else dbias for parameter in parameters)]
+
+
+def _liger_budget(tokens: int, width: int, vocabulary: int) -> int:
+    """How many times as large as the hidden states its logits may be: for as few parts as have no more logits than they
+    may, or a fixed budget where that is more. Of it follow `ceil(vocabulary / (budget * width))` parts, whose tokens
+    are rounded up to a power of two."""
+    rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)
+    parts = -(-tokens // rows)
+    most = -(-vocabulary // width) if parts == 1 else (vocabulary - 1) // (width * (parts - 1))
+    return max(_LIGER_BUDGET, most)
 
 
 @lru_cache(maxsize=8)

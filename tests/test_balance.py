@@ -14,7 +14,7 @@ from hf_burst import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.support import layer_reaches
-from hf_burst.plan import Mask, assign, balance, imbalance, waiting
+from hf_burst.plan import Mask, assign, balance, imbalance, imbalance_of_rounds
 from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs
 from tests.test_plan import masks_of
@@ -48,8 +48,8 @@ def test_the_rounds_of_a_ring_are_even_where_documents_are_packed(ranks, most):
         mask = Mask(262144, documents=log_uniform(262144, seed))
         owners = assign((mask,), ranks)
         dealt = balance._dealt_out(balance._work((mask,), (), 8 * ranks), ranks, 1)
-        before.append(waiting((mask,), dealt))
-        after.append(waiting((mask,), owners))
+        before.append(imbalance_of_rounds((mask,), dealt))
+        after.append(imbalance_of_rounds((mask,), owners))
         assert after[-1] <= most, seed
     assert sum(after) < 0.4 * sum(before)
 
@@ -61,7 +61,7 @@ def test_rounds_are_kept_up_as_chunks_change_hands(data, ranks, length):
     masks = tuple(data.draw(st.lists(masks_of(length), min_size=1, max_size=2)))
     weights = tuple(range(1, len(masks) + 1))
     owners = data.draw(st.permutations([index % ranks for index in range(3 * ranks)]))
-    rounds = balance._Rounds.of(masks, owners, weights)
+    rounds = balance._Rounds.of(masks, weights, owners)
     for _ in range(data.draw(st.integers(0, 6))):
         rounds.give(data.draw(st.integers(0, len(owners) - 1)), data.draw(st.integers(0, ranks - 1)))
     size = math.ceil(length / len(owners))
@@ -77,10 +77,18 @@ def test_rounds_are_kept_up_as_chunks_change_hands(data, ranks, length):
 
 
 def test_what_is_too_much_to_go_through_is_balanced_in_all_only():
-    mask = Mask(1 << 20)
-    owners = pattern(64, "zigzag")
-    assert waiting((mask,), owners) == imbalance((mask,), owners)
-    assert balance._evened((mask,), (), owners) == owners
+    """And where heads are exchanged inside of hosts, so that the rounds are other ones."""
+    assert imbalance_of_rounds((Mask(1 << 20),), pattern(128, "zigzag")) is None
+    for ranks in (32, 8):
+        count, length = 3 * ranks // 2, ranks << 15
+        equal = Mask(length, documents=tuple(index * length // count for index in range(count + 1)))
+        owners = assign((equal,), ranks)
+        assert (owners == pattern(ranks, "zigzag")) == (ranks == 32)
+        assert imbalance_of_rounds((equal,), pattern(ranks, "zigzag")) > 0.4
+    rows = tuple(Mask(65536, documents=log_uniform(65536, seed)) for seed in range(80))
+    owners = assign(rows, 8)
+    assert imbalance_of_rounds(rows, owners) is None
+    assert imbalance(rows, owners) <= 0.02
 
 
 def test_one_long_document_is_cut_as_ever():

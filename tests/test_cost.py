@@ -38,7 +38,7 @@ from hf_burst.plan import (
     slices_of,
 )
 from hf_burst.plan.machine import cpu, h200
-from hf_burst.plan.work import band_pairs, busiest, gathered_calls, pairs_of_ranks, rounds, waiting
+from hf_burst.plan.work import band_pairs, busiest, gathered_calls, lag, pairs_of_ranks, rounds
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed
 from tests.oracle import admitted_pairs
 from tests.test_plan import plans
@@ -332,7 +332,7 @@ def test_the_built_in_h200_gives_what_was_measured_of_uneven_rounds(name, direct
     mask = Mask(262144, documents=Documents(512, 65536).bounds(262144, 8))
     owners = balance._dealt_out(balance._work((mask,), (), 16), 4, 1)
     layer = Layer((mask,), cut(262144, owners), BF16)
-    assert waiting(layer.plan(1), "kv") > 0.7
+    assert lag(layer.plan(1), "kv") > 0.7
     cost = estimate(Route.parse(name, 4), layer, h200(), "symmetric")
     assert getattr(cost, f"{direction}_s") == pytest.approx(row["median_s"][direction], rel=0.08)
 
@@ -349,7 +349,7 @@ def test_the_time_that_ranks_wait_is_that_of_the_pairs_of_each_round(plan, visit
                 host, guest = (owner[query], owner[key]) if visitor == "kv" else (owner[key], owner[query])
                 counted[(host - guest) % sharding.ranks][host] += 1
     busiest = max(map(sum, zip(*counted, strict=True)))
-    assert waiting(plan, visitor) == pytest.approx(sum(map(max, counted)) / busiest - 1)
+    assert lag(plan, visitor) == pytest.approx(sum(map(max, counted)) / busiest - 1)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 32])

@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -397,3 +399,24 @@ def share_a_head(rank: int, size: int) -> None:
 
 def test_tied_heads_over_ranks(ranks: Ranks) -> None:
     ranks(3).run(share_a_head)
+
+
+def ligers_parts(tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
+    """The budget, and the tokens of a part by Liger's own arithmetic: ceil(V / (C * H)) parts, rounded up."""
+    budget = linear_loss._liger_budget(tokens, width, vocabulary)
+    parts = -(-vocabulary // (budget * width))
+    return budget, min(tokens, 1 << (-(-tokens // parts) - 1).bit_length())
+
+
+@given(tokens=st.integers(1, 1 << 18), width=st.integers(8, 1 << 14), vocabulary=st.integers(8, 1 << 19))
+def test_the_parts_of_ligers_loss_are_no_larger_than_they_may_be(tokens, width, vocabulary):
+    budget, rows = ligers_parts(tokens, width, vocabulary)
+    assert budget == 4 or rows * vocabulary <= 2**29 or (budget > 4 and rows == 1)
+    assert budget >= 4
+
+
+def test_the_parts_of_ligers_loss_are_few() -> None:
+    assert ligers_parts(8192, 4096, 128256) == (31, 4096)  # of an 8B Llama, 32K tokens over 4 ranks
+    assert ligers_parts(37120, 2048, 128256)[1] == 4096
+    assert ligers_parts(3000, 4096, 128256)[1] == 3000
+    assert ligers_parts(1 << 17, 4096, 128256) == (4, 1 << 14)

@@ -1,6 +1,6 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
-from .balance import assign, chunks_per_rank, imbalance, waiting
+from .balance import assign, chunks_per_rank, imbalance, imbalance_of_rounds
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
@@ -36,6 +36,7 @@ __all__ = [
     "estimate",
     "head_slices",
     "imbalance",
+    "imbalance_of_rounds",
     "make_plan",
     "make_sharding",
     "name_of",
@@ -43,5 +44,4 @@ __all__ = [
     "slices_of",
     "tiles_between",
     "verify_plan",
-    "waiting",
 ]

@@ -6,6 +6,7 @@ lie; their chunks have to be dealt out. The coarsest cut that is even enough is 
 kernel calls, and fewer documents that reach from one rank to another.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,10 +18,11 @@ from ..config import Chunking
 from ..errors import ConfigError
 from .mask import Mask
 from .sharding import cut, pattern
-from .work import meetings, pairs_at
+from .work import meetings, pairs_at, pairs_by_round
 
 _EVEN = 0.02  # by how much the busiest rank may be above the mean where a finer cut would do better
 _EVEN_ROUNDS = 0.15  # the same, of the rounds one after the other
+_RING = 8  # ranks at most whose rounds count: more exchange heads inside of hosts, and have other rounds
 _FINER = (4, 8, 16)  # chunks of a rank
 _SMALLEST = 512  # tokens of such a chunk: kernel calls stay large
 _SWAPS = 64
@@ -44,7 +46,8 @@ def assign(
         chunking (`str`, defaults to `"balanced"`): `"contiguous"` (P chunks), `"zigzag"` (2P chunks, rank r holds r and
             2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
             that leaves the busiest rank at most 2 % above the mean, and the rounds of a ring one after the other at
-            most 15 %; the most even one if none does.
+            most 15 %; the most even one if none does. Rounds are left out of it over more than 8 ranks, and where
+            the documents of many rows meet in too many chunks to go through.
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
         stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is cut and
             dealt out by itself, so that the ranks have as much of every one.
@@ -65,18 +68,15 @@ def assign(
     cut(length, owners)  # raises if there are too few tokens
     if chunking != "balanced" or ranks == 1:
         return owners
-    best, least = contiguous, _unevenness(masks, contiguous, weights)
+    best, least = contiguous, _unevenness(masks, weights, contiguous)[1]
     coarse = 2 * stretches
     for each in range(coarse, chunks_per_rank(length, ranks, chunking, stretches) + 1):
-        if least <= (_EVEN, _EVEN_ROUNDS):
+        if least[0] <= _EVEN and (least[1] <= _EVEN_ROUNDS or least[1] == math.inf):
             break
         if each == coarse or _cuts(each, stretches):
-            owners = zigzag
-            if each > coarse:
-                owners = _dealt_out(_work(masks, weights, each * ranks), ranks, stretches)
-                if stretches == 1:  # what is dealt out for stretches has to be as even in each of them
-                    owners = _evened(masks, weights, owners)
-            found = _unevenness(masks, owners, weights)
+            owners = zigzag if each == coarse else _dealt_out(_work(masks, weights, each * ranks), ranks, stretches)
+            # what is dealt out for stretches has to be as even in each of them
+            owners, found = _unevenness(masks, weights, owners, swaps=each > coarse and stretches == 1)
             if found < least:
                 best, least = owners, found
     return best
@@ -113,22 +113,29 @@ def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[in
     return max(loads) * len(loads) / sum(loads) - 1
 
 
-def waiting(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
-    """How much longer than the mean work of a rank the rounds of a ring take, one after the other and each as long as
-    its busiest rank: 0.1 is 10 %. Where documents meet in too many chunks to go through, the [`imbalance`].
+def imbalance_of_rounds(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float | None:
+    """By how much the rounds of a ring, one after the other and each as long as its busiest rank, are above the mean
+    work of a rank: 0.1 is 10 %. `None` where documents meet in too many chunks to go through.
 
     Args:
         masks, owners, weights: As in [`imbalance`].
     """
-    rounds = _Rounds.of(masks, owners, weights)
+    rounds = _Rounds.of(masks, weights, owners)
+    return None if rounds is None else rounds.imbalance
+
+
+def _unevenness(
+    masks: Sequence[Mask], weights: Sequence[int], owners: tuple[int, ...], swaps: bool = False
+) -> tuple[tuple[int, ...], tuple[float, float]]:
+    """Owners, possibly with chunks swapped for the sake of the rounds, their imbalance as far as it is one, and that of
+    the rounds, infinite where it is not known."""
+    rounds = _Rounds.of(masks, weights, owners) if max(owners) < _RING else None
     if rounds is None:
-        return imbalance(masks, owners, weights)
-    return rounds.longest * rounds.ranks / sum(rounds.loads) - 1
-
-
-def _unevenness(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int]) -> tuple[float, float]:
-    """Imbalance, as far as it is one, and then that of the rounds: the smaller the better."""
-    return max(imbalance(masks, owners, weights), _EVEN), waiting(masks, owners, weights)
+        return owners, (max(imbalance(masks, owners, weights), _EVEN), math.inf)
+    if swaps:
+        rounds.even_out(masks[0].length // _TOKENS_OF_A_TRY)
+    loads = rounds.loads
+    return tuple(rounds.owners), (max(max(loads) * len(loads) / sum(loads) - 1, _EVEN), rounds.imbalance)
 
 
 class _Rounds:
@@ -146,34 +153,29 @@ class _Rounds:
         self.owners = list(owners)
         self.own = list(work)
         self.others: list[list[tuple[int, int, bool]]] = [[] for _ in work]  # chunk, pairs, whether it has the keys
-        self.pairs = [[0] * self.ranks for _ in range(self.ranks)]  # by round and rank
-        self.loads = [0] * self.ranks
         for (queries, keys), pairs in met.items():
             self.own[queries] -= pairs
             self.others[queries].append((keys, pairs, True))
             self.others[keys].append((queries, pairs, False))
-            self.pairs[(owners[queries] - owners[keys]) % self.ranks][owners[queries]] += pairs
-        for owner, own, all_of_it in zip(owners, self.own, work, strict=True):
-            self.pairs[0][owner] += own
-            self.loads[owner] += all_of_it
+        self.pairs = pairs_by_round(self.own, met, owners, self.ranks, "kv")
+        self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
 
     @classmethod
-    def of(cls, masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int]) -> "_Rounds | None":
+    def of(cls, masks: Sequence[Mask], weights: Sequence[int], owners: Sequence[int]) -> "_Rounds | None":
         """Those of equal chunks; `None` if there is too much to go through."""
-        met: dict[tuple[int, int], int] = {}
         bounds = _bounds(masks[0].length, len(owners))
-        for mask, weight in zip(masks, weights or [1] * len(masks), strict=True):
-            found = meetings(mask, bounds)
-            if found is None:
-                return None
-            for both, pairs in found.items():
-                met[both] = met.get(both, 0) + weight * pairs
-        return cls(_work(masks, weights, len(owners)), met, owners)
+        met = meetings(tuple(masks), bounds, tuple(weights) or (1,) * len(masks))
+        return None if met is None else cls(_work(masks, weights, len(owners)), met, owners)
 
     @property
     def longest(self) -> int:
         """The pairs of the busiest rank of each round, together."""
         return sum(map(max, self.pairs))
+
+    @property
+    def imbalance(self) -> float:
+        """By how much that is above the mean work of a rank."""
+        return self.longest * self.ranks / sum(self.loads) - 1
 
     def give(self, chunk: int, rank: int) -> None:
         """Makes a chunk that of another rank."""
@@ -193,31 +195,27 @@ class _Rounds:
         self.loads[before] -= moved
         self.loads[rank] += moved
 
-
-def _evened(masks: Sequence[Mask], weights: Sequence[int], owners: tuple[int, ...]) -> tuple[int, ...]:
-    """Swaps chunks for as long as that makes the rounds of a ring shorter and no rank busier than it may be."""
-    rounds = _Rounds.of(masks, owners, weights)
-    if rounds is None:
-        return owners
-    allowed = max(*rounds.loads, (1 + _EVEN) * sum(rounds.loads) / rounds.ranks)
-    longest, left, since = rounds.longest, min(_TRIED // rounds.ranks**2, masks[0].length // _TOKENS_OF_A_TRY), 0
-    swaps = [(one, other) for one in range(len(owners)) for other in range(one)]
-    for one, other in cycle(swaps):
-        if since == len(swaps) or left == 0:
-            break
-        since += 1
-        mine, theirs = rounds.owners[one], rounds.owners[other]
-        if mine == theirs:
-            continue
-        left -= 1
-        rounds.give(one, theirs)
-        rounds.give(other, mine)
-        if rounds.longest < longest and max(rounds.loads) <= allowed:
-            longest, since = rounds.longest, 0
-        else:
-            rounds.give(other, theirs)
-            rounds.give(one, mine)
-    return tuple(rounds.owners)
+    def even_out(self, most: int) -> None:
+        """Swaps chunks for as long as that makes the rounds shorter and no rank busier than it may be; tries so many
+        swaps at most."""
+        allowed = max(*self.loads, (1 + _EVEN) * sum(self.loads) / self.ranks)
+        longest, left, since = self.longest, min(_TRIED // self.ranks**2, most), 0
+        swaps = ((one, other) for one in range(len(self.owners)) for other in range(one))
+        for one, other in cycle(swaps):
+            if left == 0 or since == len(self.owners) * (len(self.owners) - 1) // 2:
+                break
+            since += 1
+            mine, theirs = self.owners[one], self.owners[other]
+            if mine == theirs:
+                continue
+            left -= 1
+            self.give(one, theirs)
+            self.give(other, mine)
+            if self.longest < longest and max(self.loads) <= allowed:
+                longest, since = self.longest, 0
+            else:
+                self.give(other, theirs)
+                self.give(one, mine)
 
 
 def _bounds(length: int, chunks: int) -> tuple[int, ...]:

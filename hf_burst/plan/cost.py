@@ -22,9 +22,7 @@ MOST_SLICES = 4
 _BLOCK_ROWS = 128
 _SLICE_BLOCKS = 2048  # of rows; on 4 H200s fewer gain nothing: copies of a slice hold up the kernel of another one
 _SCATTERED = 0.8  # of a link's bandwidth is left for heads cut out of rows: 307 to 322 of 394 GB/s on 4 H200s
-_WAITS = (
-    0.55  # of what uneven rounds make ranks wait remains: 4 H200s took 1.40 times as long where [`waiting`] is 0.73
-)
+_LAG = 0.55  # of what uneven rounds cost remains, as ranks may be ahead: 1.40 times on 4 H200s where [`lag`] is 0.72
 _GATHERED = 0.93  # of a kernel's rate is left on tiles with more keys than rows and few heads, on H200s
 
 
@@ -287,7 +285,7 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
             tally.stage(0.0, 0.0, visiting)
     tally.stage(0.0, 0.0, returning)
     if backward or setting.transport == "p2p":  # what is only read from memory waits for nobody
-        tally.stage(0.0, 0.0, _Busy(_WAITS * setting.load.waits[direction] * tally.kernels))
+        tally.stage(0.0, 0.0, _Busy(_LAG * setting.load.lags[direction] * tally.kernels))
     # two slots of what comes, two of what returns, or three where kernels write it in place
     tally.memory *= 2 if not backward else 5 if setting.transport == "symmetric" else 4
     _ends(setting, direction, alone, tally)

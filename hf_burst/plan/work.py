@@ -2,7 +2,7 @@
 has the most."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -15,7 +15,7 @@ from .tiles import Tile
 from .traffic import Pass, Shapes
 
 _BLOCK = 128  # rows and columns that flash kernels compute at a time
-_MEETINGS = 2048  # of chunks: more are not gone through
+_MEETINGS = 8192  # of chunks: more are not gone through
 _DOCUMENT = 5  # blocks that a further document takes as long as: 10,000 of 100 tokens on an H200
 _PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
@@ -91,7 +91,7 @@ class Load:
         shapes ([`Shapes`]): Heads of the layer.
         sequence (`int`): Tokens of all places, all rows of the batch together.
         rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
-        waits (`dict[str, float]`): [`waiting`] of each of them.
+        lags (`dict[str, float]`): [`lag`] of each of them.
         gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
         fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
         given (`int`): Rows of its own that others then fetch.
@@ -104,7 +104,7 @@ class Load:
     shapes: Shapes
     sequence: int
     rings: dict[Pass, tuple[Round, ...]]
-    waits: dict[Pass, float]
+    lags: dict[Pass, float]
     gathered: tuple[Call, ...]
     fetched: int
     given: int
@@ -149,56 +149,82 @@ def pairs_at(mask: Mask, tokens: Iterable[int], keys: bool = False) -> list[int]
 
 
 @lru_cache(maxsize=64)
-def meetings(mask: Mask, boundaries: tuple[int, ...]) -> dict[tuple[int, int], int] | None:
-    """The pairs of a query in one chunk and a key in another one, by both chunks; `None` if there are too many meetings
-    to go through."""
-    low, high = mask.distances
+def meetings(
+    masks: tuple[Mask, ...], boundaries: tuple[int, ...], weights: tuple[int, ...]
+) -> dict[tuple[int, int], int] | None:
+    """The pairs of a query in one chunk and a key in another one, by both chunks, of all masks as often as their
+    weights say; `None` if there are too many chunks that may meet to go through."""
+    spans = [
+        (mask, weight, *span) for mask, weight in zip(masks, weights, strict=True) for span in _spans(mask, boundaries)
+    ]
+    if sum((last - first) * (last - first + 1) for *_, first, last in spans) > 2 * _MEETINGS:
+        return None
     found: dict[tuple[int, int], int] = {}
-    reaching = (bisect_right(mask.documents, boundary) - 1 for boundary in boundaries[1:-1])
-    crossing = {at for at, boundary in zip(reaching, boundaries[1:-1], strict=True) if mask.documents[at] < boundary}
-    visited = 0
-    for at in sorted(crossing):
-        start, stop = mask.documents[at : at + 2]
-        first, last = (bisect_right(boundaries, token) - 1 for token in (start, stop - 1))
-        visited += (last - first + 1) ** 2
-        if visited > 2 * _MEETINGS:
-            return None
-        spans = [(max(start, boundaries[i]), min(stop, boundaries[i + 1])) for i in range(first, last + 1)]
-        for i, (row, row_end) in enumerate(spans, first):
-            for j, (column, column_end) in enumerate(spans, first):
-                if i == j or (low == 0 and j > i):
+    for mask, weight, start, stop, first, last in spans:
+        low, high = mask.distances
+        parts = [(max(start, boundaries[at]), min(stop, boundaries[at + 1])) for at in range(first, last + 1)]
+        for i, (row, row_end) in enumerate(parts, first):
+            for j, (column, column_end) in enumerate(parts[: i - first] if low == 0 else parts, first):
+                if i == j:
                     continue
                 ahead = row - column
                 bounds = (None if low is None else low - ahead, None if high is None else high - ahead)
-                pairs = band_pairs(row_end - row, column_end - column, *bounds)
+                pairs = weight * band_pairs(row_end - row, column_end - column, *bounds)
                 if pairs:
                     found[i, j] = found.get((i, j), 0) + pairs
     return found
 
 
+def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """The documents that lie in several chunks: where they start and stop, the first and the last of the chunks."""
+    found: list[tuple[int, int, int, int]] = []
+    for boundary in boundaries[1:-1]:
+        at = bisect_right(mask.documents, boundary) - 1
+        if boundary == mask.documents[at] or (found and found[-1][0] == mask.documents[at]):
+            continue
+        start, stop = mask.documents[at : at + 2]
+        found.append((start, stop, bisect_right(boundaries, start) - 1, bisect_right(boundaries, stop - 1) - 1))
+    return found
+
+
+def pairs_by_round(
+    own: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int], ranks: int, visitor: Visitor
+) -> list[list[int]]:
+    """What each rank computes in each round of a ring, in which the rank so far before it visits: by round and rank.
+
+    Args:
+        own (sequence of `int`): The pairs of queries of each chunk with keys of the same one.
+        met (`dict[tuple[int, int], int]`): Those with keys of other chunks, see [`meetings`].
+        owners (sequence of `int`): The rank that holds each chunk.
+        ranks (`int`): Ranks of the ring.
+        visitor (`str`): What travels.
+    """
+    rounds = [[0] * ranks for _ in range(ranks)]
+    for owner, pairs in zip(owners, own, strict=True):
+        rounds[0][owner] += pairs
+    for (queries, keys), pairs in met.items():
+        host, guest = (queries, keys) if visitor == "kv" else (keys, queries)
+        rounds[(owners[host] - owners[guest]) % ranks][owners[host]] += pairs
+    return rounds
+
+
 @lru_cache(maxsize=256)
-def waiting(plan: Plan, visitor: Visitor) -> float:
+def lag(plan: Plan, visitor: Visitor) -> float:
     """How much longer the rounds of a ring take one after the other, each as long as the rank that computes the most in
     it, than the rank that computes the most in all of them together: 0.5 is half as long again. 0 where that is too
     much to count."""
-    sharding = plan.sharding
-    owners, ranks = sharding.owners, sharding.ranks
-    if ranks == 1:
+    sharding, masks = plan.sharding, plan.masks
+    met = meetings(masks, sharding.boundaries, (1,) * len(masks)) if sharding.ranks > 1 else None
+    if met is None:
         return 0.0
-    rounds = [[0] * ranks for _ in range(ranks)]
-    for mask in plan.masks:
+    own = [0] * len(sharding.owners)
+    for mask in masks:
         before = pairs_at(mask, sharding.boundaries)
-        for owner, (first, last) in zip(owners, pairwise(before), strict=True):
-            rounds[0][owner] += last - first
-        met = meetings(mask, sharding.boundaries)
-        if met is None:
-            return 0.0
-        for (q_chunk, k_chunk), pairs in met.items():
-            rounds[0][owners[q_chunk]] -= pairs
-            host, guest = (q_chunk, k_chunk) if visitor == "kv" else (k_chunk, q_chunk)
-            rounds[(owners[host] - owners[guest]) % ranks][owners[host]] += pairs
-    busiest = max(sum(own) for own in zip(*rounds, strict=True))
-    return sum(map(max, rounds)) / busiest - 1
+        own = [so_far + last - first for so_far, (first, last) in zip(own, pairwise(before), strict=True)]
+    for (queries, _), pairs in met.items():
+        own[queries] -= pairs
+    rounds = pairs_by_round(own, met, sharding.owners, sharding.ranks, visitor)
+    return sum(map(max, rounds)) / max(map(sum, zip(*rounds, strict=True))) - 1
 
 
 @lru_cache(maxsize=256)
@@ -250,7 +276,7 @@ def load_of(route: Route, layer: Layer) -> Load:
     plan = layer.plan(route.ulysses)
     batch, places = len(plan.masks), plan.sharding.ranks
     rings: dict[Pass, tuple[Round, ...]] = {}
-    waits: dict[Pass, float] = {}
+    lags: dict[Pass, float] = {}
     gathered: tuple[Call, ...] = ()
     fetched = given = 0
     if route.around == "all_gather" and places > 1:
@@ -259,7 +285,7 @@ def load_of(route: Route, layer: Layer) -> Load:
         for direction in _PASSES:
             visitor = visitor_of(route, direction)
             rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
-            waits[direction] = waiting(plan, visitor)
+            lags[direction] = lag(plan, visitor)
     return Load(
         ranks=layer.ranks,
         places=places,
@@ -268,7 +294,7 @@ def load_of(route: Route, layer: Layer) -> Load:
         shapes=layer.shapes,
         sequence=batch * plan.sharding.length,
         rings=rings,
-        waits=waits,
+        lags=lags,
         gathered=gathered,
         fetched=batch * fetched,
         given=batch * given,

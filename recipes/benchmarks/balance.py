@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.bench_contenders import Documents
 from hf_burst.cli.bench_report import git_commit
-from hf_burst.plan import Mask, assign, imbalance, waiting
+from hf_burst.plan import Mask, assign, imbalance, imbalance_of_rounds
 
 WAYS = ("contiguous", "zigzag", "balanced")
 
@@ -35,7 +35,7 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
     """Imbalance of each way to cut, in all and of the rounds of a ring one after the other, and the time of the whole
     decision for a batch that was not seen before."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
-    rounds: dict[str, list[float]] = {way: [] for way in WAYS}
+    rounds: dict[str, list[float | None]] = {way: [] for way in WAYS}
     seconds, chunks = [], []
     for documents in batches:
         mask = Mask(documents[-1], documents=documents)
@@ -45,7 +45,7 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
         chunks.append(len(owners) // ranks)
         for way in WAYS:
             found[way].append(imbalance((mask,), assign((mask,), ranks, way)))
-            rounds[way].append(waiting((mask,), assign((mask,), ranks, way)))
+            rounds[way].append(imbalance_of_rounds((mask,), assign((mask,), ranks, way)))
     return {
         "ranks": ranks,
         "batches": len(batches),
@@ -56,8 +56,19 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
             way: {"mean": statistics.mean(each), "worst": max(each)} for way, each in rounds.items()
         },
         "chunks_per_rank": {str(count): chunks.count(count) for count in sorted(set(chunks))},
-        "seconds": {"median": statistics.median(seconds), "worst": max(seconds)},
+        "seconds": {
+            "median": statistics.median(seconds),
+            "second_worst": sorted(seconds)[-2:][0],
+            "worst": max(seconds),
+        },
     }
+
+
+def told(found: list[float | None]) -> dict[str, float | int | None]:
+    """Mean and worst of those that were counted, and how many were not."""
+    counted = [each for each in found if each is not None]
+    mean, worst = (statistics.mean(counted), max(counted)) if counted else (None, None)
+    return {"mean": mean, "worst": worst, "not_counted": len(found) - len(counted)}
 
 
 def main() -> int:
