@@ -71,8 +71,8 @@ class BurstConfig:
             Which rank owns which part of the sequence. `"contiguous"` gives rank r the r-th of P chunks; `"zigzag"` the
             chunks r and 2P-1-r of 2P, which balances causal attention over one document; `"balanced"` takes the
             coarsest cut, these two among them, that leaves the rank with the most to compute at most 2 % above the mean
-            for the packed documents of a batch (and the steps of a ring, each as long as its busiest rank, 15 %), in up
-            to 16 chunks a rank. Every rank holds as many tokens.
+            for the packed documents of a batch (and the steps of a ring over up to 8 ranks, each as long as its busiest
+            one, 15 %), or else the most even one, in up to 16 chunks a rank. Every rank holds as many tokens.
         schedule (`str`, defaults to `"auto"`):
             How the ranks exchange blocks: `"kv_ring"` sends K and V and returns dK and dV, `"burst"` keeps K and V at
             home in the backward pass and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv

@@ -164,7 +164,7 @@ def _by_liger(
         accum_dtype=torch.float32,
         compute_gradients=True,
         weight_requires_grad=any(parameter is linear.weight for parameter in parameters),
-        chunk_mem_const=_liger_budget(*hidden.shape, linear.weight.shape[0]),
+        chunk_mem_const=_liger_budget(len(hidden), *linear.weight.shape[::-1]),
     )
     return loss, [dhidden, *(dweight if parameter is linear.weight else dbias for parameter in parameters)]
 
