@@ -21,7 +21,7 @@ from .work import Call, Layer, Load, load_of, visitor_of
 MOST_SLICES = 4
 _BLOCK_ROWS = 128
 _SLICE_BLOCKS = 2048  # of rows; on 4 H200s fewer gain nothing: copies of a slice hold up the kernel of another one
-_SCATTERED = 0.8  # of a link's bandwidth is left for heads cut out of rows: 307 to 322 of 394 GB/s on 4 H200s
+_SCATTERED = 0.8  # of a link's bandwidth is left for heads cut out of rows, on 4 H200s
 _LAG = 0.55  # of what uneven rounds cost remains, as ranks may be ahead: 1.40 times on 4 H200s where [`lag`] is 0.72
 _GATHERED = 0.93  # of a kernel's rate is left on tiles with more keys than rows and few heads, on H200s
 
