@@ -85,3 +85,36 @@ def test_products_of_rows_are_exact(generator: torch.Generator, dtype: torch.dty
     fused.product(dout, out, dlse, delta)
     wanted = (dout.double() * out.double()).sum(-1) - (0 if dlse is None else dlse)
     torch.testing.assert_close(delta.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("behind", [False, True])
+def test_every_copy_of_a_table_ends_up_in_its_place(
+    generator: torch.Generator, dtype: torch.dtype, behind: bool
+) -> None:
+    """Heads of several sources side by side in rows, and scalars of rows, in pieces of another number each, and into
+    destinations laid out as those that the table was made with."""
+    from hf_burst.plan import Traffic
+    from hf_burst.ring import fused
+
+    peers = [torch.randn(2, 70, 6, 16, device=DEVICE, generator=generator).to(dtype) for _ in range(3)]
+    scalars = [torch.randn(2, 6, 70, device=DEVICE, generator=generator).transpose(1, 2) for _ in range(3)]
+
+    def destinations() -> list[torch.Tensor]:
+        rows = torch.zeros(2, 210, 5, 16, device=DEVICE, dtype=dtype)
+        return [rows[:, :, 1:3], torch.zeros(2, 2, 210, device=DEVICE).transpose(1, 2).unsqueeze(3)]
+
+    made, into, wanted = destinations(), destinations(), destinations()
+    pairs = []
+    for peer, (heads, rows) in enumerate(zip(peers, scalars, strict=True)):
+        for start, stop in ((0, 19), (19, 69)):  # a row of each is nobody's
+            here = slice(70 * peer + start, 70 * peer + stop)
+            for index, source in ((1, rows.unsqueeze(3)[:, start:stop, 2:4]), (0, heads[:, start:stop, 2:4])):
+                pairs.append((source, made[index][:, here], index))
+                wanted[index][:, here] = source
+    with mock.patch.multiple(fused, _TILE=64, _LARGE_TILE=128, _FEW=5):
+        table = fused.Table(pairs, made, Traffic(0, 0))
+        table.run(into, behind)
+    assert min(table.tiles.values()) > 1
+    for found, right in zip(into, wanted, strict=True):
+        assert torch.equal(found, right)

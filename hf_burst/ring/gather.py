@@ -150,8 +150,8 @@ class _Gathered:
 
 
 class _Scattered:
-    """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of
-    the next ranks in turn.
+    """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of the next ranks
+    in turn.
 
     Args:
         attention, exchange, k, v: As in [`_Gathered`].
