@@ -498,3 +498,30 @@ def test_the_results_of_training_are_what_was_measured() -> None:
             assert row["check"] == pytest.approx(first["check"], rel=2e-2)
             if row["steps"]:  # the time of a run may be up before
                 assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])
+
+
+def test_balance_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "balance.json"
+    run = [
+        sys.executable,
+        "recipes/benchmarks/balance.py",
+        "--ranks",
+        "2",
+        "4",
+        "64",
+        "--draws",
+        "2",
+        "--out",
+        str(out),
+    ]
+    subprocess.run(run, cwd=ROOT, check=True, timeout=120, capture_output=True)
+    result = json.loads(out.read_text())
+    assert [row["ranks"] for row in result["log_uniform"]] == [2, 4, 64]
+    for row in result["log_uniform"]:
+        assert row["imbalance"]["balanced"]["worst"] <= 0.02
+        known = row["imbalance_of_rounds"]["balanced"]
+        assert known["not_counted"] == 0
+        assert (0 < known["worst"] <= 0.15) == (row["ranks"] <= 4)
+        assert 0 < row["seconds_of_auto"]["median"] <= row["seconds_of_auto"]["worst"]
+    committed = json.loads((ROOT / "recipes/benchmarks/results/balance.json").read_text())
+    assert committed["log_uniform"][0].keys() == result["log_uniform"][0].keys()

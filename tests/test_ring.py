@@ -25,7 +25,18 @@ from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Route
 from hf_burst.errors import KernelError
 from hf_burst.kernels import Scores, select_kernel
-from hf_burst.plan import Mask, Plan, Shapes, Traffic, make_plan, make_sharding, rank_traffic
+from hf_burst.plan import (
+    Mask,
+    Plan,
+    Shapes,
+    Traffic,
+    assign,
+    balance,
+    imbalance_of_rounds,
+    make_plan,
+    make_sharding,
+    rank_traffic,
+)
 from hf_burst.ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, merge_
 from hf_burst.ring.execute import Attention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
@@ -251,6 +262,22 @@ def assert_exact(case: Case, found: dict[str, torch.Tensor], tolerance: float = 
         assert found[name].shape == want.shape, (name, case)
         error = ((found[name] - want).abs().amax() / want.abs().amax().clamp_min(1)).item()
         assert error <= tolerance, (name, case)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_chunks_that_were_swapped_for_even_rounds_are_exact(ranks, size):
+    """Cut as finely as long sequences are, of which all that follows is the owners."""
+    documents = (0, 41, 48, 80, 83, 131)
+    masks = (Mask(131, documents=documents),)
+    with mock.patch.multiple(balance, _SMALLEST=1, _TOKENS_OF_A_TRY=1):
+        owners = assign.__wrapped__(masks, size)
+    dealt_only = balance._dealt_out(balance._work(masks, (), len(owners)), size, 1)
+    assert owners != dealt_only
+    assert imbalance_of_rounds(masks, owners) < imbalance_of_rounds(masks, dealt_only)
+    many = [Case((documents,), chunking=owners, schedule=name) for name in (*SCHEDULES, *PRODUCTS[size])]
+    many = fitting(size, many)
+    for case, found in zip(many, whole_results(ranks, size, many), strict=True):
+        assert_exact(case, found)
 
 
 def assert_as_close_as_plain(case: Case, found: dict[str, torch.Tensor]) -> None:
