@@ -369,7 +369,7 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
     result = json.loads(out.read_text())
     rows = {row["contender"]: row for row in result["results"]}
     ours = {name: row for name, row in rows.items() if name.startswith("hf_burst")}
-    assert len(ours) == 2
+    assert len(ours) == 3
     assert {row["status"] for row in ours.values()} == {"ok"}
     assert all("CUDA" in row["reason"] for name, row in rows.items() if name.startswith("accelerate"))
     theirs = [row for name, row in rows.items() if name.startswith("DeepSpeed")]
@@ -380,8 +380,11 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
         assert check == pytest.approx(checks[0], rel=1e-5)
     limits = result["limits"]["250"]
     assert limits["nothing recomputed"] < limits["attention saved"] < limits["all recomputed"]
-    for row in ours.values():
+    wanted = {"attention saved": "attention saved", "attention recomputed": "all recomputed"}
+    for name, row in ours.items():
         assert row["median_s"] == row["steps"][0]["seconds"]
+        limit = limits[wanted.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
+        assert row["share_of_limit"] == limit / row["median_s"]
         assert len(row["times_as_fast_as"]) == len(checks) - 1
     draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
     subprocess.run(draw, cwd=ROOT, check=True, timeout=120)

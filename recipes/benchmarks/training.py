@@ -248,14 +248,53 @@ def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: tor
     return found * job.ranks.size
 
 
-CONTENDERS: dict[str, Way] = {
-    "hf_burst, attention saved": partial(burst, keep=1.0),
-    "hf_burst, half of it saved": partial(burst, keep=0.5),
-    "hf_burst, attention recomputed": partial(burst, keep=0.0),
-    "accelerate context parallelism": partial(stock, backend="default"),
-    "accelerate context parallelism, cuDNN": partial(stock, backend="cudnn"),
-    "DeepSpeed Ulysses, cuDNN": partial(deepspeed, kernel="sdpa"),
-    "DeepSpeed Ulysses, flash-attn 4": partial(deepspeed, kernel="flash_attention_4"),
+@contextmanager
+def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
+    """Another way, with no layer checkpointed."""
+    job.base.gradient_checkpointing_disable()
+    try:
+        with way(job) as loss:
+            yield loss
+    finally:
+        checkpoint_layers(job.base)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Switches checkpointing on, as `Trainer` does it."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model of a job.
+
+    Args:
+        way (`Callable`): A context that makes the model ready, and gives what computes the loss.
+        limit (`str`): Which one of [`limits`] computes the same.
+    """
+
+    way: Way
+    limit: str
+
+
+CUDNN, FLASH_4 = partial(stock, backend="cudnn"), partial(deepspeed, kernel="flash_attention_4")
+CONTENDERS = {
+    "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved"),
+    "hf_burst, half of it saved": Contender(partial(burst, keep=0.5), "half of attention saved"),
+    "hf_burst, attention recomputed": Contender(partial(burst, keep=0.0), "all recomputed"),
+    "accelerate context parallelism": Contender(partial(stock, backend="default"), "all recomputed"),
+    "accelerate context parallelism, cuDNN": Contender(CUDNN, "all recomputed"),
+    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa"), "all recomputed"),
+    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4, "all recomputed"),
+}
+WITHOUT_CHECKPOINTS: dict[str, Way] = {
+    "hf_burst": partial(burst, keep=1.0),
+    "accelerate context parallelism, cuDNN": CUDNN,
+    "DeepSpeed Ulysses, flash-attn 4": FLASH_4,
+}
+CONTENDERS |= {
+    f"{name}, everything saved": Contender(partial(everything_saved, way=way), "nothing recomputed")
+    for name, way in WITHOUT_CHECKPOINTS.items()
 }
 
 
@@ -279,7 +318,7 @@ def make_job(arguments: argparse.Namespace, ranks: Ranks) -> Job:
         adapters = LoraConfig(r=16, target_modules=list(LORA))
         model = get_peft_model(base, adapters, autocast_adapter_dtype=False).to(base.dtype)
         base.enable_input_require_grads()
-    base.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(base)
     if arguments.compile:
         torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
         for index, layer in enumerate(base.model.layers):
@@ -338,7 +377,7 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
     rows: dict[str, dict[str, Any]] = {}
     longest = dict(arguments.longest)
     for name in (name for name in arguments.contenders if length <= longest.get(name, length)):
-        way = CONTENDERS[name]
+        way = CONTENDERS[name].way
         found, reason = job.ranks.attempt(partial(first_gradients, job, way))
         rows[name] = {"contender": name, "length": length, "status": "failed" if reason else "ok", "reason": reason}
         rows[name] |= {"check": found and found | {"length": job.tokens.shape[1]}, "steps": []}
@@ -349,7 +388,7 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
     for index in range(arguments.warmup + rounds):
         turn = index % max(1, len(running))
         for name in [*running[turn:], *running[:turn]]:
-            found, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name]))
+            found, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name].way))
             if reason:
                 rows[name] |= {"status": "failed", "reason": reason}
                 running = [other for other in running if other != name]
@@ -359,7 +398,7 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
             yield list(rows.values())
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
     for name in running if arguments.profile else ():
-        found, _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name]))
+        found, _ = job.ranks.attempt(partial(profiled, job, CONTENDERS[name].way))
         rows[name] |= found or {}
         yield list(rows.values())
 
@@ -554,26 +593,17 @@ def summary(rows: Sequence[dict[str, Any]], work: float, roof: dict[str, float],
         row["contender"]: statistics.median(one["seconds"] for one in row["steps"]) for row in rows if row["steps"]
     }
     peak = PEAK.get(torch.cuda.get_device_name()) if ranks.cuda else None
-    matching = {
-        "hf_burst, attention saved": "attention saved",
-        "hf_burst, half of it saved": "half of attention saved",
-        "hf_burst, attention recomputed": "all recomputed",
-        "accelerate context parallelism": "all recomputed",
-        "accelerate context parallelism, cuDNN": "all recomputed",
-        "DeepSpeed Ulysses, cuDNN": "all recomputed",
-        "DeepSpeed Ulysses, flash-attn 4": "all recomputed",
-    }
     found = []
     for row in rows:
         name = row["contender"]
         if name in medians:
-            limit = roof.get(matching.get(name, ""))
+            limit = roof[CONTENDERS[name].limit]
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
                 "mfu": work / medians[name] / ranks.size / peak if peak else None,
                 "peak_memory_gib": max(one["peak_bytes"] for one in row["steps"]) / 2**30,
-                "share_of_limit": limit / medians[name] if limit else None,
+                "share_of_limit": limit / medians[name],
                 "times_as_fast_as": {other: medians[other] / medians[name] for other in medians if other != name},
             }
         found.append(row)
