@@ -374,6 +374,8 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
     assert all("CUDA" in row["reason"] for name, row in rows.items() if name.startswith("accelerate"))
     theirs = [row for name, row in rows.items() if name.startswith("DeepSpeed")]
     assert all(row["status"] == "ok" or "deepspeed" in row["reason"] or "Flash" in row["reason"] for row in theirs)
+    theirs = [row for name, row in rows.items() if name.startswith("ringmaster")]
+    assert all(row["status"] == "ok" or "ringmaster" in row["reason"] or "Flash" in row["reason"] for row in theirs)
     checks = [row["check"] for row in rows.values() if row["status"] == "ok"]
     assert checks[0]["length"] == 121
     for check in checks[1:]:

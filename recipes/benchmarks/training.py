@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -176,7 +176,6 @@ def stock(job: Job, backend: str) -> Iterator[Loss]:
 @contextmanager
 def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
     """DeepSpeed's Ulysses in the place of an attention of Transformers, contiguous shards, and Liger's fused loss."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     job.base.set_attn_implementation(kernel)
@@ -186,9 +185,8 @@ def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
     def loss(job: Job) -> torch.Tensor:
         return shard_loss(job, *(whole.chunk(job.ranks.size, 1)[job.ranks.rank] for whole in whole_batch(job)))
 
-    cudnn = job.ranks.cuda and kernel == "sdpa"
     try:
-        with fused_loss(job), sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext():
+        with fused_loss(job), on_cudnn(job, kernel):
             yield loss
     finally:
         ALL_ATTENTION_FUNCTIONS[kernel] = plain
@@ -211,6 +209,42 @@ def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any
     finally:
         ALL_ATTENTION_FUNCTIONS[kernel] = plain
     return registered
+
+
+@contextmanager
+def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
+    """ringmaster around an attention of Transformers, as it chooses or as the settings say, the shards that it cuts,
+    and Liger's fused loss."""
+    import ringmaster
+    from ringmaster.shard import shard_batch
+
+    job.base.set_attn_implementation(kernel)  # which loads it
+    runtime = ringmaster.setup(
+        ringmaster.RingmasterConfig(size=job.ranks.size, **settings),
+        num_kv_heads=job.base.config.num_key_value_heads,
+        device_mesh=job.mesh,
+        device_type=job.ranks.device.type,
+        inner_attn=kernel,
+    )
+    job.base.set_attn_implementation(runtime.attn_implementation)
+
+    def loss(job: Job) -> torch.Tensor:
+        whole = dict(zip(("input_ids", "shift_labels", "position_ids"), whole_batch(job), strict=True))
+        own, _ = shard_batch(whole, cp_rank=job.ranks.rank, cp_size=job.ranks.size)
+        return shard_loss(job, own["input_ids"], own["shift_labels"], own["position_ids"])
+
+    try:
+        with fused_loss(job), on_cudnn(job, kernel):
+            yield loss
+    finally:
+        ringmaster.teardown()
+
+
+def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
+    """torch's attention on cuDNN's kernels, if that is the kernel and there are GPUs."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.ranks.cuda and kernel == "sdpa" else nullcontext()
 
 
 @contextmanager
@@ -278,6 +312,7 @@ class Contender:
 
 
 CUDNN, FLASH_4 = partial(stock, backend="cudnn"), partial(deepspeed, kernel="flash_attention_4")
+ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
 CONTENDERS = {
     "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved"),
     "hf_burst, half of it saved": Contender(partial(burst, keep=0.5), "half of attention saved"),
@@ -286,6 +321,9 @@ CONTENDERS = {
     "accelerate context parallelism, cuDNN": Contender(CUDNN, "all recomputed"),
     "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa"), "all recomputed"),
     "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4, "all recomputed"),
+    "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa"), "all recomputed"),
+    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), "all recomputed"),
+    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG, "all recomputed"),
 }
 WITHOUT_CHECKPOINTS: dict[str, Way] = {
     "hf_burst": partial(burst, keep=1.0),
