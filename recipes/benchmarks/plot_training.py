@@ -85,7 +85,7 @@ def draw_timeline(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
         axes.text((begin + end) / 2, -0.6, name, ha="center", fontsize=8)
         begin = 1.04 * end
     axes.set_yticks(range(len(lines)), [f"stream {line}" for line in lines])
-    axes.set_title(f"{row['contender']}, {title(result, row)}: what ran when", fontsize=9, pad=12)
+    axes.set_title(f"{row['contender']}: what ran when\n{title(result, row)}", fontsize=9, pad=12)
     axes.set_xlabel("milliseconds of two parts of a step; colors as in the bars", fontsize=8)
     _tidy(axes)
 
@@ -113,8 +113,8 @@ def main() -> None:
     if not panels:
         raise SystemExit("None of the files holds a step that was timed.")
     lines = [2 if draw is draw_timeline else len(rows) for draw, _, rows in panels]
-    figure = Figure(figsize=(8.2, sum(1.5 + 0.32 * count for count in lines)), layout="constrained")
-    heights = [1.2 + 0.32 * count for count in lines]
+    figure = Figure(figsize=(8.2, sum(1.6 + 0.32 * count for count in lines)), layout="constrained")
+    heights = [1.3 + 0.32 * count for count in lines]
     every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (draw, result, rows) in zip(every, panels, strict=True):
         draw(axes, result, rows)

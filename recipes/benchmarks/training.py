@@ -476,7 +476,7 @@ def profiled(job: Job, way: Way) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(path))
-        events = device_events(json.loads(path.read_text())["traceEvents"])
+        events = device_events(json.loads(path.read_text())["traceEvents"], found["seconds"])
     parts = spent(events)
     return {
         "profile": parts | {"nothing": found["seconds"] - sum(parts.values())},
@@ -484,8 +484,9 @@ def profiled(job: Job, way: Way) -> dict[str, Any]:
     }
 
 
-def device_events(trace: Sequence[dict[str, Any]]) -> list[Event]:
-    """What a Chrome trace has of kernels and copies."""
+def device_events(trace: Sequence[dict[str, Any]], seconds: float) -> list[Event]:
+    """What a Chrome trace has of kernels and copies in its last seconds, which are those of the step: before it the
+    ranks wait for each other."""
     found = []
     for event in trace:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -493,7 +494,8 @@ def device_events(trace: Sequence[dict[str, Any]]) -> list[Event]:
             kind = next(at for at, words in enumerate(KINDS.values()) if any(word.lower() in name for word in words))
             start = event["ts"] / 1e6
             found.append(Event(start, start + event["dur"] / 1e6, event["args"]["stream"], kind))
-    return found
+    last = max((event.stop for event in found), default=0.0)
+    return [event for event in found if event.start >= last - seconds]
 
 
 def spent(events: Sequence[Event]) -> dict[str, float]:
