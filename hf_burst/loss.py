@@ -20,17 +20,16 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
 
 
-def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor:
+def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, in fp32 (fp64 for fp64).
 
     Args:
         logits (`torch.Tensor` of shape `(batch, n, vocabulary)`): Scores.
-        targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens.
-        ignore_index (`int`, defaults to -100): The label that does not count.
+        targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens; -100 does not count.
     """
     wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
     return functional.cross_entropy(
-        wide, targets.flatten().to(logits.device), ignore_index=ignore_index, reduction="sum"
+        wide, targets.flatten().to(logits.device), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 

@@ -1,9 +1,10 @@
 """Attention over a group as one operator of torch.library: what autograd, `torch.compile`, FSDP2 and selective
 checkpointing see.
 
-`torch.ops.hf_burst.attention` returns `(out, lse)`; both are saved for the backward pass, which is the operator
-`torch.ops.hf_burst.attention_backward`. Everything that is not a tensor enters as plain numbers, and the layout as a
-small CPU tensor, so that a new packing is a new input and no new graph.
+`torch.ops.hf_burst.attention` returns `(out, lse, kept)`, all saved for the backward pass, which is the operator
+`torch.ops.hf_burst.attention_backward`; `kept` are the exchanged q, k and v, where there are such. Everything that is
+not a tensor enters as plain numbers, and the layout as a small CPU tensor, so that a new packing is a new input and no
+new graph.
 """
 
 import logging

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -393,10 +394,68 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
     assert picture.stat().st_size > 10_000
 
 
+def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
+    out, names = tmp_path / "training.json", ("hf_burst, attention saved", "hf_burst, everything saved")
+    options = ["--shape", "tiny-tied", "--lengths", "131", "--rounds", "1", "--warmup", "0", "--contenders", *names]
+    launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
+    kept, everything = json.loads(out.read_text())["results"]
+    assert kept["check"] == pytest.approx(everything["check"], rel=1e-6)
+    assert kept["steps"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--rounds", "0"], "'0' is no whole number from 1 on"),
+        (["--warmup", "-1"], "from 0 on"),
+        (["--check-length", "1"], "from 2 on"),
+        (["--rounds", "1", "2", "--lengths", "64"], "give one, or one each"),
+        (["--longest", "nobody=3"], "is no NAME=TOKENS"),
+        (["--out", "."], "a folder; give a file"),
+        ([], "torchrun --nproc-per-node"),
+    ],
+)
+def test_settings_of_training_that_cannot_be_used(
+    options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.benchmarks import losses, training
+
+    if options:
+        monkeypatch.setenv("RANK", "0")
+    else:
+        monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["training.py", *options])
+    with pytest.raises(SystemExit):
+        training.read_arguments()
+    assert sentence in capsys.readouterr().err
+    if options in ([], ["--out", "."]):
+        with pytest.raises(SystemExit):
+            losses.main()
+        assert sentence in capsys.readouterr().err
+
+
+def test_what_is_no_result_of_training_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.benchmarks import plot_training
+
+    results = ROOT / "recipes/benchmarks/results"
+    (tmp_path / "empty.json").write_text("")
+    cases = [
+        (tmp_path / "none.json", "picture.png", "cannot be read"),
+        (tmp_path / "empty.json", "picture.png", "cannot be read"),
+        (results / "attention_2xH200.json", "picture.png", "no result of training.py"),
+        (results / "losses_2xH200.json", "picture.png", "no result of training.py"),
+        (results / "training_2xH200.json", "picture.xyz", "no picture can be written"),
+    ]
+    for path, picture, sentence in cases:
+        monkeypatch.setattr(sys, "argv", ["plot_training.py", str(path), "--out", str(tmp_path / picture)])
+        with pytest.raises(SystemExit, match=sentence):
+            plot_training.main()
+
+
 def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from recipes.benchmarks import training
+    from recipes.benchmarks import training_contenders as training
     from tests import models
 
     def exchanged() -> None: ...
@@ -440,7 +499,7 @@ def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytes
 
 
 def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
-    from recipes.benchmarks import training
+    from recipes.benchmarks import training_profile as training
 
     names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd", "ncclBeforeTheStep"]
     spans = [(0, 40), (30, 60), (35, 80), (90, 95), (100, 200), (-60, -10)]  # milliseconds
@@ -503,6 +562,26 @@ def test_the_results_of_training_are_what_was_measured() -> None:
             assert row["check"] == pytest.approx(first["check"], rel=2e-2)
             if row["steps"]:  # the time of a run may be up before
                 assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])
+
+
+@pytest.mark.parametrize("readme", ["README.md", "recipes/benchmarks/README.md"])
+def test_every_step_of_the_readme_was_measured(readme: str) -> None:
+    """Each "1.30 s, 20.5 GiB" is a result."""
+    rows = [
+        row
+        for path in (ROOT / "recipes/benchmarks/results").glob("training_*.json")
+        for row in json.loads(path.read_text())["results"]
+        if "median_s" in row
+    ]
+    told = re.findall(r"([\d.]+) s, ([\d.]+) GiB", (ROOT / readme).read_text())
+    assert len(told) > 10
+    for pair in told:
+        decimals = [len(text.partition(".")[2]) for text in pair]
+        assert any(
+            abs(row["median_s"] - float(pair[0])) <= 0.5001 * 10 ** -decimals[0]
+            and abs(row["peak_memory_gib"] - float(pair[1])) <= 0.5001 * 10 ** -decimals[1]
+            for row in rows
+        ), pair
 
 
 def test_balance_is_measured(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_burst
 from hf_burst import linear_loss
-from hf_burst.errors import BatchError, ConfigError, KernelError
+from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import checkpointing
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.op import Memory
@@ -278,7 +278,7 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(RankError, match="activation checkpointing") as caught:
         ranks(2).run(one_checkpoints)
     assert all(error is not None for error in caught.value.errors)
-    with pytest.raises(RankError, match="2 layers, 2 of which keep") as caught:
+    with pytest.raises(RankError, match="2 modules, 2 of which keep") as caught:
         ranks(2).run(checkpoint_other_layers)
     assert all(error is not None for error in caught.value.errors)
     encoder = models.make_model("bert")
@@ -288,6 +288,15 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     assert encoder.config._attn_implementation == before, "nothing was changed"
     with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
         hf_burst.BurstConfig(attention_keep=0.3)
+
+
+def test_layers_do_not_run_again_on_a_model_that_was_unpatched() -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    model.gradient_checkpointing_enable()
+    loss = model(**models.make_batch("packed", LENGTH)).loss
+    hf_burst.unpatch_model(model)
+    with pytest.raises(UnsupportedModelError, match="do that pass first"):
+        loss.backward()
 
 
 def test_what_is_remembered_lives_as_long_as_the_graph() -> None:

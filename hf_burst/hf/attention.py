@@ -57,6 +57,14 @@ class DeferredMask:
             "ranks: it masks by itself. Such models are not served."
         )
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedModelError(
+            f"{getattr(function, '__name__', function)} was given an attention mask that is never built over several "
+            "ranks. Either the model was unpatched while a backward pass had layers to run again (do that pass first), "
+            "or it masks by itself, which is not served."
+        )
+
     def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | torch.Tensor":
         """The rows of some queries, as Gemma 4 asks for them where layers share keys; of all queries, the mask."""
         if all(part in (slice(None), slice(0, None)) for part in index):

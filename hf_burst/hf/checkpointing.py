@@ -34,7 +34,7 @@ class SavedAttention:
         self.under_way: dict[int, Memory] = {}
 
     def install(self, model: nn.Module) -> str | None:
-        """Sees to all layers that are checkpointed by now. Returns which they are, for the other ranks; `None` for
+        """Sees to all modules that checkpoint by now. Returns how many they are, for the other ranks; `None` for
         none."""
         places = [
             (module, name)
@@ -46,7 +46,7 @@ class SavedAttention:
             if self.share and not isinstance(vars(module)[name], _Remembering):
                 setattr(module, name, _Remembering(vars(module)[name], self))
         remembering = [vars(module)[name].remembers for module, name in places if self.share]
-        return f"{len(places)} layers, {sum(remembering)} of which keep their attention" if places else None
+        return f"{len(places)} modules, {sum(remembering)} of which keep attention" if places else None
 
     @staticmethod
     def remove(model: nn.Module) -> None:

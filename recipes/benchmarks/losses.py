@@ -12,6 +12,7 @@ beside each other on two ranks. What rounding does to a loss is how far the seco
 
 import argparse
 import json
+import os
 import pydoc_data.topics
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.bench_ranks import Ranks
 from hf_burst.cli.bench_report import environment
-from hf_burst.errors import ConfigError
-from recipes.benchmarks.training import SHAPES
+from recipes.benchmarks.training import at_least
+from recipes.benchmarks.training_job import SHAPES, checkpoint_layers, make_model
 
 CLIP = 1.0
 
@@ -41,17 +42,14 @@ def sequences(length: int, steps: int) -> torch.Tensor:
     """`torch.LongTensor` of shape `(steps, length)`."""
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     if len(text) < length * steps:
-        raise ConfigError(f"{steps} steps of {length} tokens need as many bytes of text; there are {len(text)}.")
+        raise SystemExit(f"{steps} steps of {length} tokens need as many bytes of text; there are {len(text)}.")
     return torch.tensor(list(text[: length * steps])).view(steps, length)
 
 
-def make_model(shape: str, length: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def make_checkpointed(arguments: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The same weights on every rank and for every dtype."""
-    model_class, config_class, sizes = SHAPES[shape]
-    torch.manual_seed(0)
-    with device:
-        model: PreTrainedModel = model_class(config_class(**sizes, max_position_embeddings=length, use_cache=False))
-    model.to(dtype).train().gradient_checkpointing_enable({"use_reentrant": False})
+    model = make_model(arguments.shape, arguments.length, torch.float32, device).to(dtype)
+    checkpoint_layers(model)
     return model
 
 
@@ -71,9 +69,8 @@ def train(model: PreTrainedModel, texts: torch.Tensor, rate: float, context: Abs
     return {"losses": losses, "gradient_norms": norms}
 
 
-def measure(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, texts: torch.Tensor, ranks: Ranks) -> dict[str, Any]:
     """The curve of each way to train."""
-    texts = sequences(arguments.length, arguments.steps)
     exact, kept = (torch.float32, torch.float32) if ranks.cuda else (torch.float64, torch.float32)
     autocast = partial(torch.autocast, "cuda", torch.bfloat16) if ranks.cuda else nullcontext
     names = ("fp32", "bf16") if ranks.cuda else ("fp64", "fp32")
@@ -81,14 +78,14 @@ def measure(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     mine: dict[str, Any] = {}
     for index, (name, dtype, context) in enumerate(alone):
         if ranks.rank == index % ranks.size:
-            model = make_model(arguments.shape, arguments.length, dtype, ranks.device)
+            model = make_checkpointed(arguments, dtype, ranks.device)
             mine[name] = train(model, texts, arguments.learning_rate, context())
             del model
     curves: dict[str, Any] = {}
     for found in ranks.gather(mine):
         curves |= found
     ranks.say("one process is done")
-    model = make_model(arguments.shape, arguments.length, kept, ranks.device)
+    model = make_checkpointed(arguments, kept, ranks.device)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -145,8 +142,8 @@ def main() -> int:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-1b")
-    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps, each on a sequence of its own")
+    parser.add_argument("--length", type=at_least(2), default=8192, help="tokens of a sequence")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps, each on a sequence of its own")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that ranks wait for each other")
@@ -154,11 +151,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--picture", type=Path, help="where a picture of it goes")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it as so many processes: torchrun --nproc-per-node 2 recipes/benchmarks/losses.py ...")
+    for path in filter(None, (arguments.out, arguments.picture)):
+        if path.is_dir():
+            parser.error(f"{path} is a folder; give a file")
+    texts = sequences(arguments.length, arguments.steps)
     ranks = Ranks(arguments.device, arguments.timeout)
     torch.backends.cuda.matmul.allow_tf32 = False
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {"shape": arguments.shape, "length": arguments.length, "learning_rate": arguments.learning_rate}
-    result["curves"] = measure(arguments, ranks)
+    result["curves"] = measure(arguments, texts, ranks)
     result["largest_differences"] = differences(result["curves"])
     if ranks.rank == 0:
         for path in filter(None, (arguments.out, arguments.picture)):

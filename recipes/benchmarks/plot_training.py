@@ -31,10 +31,9 @@ def title(result: dict[str, Any], row: Row) -> str:
     """What was trained, and where."""
     kind = "LoRA" if result["lora"] else "full fine-tuning"
     liger = ", Liger's norms, rotary and SwiGLU" if result.get("liger") else ""
-    hardware = result["hardware"]
-    return (
-        f"{result['shape']}, {row['length'] // 1024}K tokens, {kind}{liger}\n{hardware['ranks']} x {hardware['device']}"
-    )
+    hardware, length = result["hardware"], row["length"]
+    tokens = length if length % 1024 else f"{length // 1024}K"
+    return f"{result['shape']}, {tokens} tokens, {kind}{liger}\n{hardware['ranks']} x {hardware['device']}"
 
 
 def draw_steps(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
@@ -96,6 +95,18 @@ def _tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def load(path: Path) -> dict[str, Any]:
+    """A result; ends the process with a sentence where there is none."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise SystemExit(f"{path} cannot be read: {problem}") from None
+    rows = result.get("results") if isinstance(result, dict) else None
+    if not isinstance(rows, list) or "lora" not in result:
+        raise SystemExit(f"{path} is no result of training.py")
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of training.py")
@@ -103,7 +114,7 @@ def main() -> None:
     arguments = parser.parse_args()
     panels = []
     for path in arguments.results:
-        result = json.loads(path.read_text())
+        result = load(path)
         for length in dict.fromkeys(row["length"] for row in result["results"]):
             rows = [row for row in result["results"] if row["length"] == length and "median_s" in row]
             told = [row for row in rows if row.get("profile")]
@@ -118,7 +129,11 @@ def main() -> None:
     every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (draw, result, rows) in zip(every, panels, strict=True):
         draw(axes, result, rows)
-    figure.savefig(arguments.out, dpi=150)
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(arguments.out, dpi=150)
+    except (OSError, ValueError) as problem:
+        raise SystemExit(f"--out is {arguments.out}, where no picture can be written: {problem}") from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,216 @@
+"""The ways to train a model over ranks that training.py compares: contexts that make the model of a job ready."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+import hf_burst
+from hf_burst.errors import ConfigError
+from recipes.benchmarks.training_job import Job, checkpoint_layers
+
+Loss = Callable[[Job], torch.Tensor]
+Way = Callable[[Job], AbstractContextManager[Loss]]
+
+
+@contextmanager
+def burst(job: Job, keep: float) -> Iterator[Loss]:
+    """The model patched: it is given the whole sequence."""
+    hf_burst.patch_model(job.model, hf_burst.BurstConfig(attention_keep=keep), job.mesh)
+    try:
+        yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens).loss
+    finally:
+        hf_burst.unpatch_model(job.model)
+
+
+@contextmanager
+def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
+    """What `Accelerator.maybe_context_parallel` enters, the hooks that accelerate adds, and Liger's fused loss."""
+    if not job.ranks.cuda:
+        raise ConfigError("context_parallel knows CUDA kernels only")
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    before = {module: set(module._forward_pre_hooks) for module in job.base.modules()}
+    job.base.set_attn_implementation("sdpa")
+    _attach_context_parallel_hooks(job.base)
+    set_rotate_method("allgather")
+
+    def loss(job: Job) -> torch.Tensor:
+        buffers = whole_batch(job)
+        inside.enter_context(context_parallel(job.mesh, buffers=buffers, buffer_seq_dims=[1] * 3))
+        return shard_loss(job, *buffers)
+
+    try:
+        with on_cudnn(job, kernel), fused_loss(job), ExitStack() as inside:
+            yield loss
+    finally:
+        for module, known in before.items():
+            for key in set(module._forward_pre_hooks) - known:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+@contextmanager
+def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
+    """DeepSpeed's Ulysses in the place of an attention of Transformers, contiguous shards, and Liger's fused loss."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    job.base.set_attn_implementation(kernel)
+    plain = ALL_ATTENTION_FUNCTIONS[kernel]
+    ALL_ATTENTION_FUNCTIONS[kernel] = ulysses(job.base, kernel, job.ranks.size)
+
+    def loss(job: Job) -> torch.Tensor:
+        return shard_loss(job, *(whole.chunk(job.ranks.size, 1)[job.ranks.rank] for whole in whole_batch(job)))
+
+    try:
+        with fused_loss(job), on_cudnn(job, kernel):
+            yield loss
+    finally:
+        ALL_ATTENTION_FUNCTIONS[kernel] = plain
+
+
+@cache
+def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any]:
+    """What DeepSpeed registers for a model; made once, with a process group of its own."""
+    import deepspeed.comm
+    from deepspeed.runtime.sequence_parallel.parallel_state_sp import _release_sequence_parallel_groups
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    _release_sequence_parallel_groups()  # another kernel's, which keeps them itself
+    plain = ALL_ATTENTION_FUNCTIONS[kernel]
+    try:
+        UlyssesSPAttentionHF.register_with_transformers(model, kernel, size, micro_batch_size=1)
+        registered: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[kernel]
+    finally:
+        ALL_ATTENTION_FUNCTIONS[kernel] = plain
+    return registered
+
+
+@contextmanager
+def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
+    """ringmaster around an attention of Transformers, as it chooses or as the settings say, the shards that it cuts,
+    and Liger's fused loss."""
+    import ringmaster
+    from ringmaster.shard import shard_batch
+
+    job.base.set_attn_implementation(kernel)  # which loads it
+    runtime = ringmaster.setup(
+        ringmaster.RingmasterConfig(size=job.ranks.size, **settings),
+        num_kv_heads=job.base.config.num_key_value_heads,
+        device_mesh=job.mesh,
+        device_type=job.ranks.device.type,
+        inner_attn=kernel,
+    )
+    job.base.set_attn_implementation(runtime.attn_implementation)
+
+    def loss(job: Job) -> torch.Tensor:
+        whole = dict(zip(("input_ids", "shift_labels", "position_ids"), whole_batch(job), strict=True))
+        own, _ = shard_batch(whole, cp_rank=job.ranks.rank, cp_size=job.ranks.size)
+        return shard_loss(job, own["input_ids"], own["shift_labels"], own["position_ids"])
+
+    try:
+        with fused_loss(job), on_cudnn(job, kernel):
+            yield loss
+    finally:
+        ringmaster.teardown()
+
+
+def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
+    """torch's attention on cuDNN's kernels, if that is the kernel and there are GPUs."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.ranks.cuda and kernel == "sdpa" else nullcontext()
+
+
+@contextmanager
+def fused_loss(job: Job) -> Iterator[None]:
+    """Liger's forward in the place of the model's, as its users have it; on CPUs, which it does not run on, nothing."""
+    if job.ranks.cuda:
+        from liger_kernel.transformers.model import llama, qwen3
+
+        job.base.forward = MethodType(
+            (qwen3 if isinstance(job.base, Qwen3ForCausalLM) else llama).lce_forward, job.base
+        )
+    try:
+        yield
+    finally:
+        vars(job.base).pop("forward", None)
+
+
+def whole_batch(job: Job) -> list[torch.Tensor]:
+    """Tokens, labels shifted before they are cut, and positions."""
+    ids, length = job.tokens.clone(), job.tokens.shape[1]
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    return [ids, labels, torch.arange(length, device=ids.device)[None]]
+
+
+def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A rank's share of the loss, times the ranks, over which gradients are averaged."""
+    found = job.model(
+        input_ids=ids,
+        position_ids=positions,
+        labels=labels,
+        shift_labels=labels,
+        num_items_in_batch=job.items,
+        use_cache=False,
+    ).loss
+    return found * job.ranks.size
+
+
+@contextmanager
+def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
+    """Another way, with no layer checkpointed."""
+    job.base.gradient_checkpointing_disable()
+    try:
+        with way(job) as loss:
+            yield loss
+    finally:
+        checkpoint_layers(job.base)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model of a job.
+
+    Args:
+        way (`Callable`): A context that makes the model ready, and gives what computes the loss.
+        limit (`str`): Which one of `limits` of training_limits.py computes the same.
+    """
+
+    way: Way
+    limit: str
+
+
+CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
+ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
+CONTENDERS = {
+    "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved"),
+    "hf_burst, half of it saved": Contender(partial(burst, keep=0.5), "half of attention saved"),
+    "hf_burst, attention recomputed": Contender(partial(burst, keep=0.0), "all recomputed"),
+    "accelerate context parallelism": Contender(stock, "all recomputed"),
+    "accelerate context parallelism, cuDNN": Contender(CUDNN, "all recomputed"),
+    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa"), "all recomputed"),
+    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4, "all recomputed"),
+    "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa"), "all recomputed"),
+    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), "all recomputed"),
+    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG, "all recomputed"),
+}
+WITHOUT_CHECKPOINTS: dict[str, Way] = {
+    "hf_burst": partial(burst, keep=1.0),
+    "accelerate context parallelism, cuDNN": CUDNN,
+    "DeepSpeed Ulysses, flash-attn 4": FLASH_4,
+}
+CONTENDERS |= {
+    f"{name}, everything saved": Contender(partial(everything_saved, way=way), "nothing recomputed")
+    for name, way in WITHOUT_CHECKPOINTS.items()
+}

@@ -1,0 +1,160 @@
+"""The models that training.py and losses.py train, and how training.py shards them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from hf_burst.cli.bench_ranks import Ranks
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+SHAPES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "llama-8b": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "llama-1b": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+    "qwen3-8b": (
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "tiny": (LlamaForCausalLM, LlamaConfig, TINY),
+    "tiny-tied": (LlamaForCausalLM, LlamaConfig, {**TINY, "tie_word_embeddings": True}),
+}
+LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Job:
+    """The model that is trained, and on what.
+
+    Args:
+        model (`nn.Module`): The model, sharded; a peft model for LoRA.
+        base (`PreTrainedModel`): The Transformers model inside of it.
+        optimizer (`torch.optim.Optimizer`): Its optimizer.
+        ranks ([`Ranks`]): The processes.
+        mesh (`DeviceMesh`): All of them.
+        tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
+    """
+
+    model: nn.Module
+    base: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+    mesh: DeviceMesh
+    tokens: torch.Tensor
+
+    @property
+    def items(self) -> int:
+        """Labels of the sequence."""
+        return self.tokens.shape[1] - 1
+
+
+def make_model(shape: str, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model for training, with the same random weights on every rank."""
+    model_class, config_class, sizes = SHAPES[shape]
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    with device:
+        model = model_class(config_class(**sizes, max_position_embeddings=longest, use_cache=False))
+    torch.set_default_dtype(torch.float32)
+    return model.train()
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Switches checkpointing on, as `Trainer` does it."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def head_size(model: PreTrainedModel) -> int:
+    """Elements of a head of its attention."""
+    config = model.config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def make_job(shape: str, longest: int, ranks: Ranks, liger: bool, lora: bool, compiled: bool) -> Job:
+    """A model on this rank, sharded as accelerate's FSDP2 does it.
+
+    Args:
+        shape (`str`): A name of `SHAPES`.
+        longest (`int`): Tokens of the longest sequence.
+        ranks ([`Ranks`]): The processes.
+        liger (`bool`): Whether it has Liger's norms, rotary positions and SwiGLU.
+        lora (`bool`): Whether adapters are trained, instead of all weights.
+        compiled (`bool`): Whether each layer is compiled.
+    """
+    base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device)
+    model: nn.Module = base
+    if liger:
+        from liger_kernel.transformers import monkey_patch
+
+        apply = getattr(monkey_patch, f"apply_liger_kernel_to_{base.config.model_type}")
+        apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=16, target_modules=list(LORA))
+        model = get_peft_model(base, adapters, autocast_adapter_dtype=False).to(base.dtype)
+        base.enable_input_require_grads()
+    checkpoint_layers(base)
+    if compiled:
+        torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
+        for index, layer in enumerate(base.model.layers):
+            base.model.layers[index] = torch.compile(layer)
+    mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    last = [base.model.norm, base.lm_head]
+    if base.config.tie_word_embeddings:
+        last.append(base.model.embed_tokens)
+    else:
+        fully_shard(base.model.embed_tokens, mesh=mesh, reshard_after_forward=True)
+    fully_shard(last, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
+    return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))
