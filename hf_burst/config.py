@@ -113,7 +113,7 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         if self.schedule != "auto":
-            Route.parse(self.schedule)
+            Route.parse(str(self.schedule))
         choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName, "transport": Transport}
         for name, allowed in choices.items():
             given = getattr(self, name)
@@ -126,8 +126,10 @@ class BurstConfig:
                 f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of "
                 f"{', '.join(map(str, _KEEP))}."
             )
-        if not self.logits_limit_gib > 0:
-            raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib}; it must be above 0.")
+        if not isinstance(self.record, bool):
+            raise ConfigError(f"BurstConfig.record is {self.record!r}; it must be True or False.")
+        if not isinstance(self.logits_limit_gib, int | float) or not self.logits_limit_gib > 0:
+            raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
 
     def chunking_over(self, ranks: int) -> Chunking:
         """How a batch is cut over so many ranks. Where all of them exchange heads, each computes as much whoever holds
