@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", default=class_names(), help="by default all")
     parser.add_argument("--write", action="store_true", help="write recipes/results/coverage.* and hf/served.py")
     arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.classes) - set(class_names())):
+        parser.error(f"Transformers has no causal-LM or masked-LM class {', '.join(unknown)}")
     if arguments.write and arguments.classes != class_names():
         parser.error("--write needs the rows of all classes; leave --classes out")
     rows: dict[str, Row] = {}

@@ -14,16 +14,19 @@ Four GPUs, Llama-3.1-8B with LoRA on local text:
         --config recipes/configs/llama_8b_lora.yaml --dataset books/*.txt --output_dir outputs/books
 """
 
-import argparse
 import json
 import os
 import pydoc_data.topics
 import resource
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import accelerate
@@ -32,20 +35,30 @@ import matplotlib
 import torch
 import transformers
 import yaml
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
     HfArgumentParser,
+    PreTrainedConfig,
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
     set_seed,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_burst
+from hf_burst.errors import BurstError
 
+REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, DatasetsError, StrictDataclassError)  # of libraries
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+TEXTS = ("model", "tokenizer", "dataset_split", "text_column", "output_dir")  # settings that are nothing but text
 SHORTEST = 256  # tokens that a remainder is padded to: enough chunks for 128 processes
 
 
@@ -60,7 +73,7 @@ class Recipe:
     tokenizer: str | None = field(
         default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."}
     )
-    dtype: str = field(default="auto", metadata={"help": "Dtype to load the weights in: auto, float32, bfloat16."})
+    dtype: str = field(default="auto", metadata={"choices": DTYPES, "help": "Dtype to load the weights in."})
     dataset: list[str] = field(
         default_factory=lambda: ["python_topics"],
         metadata={"help": "Files (.txt, .md, .jsonl, .json, .parquet, .csv), a hub name, or 'python_topics'."},
@@ -78,33 +91,72 @@ class Recipe:
     )
     burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."})
 
+    def __post_init__(self) -> None:
+        """Checks what needs neither data nor a model, before the processes meet."""
+        for name in ("model_config", "rope_scaling", "burst"):
+            setattr(self, name, mapping(name, getattr(self, name)))
+        hf_burst.BurstConfig.from_dict(self.burst)
+        for name, least in (("sequence_length", 2), ("lora_rank", 0)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
+        sources = [self.dataset] if isinstance(self.dataset, str) else self.dataset
+        if not isinstance(sources, list) or not sources or not all(each and isinstance(each, str) for each in sources):
+            raise SystemExit(f"dataset is {self.dataset!r}; give files of text, a folder, a hub name or python_topics.")
+        self.dataset = sources
+
+
+@contextmanager
+def using(setting: str) -> Iterator[None]:
+    """Where a library cannot use a setting, the end is a sentence that names it."""
+    try:
+        yield
+    except REFUSALS as error:
+        reason = (isinstance(error, DatasetsError) and error.__cause__) or error  # theirs says only that there was one
+        raise SystemExit(f"{setting} cannot be used: {shorten(str(reason), 300, placeholder=' ...')}") from None
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """A setting that is a mapping: from YAML, from a file that it names, or written on the command line."""
+    found = value
+    if isinstance(value, str | Path):
+        with using(f"{name} {str(value)!r}"):
+            in_file = isinstance(value, Path) or Path(value).suffix in (".json", ".yaml", ".yml")
+            found = yaml.safe_load(Path(value).read_text() if in_file else value)
+    found = {} if found is None else found
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise SystemExit(
+            f"{name} is {str(value)!r}; it must be a mapping of names, such as {{name: value}}, or a .json, .yaml or "
+            ".yml file that holds one."
+        )
+    return found
+
 
 def parse(arguments: list[str]) -> tuple[Recipe, TrainingArguments]:
     """The YAML file that `--config` names gives the defaults of the command line."""
-    parser = HfArgumentParser((Recipe, TrainingArguments))
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--config", type=Path, action="append", default=[])
-    files, arguments = first.parse_known_args(arguments)
-    for file in files.config:  # of several files, later ones overrule
-        values = yaml.safe_load(file.read_text()) or {}
-        known = {action.dest for action in parser._actions}
-        if unknown := sorted(set(values) - known):
+    parser = HfArgumentParser((Recipe, TrainingArguments), usage="%(prog)s [--config FILE] [--SETTING VALUE ...]")
+    known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    more = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=more)
+    for file in parser.parse_args(arguments).config:
+        values = mapping("--config", file)
+        if unknown := sorted(set(values) - set(known)):
             raise SystemExit(f"{file}: no setting is called {', '.join(unknown)}; see --help.")
+        for name, value in values.items():
+            if name in TEXTS and not isinstance(value, str | None):
+                raise SystemExit(f"{file}: {name} is {value!r}; give text, a number in quotes.")
+            if (choices := known[name].choices) and value not in (None, *choices):
+                raise SystemExit(f"{file}: {name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         parser.set_defaults(**values)
-    recipe, training = parser.parse_args_into_dataclasses(arguments)
+    try:
+        recipe, training, _ = parser.parse_args_into_dataclasses(arguments)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     return recipe, training
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """A setting that is a mapping: from YAML, from a file that it names, or written on the command line."""
-    if isinstance(value, str):
-        value = yaml.safe_load(Path(value).read_text() if Path(value).suffix in (".json", ".yaml", ".yml") else value)
-    return dict(value or {})
 
 
 def load_documents(recipe: Recipe) -> datasets.Dataset:
     """One document a row, in `text_column`."""
-    sources = [recipe.dataset] if isinstance(recipe.dataset, str) else recipe.dataset
+    sources = recipe.dataset
     if sources == ["python_topics"]:
         return datasets.Dataset.from_dict({recipe.text_column: ["\n\n".join(pydoc_data.topics.topics.values())]})
     kinds = {".txt": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -112,17 +164,26 @@ def load_documents(recipe: Recipe) -> datasets.Dataset:
     if len(found) > 1:
         raise SystemExit(f"dataset {sources} mixes kinds of files; give files of one kind ({', '.join(kinds)}).")
     kind = found.pop()
-    if kind is None:
-        return datasets.load_dataset(*sources, split=recipe.dataset_split)
     options = {"sample_by": "document"} if kind == "text" else {}
-    return datasets.load_dataset(kind, data_files=sources, split="train", **options)
+    with using(f"dataset {sources}"):
+        if kind is None:
+            documents = datasets.load_dataset(*sources, split=recipe.dataset_split)
+        else:
+            documents = datasets.load_dataset(kind, data_files=sources, split="train", **options)
+    if recipe.text_column not in documents.column_names:
+        raise SystemExit(f"No column {recipe.text_column!r} in {documents.column_names}: set text_column.")
+    values = documents.features[recipe.text_column]
+    if getattr(values, "dtype", None) not in ("string", "large_string", "null"):
+        raise SystemExit(f"text_column {recipe.text_column!r} of dataset {sources} holds {values}; it must hold text.")
+    return documents
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     name = recipe.tokenizer or recipe.model
     if name is None:
         raise SystemExit("A model made from a config has no tokenizer of its own: set tokenizer, for example to bytes.")
-    return ByT5Tokenizer(extra_ids=0) if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    with using(f"tokenizer {name!r}"):
+        return ByT5Tokenizer(extra_ids=0) if name == "bytes" else AutoTokenizer.from_pretrained(name)
 
 
 def pack(rows: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, column: str, length: int) -> dict[str, Any]:
@@ -162,20 +223,46 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor(value) for key, value in batch.items()}
 
 
-def load_model(recipe: Recipe, vocabulary: int, burst: hf_burst.BurstConfig) -> torch.nn.Module:
+def load_config(recipe: Recipe, vocabulary: int) -> PreTrainedConfig:
+    """The config of the model, with the RoPE parameters that are set."""
+    if recipe.model is None:
+        settings = {"vocab_size": vocabulary, **recipe.model_config}
+        kind = settings.pop("model_type", None)
+        if kind not in list(CONFIG_MAPPING):
+            raise SystemExit(
+                f"model_config has the model_type {kind!r}; give one that Transformers has, such as llama, or set "
+                "model instead of model_config."
+            )
+        with using(f"model_config {recipe.model_config}"):
+            config = AutoConfig.for_model(kind, **settings)
+    else:
+        with using(f"model {recipe.model!r}"):
+            config = AutoConfig.from_pretrained(recipe.model)
+    kind = config.model_type
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SystemExit(f"The model is a {kind}, of which Transformers has no causal language model; set another one.")
+    if recipe.rope_scaling:
+        parameters = getattr(config, "rope_parameters", None)
+        if parameters is None:
+            raise SystemExit(f"rope_scaling is set, but a {kind} has no RoPE parameters; leave it out.")
+        config.rope_parameters = {**parameters, **recipe.rope_scaling}
+        found, allowed = config.rope_parameters.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
+        if found not in allowed:
+            raise SystemExit(f"rope_scaling has the rope_type {found!r}; it must be one of {', '.join(allowed)}.")
+        with using(f"rope_scaling {recipe.rope_scaling}"):
+            config.standardize_rope_params()
+            config.validate_rope()
+    return config
+
+
+def load_model(recipe: Recipe, config: PreTrainedConfig, burst: hf_burst.BurstConfig) -> torch.nn.Module:
     """The model, patched: this is the one line that hf_burst needs."""
-    scaling = mapping(recipe.rope_scaling)
     if recipe.model is None:
-        settings = {"vocab_size": vocabulary, **mapping(recipe.model_config)}
-        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        with using(f"model_config {recipe.model_config}"):
+            model = AutoModelForCausalLM.from_config(config, dtype=None if recipe.dtype == "auto" else recipe.dtype)
     else:
-        config = AutoConfig.from_pretrained(recipe.model)
-    if scaling:
-        config.rope_parameters = {**(config.rope_parameters or {}), **scaling}
-    if recipe.model is None:
-        model = AutoModelForCausalLM.from_config(config, dtype=None if recipe.dtype == "auto" else recipe.dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=recipe.dtype)
+        with using(f"model {recipe.model!r}"):
+            model = AutoModelForCausalLM.from_pretrained(recipe.model, config=config, dtype=recipe.dtype)
     hf_burst.patch_model(model, burst)
     if recipe.lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -232,24 +319,27 @@ def report(trainer: Trainer, recipe: Recipe, processes: int) -> None:
     print(f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}; checkpoint, loss.png and log are in {folder}")
 
 
-def main() -> None:
-    recipe, training = parse(sys.argv[1:])
+def finetune(recipe: Recipe, training: TrainingArguments) -> None:
+    """The whole way, from the settings to the checkpoint and its log."""
     from_environment = hf_burst.BurstParallelismConfig.from_env()
     training.parallelism_config = (
         from_environment if recipe.burst_size is None else hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size)
     )
-    burst = hf_burst.BurstConfig.from_dict(mapping(recipe.burst))
-    if not isinstance(recipe.sequence_length, int) or recipe.sequence_length < 2:
-        raise ValueError(f"sequence_length is {recipe.sequence_length!r}; give a number of tokens, at least 2.")
+    burst = hf_burst.BurstConfig.from_dict(recipe.burst)
+    resume = training.resume_from_checkpoint
+    if isinstance(resume, str) and not Path(resume).is_dir():
+        raise SystemExit(f"resume_from_checkpoint is {resume!r}; give the folder of a checkpoint.")
+    with using(f"output_dir {training.output_dir!r}"):
+        Path(training.output_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=training.output_dir).close()  # fails where nothing can be written
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     training.include_num_input_tokens_seen = "all"
     training.remove_unused_columns = False
     set_seed(training.seed)
     tokenizer = load_tokenizer(recipe)
+    config = load_config(recipe, len(tokenizer))
     documents = load_documents(recipe)
-    if recipe.text_column not in documents.column_names:
-        raise SystemExit(f"No column {recipe.text_column!r} in {documents.column_names}: set text_column.")
     with training.main_process_first(desc="tokenising"):
         sequences = documents.map(
             pack,
@@ -261,13 +351,13 @@ def main() -> None:
     if len(sequences) == 0:
         raise SystemExit(f"dataset {recipe.dataset} holds no text in the column {recipe.text_column!r}.")
     trainer = LongTrainer(
-        model=load_model(recipe, len(tokenizer), burst),
+        model=load_model(recipe, config, burst),
         args=training,
         train_dataset=sequences,
         data_collator=hf_burst.BurstCollator(collate, config=burst),
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if trainer.is_world_process_zero():
         report(trainer, recipe, trainer.accelerator.parallelism_config.burst_size)
@@ -275,6 +365,15 @@ def main() -> None:
     if training.use_cpu:  # all is written; gloo's threads now and then abort an interpreter that shuts down
         sys.stdout.flush()
         os._exit(0)
+
+
+def main() -> None:
+    try:
+        finetune(*parse(sys.argv[1:]))
+    except (BurstError, OSError) as error:
+        raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -63,8 +63,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/recall"))
     args = parser.parse_args()
+    for name in ("length", "num_keys", "batch_size", "eval_every", "eval_sequences"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
     if args.num_values < 2:
         parser.error("--num_values must be at least 2: with one value there is nothing to recall")
+    try:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output_dir must be a folder that can be written: {error}")
     return args
 
 
@@ -255,7 +262,6 @@ def main() -> None:
         "command": " ".join([launch, "recipes/recall_across_shards.py", *sys.argv[1:]]),
     }
     if accelerator.is_main_process:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
         (args.output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         draw(results, task, args.output_dir / "recall.png")
     claim = f"the first must reach {GOAL:.0%}, the second stay at {chance:.1%} +- {noise:.1%}"

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import transformers
 
 from hf_burst.hf import attention
 from hf_burst.hf.served import SERVED
-from recipes.coverage import KINDS, TOLERANCE, Row, compare
+from recipes.coverage import KINDS, TOLERANCE, Row, compare, main
 from recipes.tiny_models import class_names, is_masked
 from tests.ranks import RankPool
 
@@ -72,6 +73,16 @@ def compare_without(rank: int, size: int, name: str, argument: str) -> Row:
         row = compare(rank, size, name)
     attention.register()
     return row
+
+
+def test_a_class_that_does_not_exist_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["coverage.py", "--classes", "Nonsense"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "no causal-LM or masked-LM class Nonsense" in capsys.readouterr().err
 
 
 def test_the_table_is_of_every_class() -> None:

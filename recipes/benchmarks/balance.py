@@ -79,6 +79,10 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
+    if min(*arguments.ranks, arguments.draws) < 1:
+        parser.error("--ranks and --draws must be at least 1")
+    if arguments.out is not None and arguments.out.is_dir():
+        parser.error(f"--out {arguments.out} is a folder; give a file")
     result = {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git_commit": git_commit(),

@@ -35,7 +35,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'hf_burst auto'")
     parser.add_argument("--part", choices=("both", "forward", "backward"), default="both", help="of which passes")
     parser.add_argument("--markdown", action="store_true", help="print tables for a README")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.out is None and not args.markdown:
+        parser.error("give --out, --markdown or both")
+    endings = sorted(Figure().canvas.get_supported_filetypes())
+    if args.out is not None and (args.out.suffix[1:].lower() not in endings or args.out.is_dir()):
+        parser.error(f"--out {args.out} must be a file that ends in .{', .'.join(endings)}")
+    return args
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result of attention.py."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict) or not {"settings", "kernel", "results"} <= set(found):
+        raise SystemExit(f"{path} is no result of attention.py or hf-burst bench attention.")
+    return found
 
 
 def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
@@ -124,7 +141,7 @@ def _dress(axes: Axes, lengths: Sequence[int], title: str) -> None:
 
 def main() -> int:
     args = parse_args()
-    found = [json.loads(path.read_text()) for path in args.results]
+    found = [load(path) for path in args.results]
     if len({result["settings"].get("in_a_row", 1) for result in found}) > 1:
         print("Some of the files have single calls and others calls in a row: draw them apart.", file=sys.stderr)
         return 2
