@@ -127,8 +127,8 @@ class BurstConfig:
                 f"{', '.join(map(str, _KEEP))}."
             )
         if not isinstance(self.record, bool):
-            raise ConfigError(f"BurstConfig.record is {self.record!r}; it must be True or False.")
-        if not isinstance(self.logits_limit_gib, int | float) or not self.logits_limit_gib > 0:
+            raise ConfigError(f"BurstConfig.record is {self.record!r}; it must be True or False (true, false in JSON).")
+        if not (isinstance(self.logits_limit_gib, int | float) and self.logits_limit_gib > 0):
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
 
     def chunking_over(self, ranks: int) -> Chunking:

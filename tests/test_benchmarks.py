@@ -26,6 +26,7 @@ from torch.nn.attention import flex_attention
 from hf_burst.cli import bench
 from hf_burst.cli.bench_contenders import Case, Documents, Native, exact_attention, hf_burst
 from hf_burst.config import Route
+from hf_burst.errors import ConfigError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask
@@ -91,7 +92,9 @@ sys.exit(benchmark(SETTINGS.parse_args(), contenders))
 """
 
 
-def launch(script: Path | str, *options: str, common: Sequence[str] = TINY) -> subprocess.CompletedProcess[str]:
+def launch(
+    script: Path | str, *options: str, common: Sequence[str] = TINY, status: int = 0
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -103,7 +106,7 @@ def launch(script: Path | str, *options: str, common: Sequence[str] = TINY) -> s
         timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == status, done.stdout[-3000:] + done.stderr[-6000:]
     return done
 
 
@@ -217,7 +220,7 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     script.write_text(FAILING)
     options = ["--lengths", "64", "128", "--kv-heads", "4", "--schedules", "kv_ring", "--timeout", "4"]
     options += ["--seconds", "2", "--rounds", "2", "3", "--warmup", "2", "--out", str(out)]
-    done = launch(script, *options)
+    done = launch(script, *options, status=1)
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     checks = {check["contender"]: check for check in result["checks"]}
@@ -309,9 +312,10 @@ def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | N
         assert all(error < 1e-10 for errors in found.values() for error in errors), found
 
 
-def test_what_the_heads_do_not_allow_is_not_counted() -> None:
+def test_what_the_heads_do_not_allow_is_not_built() -> None:
     for schedule in ("ulysses_3+burst", "ulysses_8+kv_ring"):
-        assert hf_burst(schedule).build(case_of(0, 4)).sent.forward is None
+        with pytest.raises(ConfigError, match="cannot run: "):
+            hf_burst(schedule).build(case_of(0, 4))
 
 
 def arguments(*options: str) -> argparse.Namespace:
@@ -339,7 +343,7 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (["--kv-heads", "3"], "--q-heads 4 is no whole multiple of --kv-heads 3"),
         (["--kv-heads", "2", "--lengths", "63"], "63 tokens cannot be cut into 2 x 1 equal chunks"),
-        (["--kv-heads", "2", "--kernel", "flash_attn_9"], "there is none of that name"),
+        (["--kv-heads", "2", "--kernel", "flash_attn_9"], "BurstConfig.kernel is 'flash_attn_9'"),
         (["--kv-heads", "2", "--rounds", "5", "2"], "--rounds is 5 2"),
         (["--kv-heads", "2", "--head-dim", "-1"], "--head-dim is -1"),
         (["--kv-heads", "2", "--lengths", "64", "0"], "--lengths are [64, 0]"),

@@ -1,5 +1,6 @@
 """The command line, as a user calls it: in one process, in two, with words that mean nothing."""
 
+import argparse
 import configparser
 import importlib
 import os
@@ -12,13 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_burst.cli import main
+from hf_burst.cli import bench, main
+from hf_burst.cli.bench_contenders import Contender, Prepared, hf_burst
+from hf_burst.cli.bench_report import table
 from hf_burst.cli.plan import steps_of, who_computes
+from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask, make_plan, make_sharding
 from tests.oracle import admitted_pairs
 
 ROOT = Path(__file__).parents[1]
 SHORT = ["--q-heads", "8", "--kv-heads", "2", "--head-dim", "64", "--length", "4096"]
+BENCH = [
+    *("--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16"),
+    *("--lengths", "64", "--check-length", "32", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"),
+]
 
 
 def call(*words: str, home: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -76,6 +84,10 @@ def test_the_doctor_on_two_ranks_measures_and_remembers(tmp_path):
         (["--ranks", "4", "--length", "3"], "too short for 4 ranks"),
         (["--documents", "7", "0"], "--documents are [7, 0]; give lengths of at least 1"),
         (["--ranks", "4", "--ranks-per-host", "3"], "4 ranks do not lie on hosts of 3 each"),
+        (["--window", "-1"], "--window is -1"),
+        (["--ranks", "100000"], "--ranks is 100000; it must be at most 2048"),
+        (["--batch", "100000000000000"], "--batch 100000000000000 times --length 131072 in 1 documents"),
+        (["--length", "10000000000", "--documents", "3"], "in 3333333334 documents over 1 ranks is too much"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(words, sentence, monkeypatch, tmp_path, capsys):
@@ -187,6 +199,7 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
     assert "Step by step, each as long as its busiest rank, it is 20.0% more." in table
     assert re.search(r"^   0     1024  27.5%   0: 21%  1: 25%  2: 27%  3: 27%$", table, re.MULTILINE)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert table.splitlines()[-1] == f"picture in {picture}"
     assert main(["plan", "--length", "65536", "--ranks", "1"]) == 0
     assert "the busiest of 1 ranks has 0.0% more" in capsys.readouterr().out
 
@@ -197,14 +210,173 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
         (["--documents", "10", "20", "--length", "64"], "have 30 tokens together and --length is 64; give one"),
         (["--documents", "10", "0"], "give lengths of at least 1"),
         (["--length", "3"], "too short for 4 ranks"),
-        (["--length", "0"], "got length=0"),
-        (["--out", "folder.png"], "--out is folder.png, where no picture can be written"),
-        (["--window", "-2"], "window=-2 is negative"),
-        (["--out", "plan.nothing"], "--out is plan.nothing"),
+        (["--length", "0"], "--length is 0; it must be at least 1"),
+        (["--ranks", "0"], "--ranks is 0; it must be 1 to 64"),
+        (["--ranks", "1000"], "--ranks is 1000; it must be 1 to 64"),
+        (["--out", "folder.png"], "--out is folder.png, where no picture can be written: it is a folder"),
+        (["--out", "folder"], "--out is folder, where no picture can be written: it is a folder"),
+        (["--window", "-2"], "--window is -2; give the tokens"),
+        (["--out", "plan.nothing"], "--out is plan.nothing; its name must end with one of ."),
+        (["--out", "plan"], "--out is plan; its name must end with one of ."),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(words, said, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder.png").mkdir()
+    for name in ("folder", "folder.png"):
+        (tmp_path / name).mkdir()
     assert main(["plan", *words]) == 1
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert said in told.err
+    assert told.out == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "folder.png"]
+
+
+def test_one_rank_of_a_launch_tells_and_draws_the_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["plan", "--out", str(tmp_path / "plan.png")]) == 0
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "plan.png").exists()
+
+
+def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_burst.cli.plan.make_plan", interrupt)
+    try:
+        status = main(["plan"])
+    except KeyboardInterrupt:
+        pytest.fail("the interrupt went through")
+    assert status == 130
+    assert capsys.readouterr().err == "hf-burst: interrupted\n"
+
+
+def test_a_reader_that_is_gone_is_no_traceback(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hf_burst", "plan", "--ranks", "2"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=100)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'; torchrun"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK 2 of WORLD_SIZE 2"),
+    ],
+)
+def test_variables_of_no_launcher_are_named(variables, said, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for status, words in ((1, ["doctor"]), (2, ["bench", "attention", *BENCH])):
+        assert main(words) == status
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--schedules", "burst", "nonsense"], "There is no schedule 'nonsense'"),
+        (["--burst", "zig=3"], "BurstConfig has no setting zig"),
+        (["--burst", "attention_keep=0.3"], "BurstConfig.attention_keep is 0.3"),
+        (["--burst", "record=maybe"], "BurstConfig.record is 'maybe'; it must be True or False"),
+        (["--burst", "logits_limit_gib=much"], "BurstConfig.logits_limit_gib is 'much'"),
+        (["--burst", "schedule=burst"], "--burst schedule=burst is not taken; give --schedules burst"),
+        (["--burst", "chunking=zigzag"], "--burst chunking=zigzag is not taken; give --chunkings zigzag"),
+        (["--contenders", "hf_bust*", "ring"], "--contenders 'hf_bust*' 'ring' is none of 'limit', 'hf_burst auto'"),
+        (["--kernel", "reference"], "reference is none of the limit's (--burst kernel=reference sets that of"),
+        (["--kernel", "flash_attn_2"], "flash_attn_2 runs on cuda, not on cpu. Known here: cpu_flash."),
+        (["--out", "folder"], "--out is folder, where no result can be written"),
+        (["--out", "file/result.json"], "--out is file/result.json, where no result can be written"),
+        (["--seconds", "nan"], "--seconds is nan"),
+        (["--seconds", "inf"], "--seconds is inf"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--timeout", "1e300"], "--timeout is 1e+300; it must be at most 86400 seconds"),
+        (["--warmup", "-1"], "--warmup is -1; it must be at least 0"),
+        (["--lengths", "64", "63"], "--lengths: 63 tokens cannot be cut into 2 x 1 equal chunks; give a multiple of 2"),
+        (["--check-length", "31"], "--check-length: 31 tokens cannot be cut into 2 x 1 equal chunks"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_is_refused_before_it_starts(words, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert main(["bench", "attention", *BENCH, *words]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert "results of" not in told.err  # nothing was begun
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_benchmark_that_is_refused_leaves_the_result_before_it(tmp_path):
+    out = tmp_path / "result.json"
+    out.write_text("before")
+    assert main(["bench", "attention", *BENCH, "--kernel", "reference", "--out", str(out)]) == 2
+    assert out.read_text() == "before"
+
+
+def test_lengths_that_were_not_given_fit_any_number_of_ranks():
+    parser = argparse.ArgumentParser()
+    bench.add_attention_arguments(parser)
+    for size in (1, 3, 4, 7):
+        arguments = parser.parse_args([])
+        bench.set_lengths(arguments, types.SimpleNamespace(size=size))
+        lengths = [*arguments.lengths, arguments.check_length]
+        assert all(length % (16 * size) == 0 for length in lengths)
+        assert all(
+            0 <= length - least < 16 * size for length, least in zip(lengths, (*bench.LENGTHS, 2048), strict=True)
+        )
+    arguments = parser.parse_args(["--lengths", "8192"])
+    with pytest.raises(ConfigError, match=r"--lengths: 8192 tokens .* give a multiple of 12, such as 8196"):
+        bench.set_lengths(arguments, types.SimpleNamespace(size=3))
+
+
+def spoiled(name, when):
+    """A contender that raises or errs at some time."""
+
+    def build(case):
+        good = hf_burst("burst").build(case)
+
+        def attend(q, k, v):
+            if when == "call":
+                raise RuntimeError("not today")
+            return good.attend(q, k, v) * (1.01 if when == "result" else 1.0)
+
+        if when == "build":
+            raise ImportError("not installed")
+        return Prepared(attend, good.cut, good.sent)
+
+    return Contender(name, "spoiled", build)
+
+
+@pytest.mark.parametrize(
+    ("words", "when", "status"),
+    [
+        (["--schedules", "burst"], "build", 0),
+        (["--schedules", "burst"], "call", 1),
+        (["--schedules", "burst"], "result", 1),
+        (["--schedules", "burst"], "never", 0),
+        (["--schedules", "ulysses_2+burst", "burst"], "never", 0),  # which one rank cannot do
+        (["--schedules", "ulysses_2+burst"], "never", 1),
+        (["--contenders", "limit"], "never", 0),
+        (["--contenders", "peer"], "build", 1),
+    ],
+)
+def test_the_status_of_a_benchmark(words, when, status):
+    parser = argparse.ArgumentParser()
+    bench.add_attention_arguments(parser)
+    assert bench.benchmark(parser.parse_args([*BENCH, *words]), [spoiled("peer", when)]) == status
+
+
+def test_columns_of_a_table_stand_apart():
+    row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
+    row |= {"contender": "hf_burst all_gather", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
+    rows = [row | {"length": length} for length in (1024, 2048)]
+    lines = table({"hardware": {"device": "x"}, "results": rows, "checks": []}).splitlines()
+    assert "hf_burst all_gather 0.00012 (156%) 0.00012 (156%)" in lines
+    assert re.fullmatch(r" +1K +2K", lines[1])
+    assert len(lines[1]) == len(lines[2])

@@ -21,7 +21,10 @@ WITHIN = {
         *("fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "replay"),
         "__init__",
     ],
-    "cli": ["bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan", "__init__"],
+    "cli": [
+        *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan"),
+        "__init__",
+    ],
     "hf": [
         *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
         *("head", "experts", "outputs", "positions", "rope", "patch"),

@@ -5,6 +5,7 @@ called for.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,9 +27,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (sequence of `str`, *optional*): Its words; those that the process was started with by default.
 
     Returns:
-        `int`: The exit code: 0 if all is well, 1 if it cannot be done, after a sentence that says why. (argparse ends
-        the process with 2 for words that it does not know.)
+        `int`: The exit code: 0 if all is well, 1 if it cannot be done, after a sentence that says why, 130 if it was
+        interrupted. (argparse ends the process with 2 for words that it does not know.)
     """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()  # a reader that is gone is found here, and not when Python ends
+        return status
+    except BurstError as problem:
+        print(f"hf-burst: {problem}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("hf-burst: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # Python flushes once more when it ends (docs.python.org/3/library/signal.html)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="hf-burst", description="Exact attention over sequences that span GPUs.")
     commands = parser.add_subparsers(metavar="command", required=True)
@@ -39,8 +56,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     arguments = parser.parse_args(words)
-    try:
-        return int(arguments.run(arguments))
-    except BurstError as problem:
-        print(f"hf-burst: {problem}", file=sys.stderr)
-        return 1
+    return int(arguments.run(arguments))

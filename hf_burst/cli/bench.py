@@ -8,6 +8,7 @@ Each schedule of [`BurstConfig`] beside the limit: the same kernel on a share of
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from ..config import Chunking
+from ..config import BurstConfig, Chunking
 from ..errors import BurstError, ConfigError
 from ..plan import Mask
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+LENGTHS = (8192, 16384, 32768, 65536, 131072)
+_FINEST = 16  # chunks that a rank has at most
+_DAY_S = 86400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     """The attention to measure, how long, and where the result goes."""
-    lengths = [8192 * 2**step for step in range(5)]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of the whole sequence")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help=f"tokens of the whole sequence ({' '.join(map(str, LENGTHS))})"
+    )
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help="key heads, each a matrix of its own")
     parser.add_argument("--q-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -87,19 +92,23 @@ def benchmark(arguments: argparse.Namespace, peers: Sequence["Contender"] = ()) 
         peers (sequence of [`Contender`]): What else to measure.
 
     Returns:
-        `int`: 0, or 2 for settings that cannot be used.
+        `int`: 0; 1 if a contender was wrong against fp64, or failed wherever it ran, or if none of hf_burst's was
+        measured (none at all, where none of those was asked for); 2 for settings that cannot be used. Contenders that
+        are not available here, such as those of packages that are not installed, are no failure.
     """
     from .bench_ranks import Ranks
     from .bench_report import table
 
     try:
         _validate(arguments)
+        contenders = _asked_for(arguments, peers)
         ranks = Ranks(arguments.device, arguments.timeout)
     except BurstError as error:
         print(f"hf-burst bench: {error}", file=sys.stderr)
         return 2
     try:
-        result = _matrix(arguments, peers, ranks)
+        _check_out(arguments.out, ranks)
+        result = _matrix(arguments, contenders, ranks)
     except BurstError as error:
         ranks.say(f"hf-burst bench: {error}")
         return 2
@@ -107,7 +116,7 @@ def benchmark(arguments: argparse.Namespace, peers: Sequence["Contender"] = ()) 
         ranks.close()
     if ranks.rank == 0:
         print(table(result))
-    return 0
+    return _status(result)
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -124,9 +133,14 @@ def _setting(text: str) -> tuple[str, Any]:
 def _validate(arguments: argparse.Namespace) -> None:
     counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds", "in_a_row")
     for name in counts:
-        if getattr(arguments, name) is not None and getattr(arguments, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be above 0.")
-    if min(arguments.lengths) < 1:
+        value = getattr(arguments, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number above 0.")
+    if arguments.timeout > _DAY_S:
+        raise ConfigError(f"--timeout is {arguments.timeout}; it must be at most {_DAY_S} seconds, a day.")
+    if arguments.warmup < 0:
+        raise ConfigError(f"--warmup is {arguments.warmup}; it must be at least 0.")
+    if arguments.lengths and min(arguments.lengths) < 1:
         raise ConfigError(f"--lengths are {arguments.lengths}; give numbers of tokens, at least 1.")
     for kv_heads in arguments.kv_heads:
         if kv_heads < 1 or arguments.q_heads % kv_heads:
@@ -138,29 +152,78 @@ def _validate(arguments: argparse.Namespace) -> None:
     fewest, most = arguments.rounds
     if not 1 <= fewest <= most:
         raise ConfigError(f"--rounds is {fewest} {most}; give the fewest, at least 1, and the most.")
+    given = {"kernel": arguments.kernel, **dict(arguments.burst)}
+    for name in ("schedule", "chunking"):
+        if name in given:
+            raise ConfigError(f"--burst {name}={given[name]} is not taken; give --{name}s {given[name]}.")
+    for schedule in arguments.schedules:
+        BurstConfig.from_dict({**given, "schedule": schedule})
 
 
-def _matrix(arguments: argparse.Namespace, peers: Sequence["Contender"], ranks: "Ranks") -> dict[str, Any]:
+def _asked_for(arguments: argparse.Namespace, peers: Sequence["Contender"]) -> list["Contender"]:
+    """The limit, hf_burst's schedules and `peers`: those whose names match a pattern of `--contenders`."""
+    from .bench_contenders import hf_burst, limit
+
+    settings = [dict(arguments.burst) | {"chunking": chunking} for chunking in dict.fromkeys(arguments.chunkings)]
+    own = [hf_burst(schedule, given) for schedule in arguments.schedules for given in settings]
+    every = [limit(), *own, *peers]
+    found = [one for one in every if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
+    if not found:
+        names = ", ".join(repr(one.name) for one in every)
+        raise ConfigError(f"--contenders {' '.join(map(repr, arguments.contenders))} is none of {names}.")
+    return found
+
+
+def _check_out(out: Path | None, ranks: "Ranks") -> None:
+    """Raises on all ranks if rank 0 cannot write the result; what is there already stays as it is."""
+    problem = None
+    if out is not None and ranks.rank == 0:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            new = not out.exists()
+            out.open("a").close()
+            if new:
+                out.unlink()
+        except OSError as error:
+            problem = (time.time(), f"--out is {out}, where no result can be written: {error}")
+    told = ranks.agree(problem)
+    if told is not None:
+        raise ConfigError(told)
+
+
+def set_lengths(arguments: argparse.Namespace, ranks: "Ranks") -> None:
+    """Lengths that were not given, in multiples of what the ranks cut; raises for given ones that are none."""
+    from ..plan import chunks_per_rank
+
+    finest = _FINEST * ranks.size
+    for name, given in (("--lengths", arguments.lengths or ()), ("--check-length", (arguments.check_length,))):
+        for length in filter(None, given):
+            chunks = max(2, *(chunks_per_rank(length, ranks.size, chunking) for chunking in arguments.chunkings))
+            multiple = chunks * ranks.size
+            if length % multiple:
+                raise ConfigError(
+                    f"{name}: {length} tokens cannot be cut into {chunks} x {ranks.size} equal chunks; give a multiple "
+                    f"of {multiple}, such as {max(1, round(length / multiple)) * multiple}."
+                )
+    if arguments.lengths is None:
+        arguments.lengths = [-(-length // finest) * finest for length in LENGTHS]
+    if arguments.check_length is None:  # of documents so long that chunks are dealt out
+        arguments.check_length = -(-2048 // finest) * finest * (ranks.size if arguments.documents else 1)
+
+
+def _matrix(arguments: argparse.Namespace, contenders: Sequence["Contender"], ranks: "Ranks") -> dict[str, Any]:
     import torch
 
-    from .bench_contenders import Case, Documents, choose_native, hf_burst, limit
+    from .bench_contenders import Case, Documents, choose_native
     from .bench_report import environment
     from .bench_rounds import check
 
-    if arguments.check_length is None:  # of documents so long that chunks are dealt out
-        arguments.check_length = 2048 * (ranks.size if arguments.documents else 1)
-    for length in (*arguments.lengths, arguments.check_length):
-        if length % (2 * ranks.size):
-            raise ConfigError(f"{length} tokens cannot be cut into 2 x {ranks.size} equal chunks; give a multiple.")
+    set_lengths(arguments, ranks)
     dtype = getattr(torch, arguments.dtype)
     bounds = (0, 100, 256) if arguments.documents else ()
     sample = Mask(256, window=arguments.window, documents=bounds)
     native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim, sample)
     ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
-    settings = [dict(arguments.burst) | {"chunking": chunking} for chunking in dict.fromkeys(arguments.chunkings)]
-    own = [hf_burst(schedule, given) for schedule in arguments.schedules for given in settings]
-    every = [limit(), *own, *peers]
-    contenders = [one for one in every if any(fnmatch(one.name, pattern) for pattern in arguments.contenders)]
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
     result |= {"checks": [], "results": []}
@@ -218,6 +281,16 @@ def _lengths(
         if arguments.out is not None and ranks.rank == 0:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _status(result: dict[str, Any]) -> int:
+    """The exit status of a run, as `benchmark` says."""
+    asked = {check["contender"] for check in result["checks"]}
+    seen = {(row["contender"], row["status"]) for row in [*result["checks"], *result["results"]]}
+    measured = {row["contender"] for row in result["results"] if row["status"] == "ok"}
+    failed = {name for name, status in seen if status == "wrong" or (status == "failed" and name not in measured)}
+    wanted = {name for name in asked if name.startswith("hf_burst ")} or asked
+    return 1 if failed or not wanted & measured else 0
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:

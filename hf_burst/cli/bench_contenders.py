@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..config import BurstConfig, Chunking, Route
 from ..errors import ConfigError
-from ..kernels import select_kernel
+from ..kernels import explain_kernels, select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
@@ -231,13 +231,14 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
 def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     """The bytes of a schedule: what the plan of its ring sends, and what its exchange of heads does. `"auto"` chooses
     while it runs, and logs what."""
+    route = None if schedule == "auto" else Route.parse(schedule, case.ranks)
+    refusal = route and route.refusal(case.ranks, case.q_heads, case.kv_heads)
+    if refusal:
+        raise ConfigError(f"The schedule {schedule!r} cannot run: {refusal}.")
     if case.ranks == 1:
         return Sent(0, 0, "plan")
-    route = None if schedule == "auto" else Route.parse(schedule, case.ranks)
     if route is None:
         return Sent(source="not counted: those of the schedule that was chosen, see `said`")
-    if route.refusal(case.ranks, case.q_heads, case.kv_heads) is not None:
-        return Sent()  # the call says why
     ulysses = route.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
     kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
@@ -296,10 +297,14 @@ def choose_native(
         if attend is not None and failure is None:
             return Native(name, attend), refusals
         refusals.append(f"{name}: {failure}")
+    if not refusals:
+        lacks = dict(explain_kernels(ranks.device.type, dtype, head_dim, head_dim)).get(requested)
+        lacks = lacks or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
+        refusals = [f"{requested} {lacks}"]
     known = [name for name, _ in _natives(ranks.device)]
     raise ConfigError(
         f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: "
-        f"{'; '.join(refusals) or 'there is none of that name'}. Known here: {', '.join(known)}."
+        f"{'; '.join(refusals)}. Known here: {', '.join(known)}."
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
+from .launch import launched
 
 T = TypeVar("T")
 _GRACE_S = 30.0
@@ -40,8 +41,7 @@ class Ranks:
             raise ConfigError("--device cuda needs a GPU that torch sees; there is none. Use --device cpu.")
         self.cuda = device == "cuda"
         self.timeout_s = timeout_s
-        self.size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        self.size, self.rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else launched()
         local = int(os.environ.get("LOCAL_RANK", self.rank))
         if self.cuda and local >= torch.cuda.device_count():
             raise ConfigError(

@@ -120,11 +120,10 @@ def table(result: dict[str, Any]) -> str:
         lengths = sorted({row["length"] for row in part})
         lines.append(f"{title}: TF/s per GPU forward+backward (share of the limit)")
         names = list(dict.fromkeys(row["contender"] for row in part))
-        width = max(map(len, names))
-        lines.append(" " * width + "".join(f"{_tokens(length):>13}" for length in lengths))
-        for name in names:
-            cells = [_cell(part, name, length) for length in lengths]
-            lines.append(f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
+        cells = {name: [_cell(part, name, length) for length in lengths] for name in names}
+        first, width = max(map(len, names)), max(12, *(len(cell) for row in cells.values() for cell in row))
+        for name, row in {"": map(_tokens, lengths), **cells}.items():
+            lines.append(f"{name:<{first}}" + "".join(f" {cell:>{width}}" for cell in row))
         lines.append("")
     return "\n".join([*lines, *_reasons(result)])
 

@@ -18,11 +18,15 @@ from ..errors import BurstError, ConfigError
 from ..kernels import explain_kernels
 from ..mesh import ContextGroup
 from ..plan import Layer, Machine, Mask, Shapes, assign, choose, cut
+from .launch import launched
 
 _PACKAGES = (
     *("hf_burst", "torch", "transformers", "accelerate", "trl", "peft"),
     *("triton", "flash-attn", "flash-attn-4", "liger-kernel"),
 )
+# what a CPU goes through in some ten seconds
+_MOST_RANKS = 2048
+_MOST_PARTS = 2**18  # documents and ranks, of every sequence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,13 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _launched() -> Iterator[tuple[ContextGroup, torch.device]]:
     """The ranks of `torchrun` or `accelerate launch`, joined for the time of the command; or this process alone."""
+    size, _ = launched()
     here = int(os.environ.get("LOCAL_RANK", "0"))
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     on_gpu = torch.cuda.is_available() and here < torch.cuda.device_count() and not forced
     device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and dist.is_available() and not dist.is_initialized()
+    joins = size > 1 and dist.is_available() and not dist.is_initialized()
     if joins:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
@@ -102,8 +107,12 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    if arguments.window is not None and arguments.window < 0:
+        problems.append(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
     if any(size < 1 for size in arguments.documents or ()):
         problems.append(f"--documents are {arguments.documents}; give lengths of at least 1.")
+    if not problems:
+        problems += _too_large(arguments)
     if not problems and arguments.q_heads % arguments.kv_heads:
         problems.append(
             f"{arguments.q_heads} query heads cannot share {arguments.kv_heads} key heads: give a whole multiple."
@@ -118,6 +127,20 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
             why = "; ".join(f"{name} {refusal}" for name, refusal in refusals)
             problems.append(f"no kernel computes {_dtype(device)} on {device.type}: {why}. Take another --head-dim.")
     return problems
+
+
+def _too_large(arguments: argparse.Namespace) -> list[str]:
+    """Why the example would take minutes to go through; empty if it does not."""
+    documents, ranks = arguments.documents or [arguments.length], arguments.ranks or 1
+    if ranks > _MOST_RANKS:
+        return [f"--ranks is {ranks}; it must be at most {_MOST_RANKS}."]
+    count = len(documents) * -(-arguments.length // sum(documents))
+    if arguments.batch * (count + ranks) > _MOST_PARTS:
+        return [
+            f"--batch {arguments.batch} times --length {arguments.length} in {count} documents over {ranks} ranks is "
+            f"too much to go through; sequences times documents and ranks may be {_MOST_PARTS}. Give fewer."
+        ]
+    return []
 
 
 def _dtype(device: torch.device) -> torch.dtype:

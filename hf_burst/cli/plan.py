@@ -1,7 +1,7 @@
 """`hf-burst plan`: a mask, and who computes which part of it in which step of a ring, as a picture and in numbers."""
 
 import argparse
-import sys
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _POINTS = 720  # of a picture, along each side
 _NOBODY = -1
 _RULED = 32  # ranks up to which the chunks are marked
+_MOST_RANKS = 64  # drawn within seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the work of each rank and step, and draws the plan; the exit status."""
+    """Prints the work of each rank and step, and draws the plan, on rank 0 of a launch; the exit status."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if not 1 <= arguments.ranks <= _MOST_RANKS:
+        raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}.")
+    if arguments.length is not None and arguments.length < 1:
+        raise ConfigError(f"--length is {arguments.length}; it must be at least 1.")
+    if arguments.window is not None and arguments.window < 0:
+        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
+    if arguments.out is not None:
+        _check_picture(arguments.out)
     if any(size < 1 for size in arguments.documents or ()):
         raise ConfigError(f"--documents are {arguments.documents}; give lengths of at least 1.")
     documents = tuple(accumulate(arguments.documents or (), initial=0))
@@ -59,17 +70,27 @@ def run(arguments: argparse.Namespace) -> int:
     print(describe(plan, arguments.visitor))
     if arguments.out is None:
         return 0
-    try:
-        figure = draw(plan, arguments.visitor)
-    except ImportError as problem:
-        print(f"hf-burst plan: a picture needs matplotlib ({problem}): pip install matplotlib", file=sys.stderr)
-        return 1
+    figure = draw(plan, arguments.visitor)
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(arguments.out, dpi=150)
     except (OSError, ValueError) as problem:
         raise ConfigError(f"--out is {arguments.out}, where no picture can be written: {problem}") from problem
+    print(f"picture in {arguments.out}")
     return 0
+
+
+def _check_picture(out: Path) -> None:
+    """Raises if matplotlib cannot write a file of this name."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as problem:
+        raise ConfigError(f"A picture needs matplotlib ({problem}): pip install matplotlib") from problem
+    if out.is_dir():
+        raise ConfigError(f"--out is {out}, where no picture can be written: it is a folder. Name a file.")
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if out.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--out is {out}; its name must end with one of .{', .'.join(kinds)}.")
 
 
 def describe(plan: Plan, visitor: Visitor) -> str:
