@@ -173,7 +173,7 @@ def load_documents(recipe: Recipe) -> datasets.Dataset:
     if recipe.text_column not in documents.column_names:
         raise SystemExit(f"No column {recipe.text_column!r} in {documents.column_names}: set text_column.")
     values = documents.features[recipe.text_column]
-    if getattr(values, "dtype", None) not in ("string", "large_string", "null"):
+    if getattr(values, "dtype", None) not in ("string", "large_string", "string_view", "null"):
         raise SystemExit(f"text_column {recipe.text_column!r} of dataset {sources} holds {values}; it must hold text.")
     return documents
 
@@ -241,15 +241,19 @@ def load_config(recipe: Recipe, vocabulary: int) -> PreTrainedConfig:
     kind = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise SystemExit(f"The model is a {kind}, of which Transformers has no causal language model; set another one.")
-    if recipe.rope_scaling:
+    scaling = dict(recipe.rope_scaling)
+    if scaling:
+        if "type" in scaling:  # as it was called
+            scaling.setdefault("rope_type", scaling.pop("type"))
         parameters = getattr(config, "rope_parameters", None)
         if parameters is None:
             raise SystemExit(f"rope_scaling is set, but a {kind} has no RoPE parameters; leave it out.")
-        config.rope_parameters = {**parameters, **recipe.rope_scaling}
-        found, allowed = config.rope_parameters.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
+        parameters = {**parameters, **scaling}
+        found, allowed = parameters.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
         if found not in allowed:
             raise SystemExit(f"rope_scaling has the rope_type {found!r}; it must be one of {', '.join(allowed)}.")
         with using(f"rope_scaling {recipe.rope_scaling}"):
+            config.rope_parameters = parameters
             config.standardize_rope_params()
             config.validate_rope()
     return config
@@ -319,8 +323,8 @@ def report(trainer: Trainer, recipe: Recipe, processes: int) -> None:
     print(f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}; checkpoint, loss.png and log are in {folder}")
 
 
-def finetune(recipe: Recipe, training: TrainingArguments) -> None:
-    """The whole way, from the settings to the checkpoint and its log."""
+def make_trainer(recipe: Recipe, training: TrainingArguments) -> Trainer:
+    """The model, the data and all that was set."""
     from_environment = hf_burst.BurstParallelismConfig.from_env()
     training.parallelism_config = (
         from_environment if recipe.burst_size is None else hf_burst.BurstParallelismConfig(burst_size=recipe.burst_size)
@@ -350,27 +354,36 @@ def finetune(recipe: Recipe, training: TrainingArguments) -> None:
         )
     if len(sequences) == 0:
         raise SystemExit(f"dataset {recipe.dataset} holds no text in the column {recipe.text_column!r}.")
-    trainer = LongTrainer(
+    return LongTrainer(
         model=load_model(recipe, config, burst),
         args=training,
         train_dataset=sequences,
         data_collator=hf_burst.BurstCollator(collate, config=burst),
         processing_class=tokenizer,
     )
-    trainer.train(resume_from_checkpoint=resume)
+
+
+def finetune(recipe: Recipe, trainer: Trainer) -> None:
+    """Trains, and writes the checkpoint and its log."""
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
         report(trainer, recipe, trainer.accelerator.parallelism_config.burst_size)
     trainer.accelerator.wait_for_everyone()
-    if training.use_cpu:  # all is written; gloo's threads now and then abort an interpreter that shuts down
+    if trainer.args.use_cpu:  # all is written; gloo's threads now and then abort an interpreter that shuts down
         sys.stdout.flush()
         os._exit(0)
 
 
 def main() -> None:
     try:
-        finetune(*parse(sys.argv[1:]))
-    except (BurstError, OSError) as error:
+        recipe, training = parse(sys.argv[1:])
+        try:
+            trainer = make_trainer(recipe, training)
+        except OSError as error:  # later ones are no setting's
+            raise SystemExit(str(error)) from None
+        finetune(recipe, trainer)
+    except BurstError as error:
         raise SystemExit(str(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -459,7 +459,7 @@ def test_what_is_no_result_of_training_is_not_drawn(tmp_path: Path, monkeypatch:
 def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from recipes.benchmarks import training_contenders as training
+    from recipes.benchmarks import training_contenders
     from tests import models
 
     def exchanged() -> None: ...
@@ -487,23 +487,23 @@ def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytes
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sys.modules["deepspeed"], "comm", sys.modules["deepspeed.comm"], raising=False)
-    monkeypatch.setattr(training.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(training_contenders.dist, "get_backend", lambda: "gloo")
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ranks = types.SimpleNamespace(size=2, cuda=False)
     job = types.SimpleNamespace(base=models.make_model("llama"), ranks=ranks)
     for _ in range(2):
-        with training.deepspeed(job, "sdpa"):
+        with training_contenders.deepspeed(job, "sdpa"):
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is exchanged
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
     job.base, Ulysses.fails = models.make_model("llama"), True
-    with pytest.raises(ValueError, match="heads"), training.deepspeed(job, "sdpa"):
+    with pytest.raises(ValueError, match="heads"), training_contenders.deepspeed(job, "sdpa"):
         pass
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
-    training.ulysses.cache_clear()
+    training_contenders.ulysses.cache_clear()
 
 
 def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
-    from recipes.benchmarks import training_profile as training
+    from recipes.benchmarks import training_profile
 
     names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd", "ncclBeforeTheStep"]
     spans = [(0, 40), (30, 60), (35, 80), (90, 95), (100, 200), (-60, -10)]  # milliseconds
@@ -517,17 +517,17 @@ def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
         }
         for at, (name, (start, stop)) in enumerate(zip(names, spans, strict=True))
     ]
-    events = training.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
-    parts = {name: seconds for name, seconds in training.spent(events).items() if seconds}
+    events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
+    parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
     wanted = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
     assert parts == pytest.approx(wanted, abs=1e-6)
-    (first, second, third) = training.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
+    (first, second, third) = training_profile.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
     assert [part["kind"] for part in (first, second, third)] == ["attention", "matrix products", "messages"]
     assert [part["start_ms"] for part in (first, second, third)] == pytest.approx([0, 0, 5], abs=1e-3)
     assert [part["stop_ms"] for part in (first, second, third)] == pytest.approx([10, 20, 20], abs=1e-3)
     row = {"contender": "hf_burst", "length": 2048, "median_s": 1.0, "share_of_limit": 0.5, "peak_memory_gib": 1.0}
-    row |= {"profile": dict.fromkeys([*training.KINDS, "nothing"], 0.1)}
-    row |= {"timeline": [training.timeline(events, begin, 0.3) for begin in (0.1, 0.5)]}
+    row |= {"profile": dict.fromkeys([*training_profile.KINDS, "nothing"], 0.1)}
+    row |= {"timeline": [training_profile.timeline(events, begin, 0.3) for begin in (0.1, 0.5)]}
     hardware = {"ranks": 2, "device": "a device"}
     result = {"shape": "tiny", "lora": False, "hardware": hardware, "results": [row]}
     path, picture = tmp_path / "result.json", tmp_path / "result.png"

@@ -211,8 +211,9 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
         (["--documents", "10", "0"], "give lengths of at least 1"),
         (["--length", "3"], "too short for 4 ranks"),
         (["--length", "0"], "--length is 0; it must be at least 1"),
-        (["--ranks", "0"], "--ranks is 0; it must be 1 to 64"),
-        (["--ranks", "1000"], "--ranks is 1000; it must be 1 to 64"),
+        (["--ranks", "0"], "--ranks is 0; it must be 1 to 256"),
+        (["--ranks", "1000"], "--ranks is 1000; it must be 1 to 256"),
+        (["--ranks", "65", "--out", "plan.png"], "--ranks is 65; it must be 1 to 256, for --out to 64"),
         (["--out", "folder.png"], "--out is folder.png, where no picture can be written: it is a folder"),
         (["--out", "folder"], "--out is folder, where no picture can be written: it is a folder"),
         (["--window", "-2"], "--window is -2; give the tokens"),
@@ -232,10 +233,14 @@ def test_a_plan_that_cannot_be_is_refused(words, said, capsys, monkeypatch, tmp_
 
 
 def test_one_rank_of_a_launch_tells_and_draws_the_plan(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     assert main(["plan", "--out", str(tmp_path / "plan.png")]) == 0
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "plan.png").exists()
+    monkeypatch.delenv("WORLD_SIZE")
+    assert main(["plan"]) == 1
+    assert "RANK 1 of WORLD_SIZE 1" in capsys.readouterr().err
 
 
 def test_a_command_that_is_interrupted_says_so(monkeypatch, capsys):
@@ -331,7 +336,7 @@ def test_lengths_that_were_not_given_fit_any_number_of_ranks():
             0 <= length - least < 16 * size for length, least in zip(lengths, (*bench.LENGTHS, 2048), strict=True)
         )
     arguments = parser.parse_args(["--lengths", "8192"])
-    with pytest.raises(ConfigError, match=r"--lengths: 8192 tokens .* give a multiple of 12, such as 8196"):
+    with pytest.raises(ConfigError, match=r"--lengths: 8192 tokens .* give a multiple of 6, such as 8190"):
         bench.set_lengths(arguments, types.SimpleNamespace(size=3))
 
 

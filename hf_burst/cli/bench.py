@@ -193,17 +193,13 @@ def _check_out(out: Path | None, ranks: "Ranks") -> None:
 
 def set_lengths(arguments: argparse.Namespace, ranks: "Ranks") -> None:
     """Lengths that were not given, in multiples of what the ranks cut; raises for given ones that are none."""
-    from ..plan import chunks_per_rank
-
-    finest = _FINEST * ranks.size
+    multiple, finest = 2 * ranks.size, _FINEST * ranks.size
     for name, given in (("--lengths", arguments.lengths or ()), ("--check-length", (arguments.check_length,))):
         for length in filter(None, given):
-            chunks = max(2, *(chunks_per_rank(length, ranks.size, chunking) for chunking in arguments.chunkings))
-            multiple = chunks * ranks.size
             if length % multiple:
                 raise ConfigError(
-                    f"{name}: {length} tokens cannot be cut into {chunks} x {ranks.size} equal chunks; give a multiple "
-                    f"of {multiple}, such as {max(1, round(length / multiple)) * multiple}."
+                    f"{name}: {length} tokens cannot be cut into 2 x {ranks.size} equal chunks; give a multiple of "
+                    f"{multiple}, such as {max(1, round(length / multiple)) * multiple}."
                 )
     if arguments.lengths is None:
         arguments.lengths = [-(-length // finest) * finest for length in LENGTHS]

@@ -1,7 +1,6 @@
 """`hf-burst plan`: a mask, and who computes which part of it in which step of a ring, as a picture and in numbers."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +14,7 @@ from ..plan import Mask, Plan, assign, cut, make_plan
 from ..plan.schedule import Visitor
 from ..plan.tiles import Tile
 from ..plan.work import tile_pairs
+from .launch import launched
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _POINTS = 720  # of a picture, along each side
 _NOBODY = -1
 _RULED = 32  # ranks up to which the chunks are marked
-_MOST_RANKS = 64  # drawn within seconds
+_MOST_RANKS, _MOST_DRAWN = 256, 64  # gone through, and drawn, within seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the work of each rank and step, and draws the plan, on rank 0 of a launch; the exit status."""
-    if os.environ.get("RANK", "0") != "0":
+    _, rank = launched()
+    if rank:
         return 0
-    if not 1 <= arguments.ranks <= _MOST_RANKS:
-        raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}.")
+    most = _MOST_RANKS if arguments.out is None else _MOST_DRAWN
+    if not 1 <= arguments.ranks <= most:
+        raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}, for --out to {_MOST_DRAWN}.")
     if arguments.length is not None and arguments.length < 1:
         raise ConfigError(f"--length is {arguments.length}; it must be at least 1.")
     if arguments.window is not None and arguments.window < 0:
