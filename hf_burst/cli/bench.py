@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from ..config import BurstConfig, Chunking
 from ..errors import BurstError, ConfigError
-from ..plan import Mask
+from ..plan import Mask, chunks_per_rank
 
 if TYPE_CHECKING:
     from .bench_contenders import Case, Contender
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (8192, 16384, 32768, 65536, 131072)
-_FINEST = 16  # chunks that a rank has at most
 _DAY_S = 86400
 
 
@@ -193,7 +192,7 @@ def _check_out(out: Path | None, ranks: "Ranks") -> None:
 
 def set_lengths(arguments: argparse.Namespace, ranks: "Ranks") -> None:
     """Lengths that were not given, in multiples of what the ranks cut; raises for given ones that are none."""
-    multiple, finest = 2 * ranks.size, _FINEST * ranks.size
+    multiple, finest = 2 * ranks.size, chunks_per_rank(LENGTHS[-1], ranks.size, "balanced") * ranks.size
     for name, given in (("--lengths", arguments.lengths or ()), ("--check-length", (arguments.check_length,))):
         for length in filter(None, given):
             if length % multiple:
