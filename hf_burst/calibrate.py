@@ -25,7 +25,7 @@ from .kernels import Band, Kernel, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
 from .ring import PeerToPeer
-from .ring.exchange import Given, Part, Round
+from .ring.exchange import Incoming, Outgoing, Round
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
     Returns:
         [`Machine`], the same on every rank.
     """
-    kernel = kernel or default_kernel(device).card.name
+    kernel = kernel or default_kernel(device).capabilities.name
     name = device_name(device)
     found = _cached(name, kernel, group.size) if group.rank == 0 else {}
     own = {"host": socket.gethostname(), "memory": _memory(device), "name": name, "cached": found, "kernel": kernel}
@@ -88,7 +88,7 @@ def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | No
         per_host (`int`): Ranks on one host.
         kernel (`str`, *optional*): As in [`machine_for`].
     """
-    kernel = kernel or default_kernel(device).card.name
+    kernel = kernel or default_kernel(device).capabilities.name
     name = device_name(device)
     return _remembered(name, kernel, _memory(device), per_host, _cached(name, kernel, ranks))
 
@@ -114,14 +114,14 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
         own = _measure_alone(kernel, sizes, device)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
-    group.agree({"kernel": kernel.card.name, "device": device_name(device)}, error, device)
+    group.agree({"kernel": kernel.capabilities.name, "device": device_name(device)}, error, device)
     places = _gather(group, {"host": socket.gethostname(), "reaches": _reaches_peers(device)})
     hosts, reach = [place["host"] for place in places], all(place["reaches"] for place in places)
     own["links"] = _measure_links(group, device, kernel, sizes, hosts, reach)
     reports = _gather(group, own)
     per_host = ranks_per_host(hosts)
     memory = min(report["memory"] for report in reports)
-    known = _remembered(device_name(device), kernel.card.name, memory, per_host, {})
+    known = _remembered(device_name(device), kernel.capabilities.name, memory, per_host, {})
     p2p, between, symmetric = (_slowest([report["links"][index] for report in reports]) for index in range(3))
     machine = replace(
         known,
@@ -238,7 +238,7 @@ def _kernel_calls(
     out, lse = kernel.forward(q, k, v, band, scores)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     given = None
-    if kernel.card.wants_out:
+    if kernel.capabilities.wants_out:
         dout, given = project_out(dout, delta)
     return (
         lambda: kernel.forward(q, k, v, band, scores),
@@ -304,7 +304,7 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
     def transport(size: int) -> Start:
         block = torch.zeros(1, size, dtype=torch.uint8, device=device)
         shapes = ((tuple(block.shape), block.dtype),)
-        which = Round(shapes, (Given(peers[0], 0, 0, size),), (Part(peers[1], shapes, 0, 0, size),), 0)
+        which = Round(shapes, (Outgoing(peers[0], 0, 0, size),), (Incoming(peers[1], shapes, 0, 0, size),), 0)
         return lambda: PeerToPeer(group, device).fetch("visitors", which, [block]).wait
 
     return transport

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from .errors import ConfigError
 
 Chunking = Literal["balanced", "zigzag", "contiguous"]
-Around = Literal["kv_ring", "burst", "all_gather"]
+RingKind = Literal["kv_ring", "burst", "all_gather"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal[
     "auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"
@@ -16,7 +16,7 @@ _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
-class Route:
+class Schedule:
     """A schedule: the heads are spread over `ulysses` neighbouring ranks, the sequence over the rest of the group.
 
     Rank r is member `r % ulysses` of place `r // ulysses` of the ring.
@@ -28,22 +28,22 @@ class Route:
         ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
     """
 
-    around: Around = "kv_ring"
+    ring: RingKind = "kv_ring"
     ulysses: int = 1
 
     @classmethod
-    def parse(cls, name: str, ranks: int | None = None) -> "Route":
+    def parse(cls, name: str, ranks: int | None = None) -> "Schedule":
         """Reads a name such as `"kv_ring"`, `"ulysses"` (of all `ranks`) or `"ulysses_2+burst"`.
 
         Raises:
             ConfigError: If there is no such schedule.
         """
-        if name in get_args(Around):
+        if name in get_args(RingKind):
             return cls(name)  # type: ignore[arg-type]
         if name == "ulysses":
             return cls("kv_ring", ranks or 1)
         match = re.fullmatch(r"ulysses_([1-9]\d*)\+(\w+)", name)
-        if match is None or match[2] not in get_args(Around):
+        if match is None or match[2] not in get_args(RingKind):
             raise ConfigError(
                 f"There is no schedule {name!r}; it must be one of 'auto', 'kv_ring', 'burst', 'all_gather', "
                 "'ulysses', or a product such as 'ulysses_2+kv_ring'."
@@ -59,7 +59,7 @@ class Route:
         return None
 
     def __str__(self) -> str:
-        return self.around if self.ulysses == 1 else f"ulysses_{self.ulysses}+{self.around}"
+        return self.ring if self.ulysses == 1 else f"ulysses_{self.ulysses}+{self.ring}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class BurstConfig:
 
     def __post_init__(self) -> None:
         if self.schedule != "auto":
-            Route.parse(str(self.schedule))
+            Schedule.parse(str(self.schedule))
         choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName, "transport": Transport}
         for name, allowed in choices.items():
             given = getattr(self, name)
@@ -134,7 +134,7 @@ class BurstConfig:
     def chunking_over(self, ranks: int) -> Chunking:
         """How a batch is cut over so many ranks. Where all of them exchange heads, each computes as much whoever holds
         which tokens, and one chunk a rank is the fewest messages."""
-        exchanged = self.schedule != "auto" and Route.parse(self.schedule, ranks).ulysses == ranks > 1
+        exchanged = self.schedule != "auto" and Schedule.parse(self.schedule, ranks).ulysses == ranks > 1
         return "contiguous" if exchanged and self.chunking == "balanced" else self.chunking
 
     @property

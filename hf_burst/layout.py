@@ -3,18 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 import torch
 from torch.nn import functional
 
 from .config import Chunking
 from .errors import BatchError, ShardingError
-from .plan import Mask, Sharding, assign, chunks_per_rank, cut, imbalance
-
-# how many tokens a query sees beside itself, backwards (and forwards, if it is not causal), and into pieces of how many
-# tokens documents are cut
-Reach = tuple[int | None, int | None]
+from .plan import Mask, MaskPattern, Sharding, assign, chunks_per_rank, cut, imbalance
 
 
 @dataclass(frozen=True)
@@ -51,9 +46,8 @@ class SequenceLayout:
         ranks: int,
         chunking: Chunking | Sequence[int] = "balanced",
         real: tuple[tuple[int, int], ...] = (),
-        reaches: Mapping[Reach, int] | None = None,
+        patterns: Mapping[MaskPattern, int] | None = None,
         stretches: int = 1,
-        causal: bool = True,
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -63,11 +57,10 @@ class SequenceLayout:
             chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
                 [`BurstConfig`]; or the owner of each of the equal chunks, as many for every rank.
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
-            reaches (mapping, *optional*): How many layers of a model see how far, `(window, chunk)` as in
-                [`SequenceLayout.masks`]: what is balanced. By default all see whole documents.
+            patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers of a model have which pattern:
+                what is balanced. By default all are causal and see whole documents.
             stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is dealt
                 out by itself.
-            causal (`bool`, defaults to `True`): Whether their queries see no later key.
 
         Raises:
             BatchError: If the batch is empty.
@@ -88,10 +81,9 @@ class SequenceLayout:
         padding = -length % max(1, chunks)
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
         if isinstance(chunking, str):
-            kinds = reaches or {(None, None): 1}
-            rows = [(row, reach) for row in filled for reach in kinds]
-            masks = tuple(Mask(row[-1], causal, window, _chunked(row, chunk)) for row, (window, chunk) in rows)
-            owners = assign(masks, ranks, chunking, tuple(kinds[reach] for _, reach in rows), stretches)
+            layers = patterns or {MaskPattern(): 1}
+            masks = tuple(pattern.mask(length + padding, row) for row in filled for pattern in layers)
+            owners = assign(masks, ranks, chunking, tuple(layers.values()) * len(filled), stretches)
         else:
             owners = _checked(tuple(chunking), ranks)
         cut(length, owners)  # raises for sequences shorter than the chunks
@@ -111,7 +103,7 @@ class SequenceLayout:
     def imbalance(self) -> float:
         """By how much the rank with the most pairs is above the mean, in a layer whose queries see all that is before
         them in their documents: 0.02 is 2 %."""
-        return imbalance(self.masks(True, None), self.owners)
+        return imbalance(self.masks(MaskPattern()), self.owners)
 
     @property
     def batch_size(self) -> int:
@@ -122,22 +114,15 @@ class SequenceLayout:
         first ones; `None` if it cannot be cut there. A causal mask sees nothing behind it."""
         return _beginning(self, share)
 
-    def masks(self, causal: bool, window: int | None, chunk: int | None = None) -> tuple[Mask, ...]:
-        """The mask of every row.
-
-        Args:
-            causal (`bool`): Whether a query sees no later key.
-            window (`int`, *optional*): Tokens that a query sees backwards beside itself.
-            chunk (`int`, *optional*): Into pieces of how many tokens every document is cut, which do not see each other
-                (the chunked attention of Llama 4).
-        """
-        return _masks(self, causal, window, chunk)
+    def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
+        """The mask of every row for layers with this pattern."""
+        return _masks(self, pattern)
 
     def indices(self, rank: int) -> torch.Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
         return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in self.sharding.runs(rank)])
 
-    def blind(self, rank: int) -> torch.Tensor | None:
+    def fully_masked(self, rank: int) -> torch.Tensor | None:
         """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
         starts = [start for start, _ in self.real]
         return self.indices(rank) < torch.tensor(starts, device="cpu")[:, None] if any(starts) else None
@@ -210,16 +195,8 @@ def _beginning(layout: SequenceLayout, share: float) -> SequenceLayout | None:
 
 
 @lru_cache(maxsize=64)
-def _masks(layout: SequenceLayout, causal: bool, window: int | None, chunk: int | None) -> tuple[Mask, ...]:
-    return tuple(Mask(layout.length, causal, window, _chunked(row, chunk)) for row in layout.documents)
-
-
-def _chunked(documents: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
-    """The boundaries, and those of the chunks between them, which every document begins anew."""
-    if chunk is None:
-        return documents
-    starts = [start for first, stop in pairwise(documents) for start in range(first, stop, chunk)]
-    return (*starts, documents[-1])
+def _masks(layout: SequenceLayout, pattern: MaskPattern) -> tuple[Mask, ...]:
+    return tuple(pattern.mask(layout.length, row) for row in layout.documents)
 
 
 @lru_cache(maxsize=64)

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .calibrate import machine_for
-from .config import BurstConfig, Route
+from .config import BurstConfig, Schedule
 from .errors import BatchError, ConfigError, KernelError, ShardingError
 from .kernels import Kernel, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Layer, Machine, Mask, Shapes, Sharding, assign, choose, cut, name_of
-from .ring import Exchange, HeadSizes, Routed, accumulation_dtype, kept_shapes, open_exchange, row_products
+from .plan import Layer, Machine, Mask, MaskPattern, Shapes, Sharding, assign, choose, cut, name_of
+from .ring import Exchange, HeadSizes, ShardedAttention, accumulation_dtype, kept_shapes, open_exchange, row_products
 from .ring.replay import Pass, recorded, recurs
 from .ring.symmetric import Symmetric
 
@@ -40,7 +40,7 @@ def burst_attention(
     *,
     causal: bool = True,
     window: int | None = None,
-    chunk: int | None = None,
+    attention_chunk_size: int | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
@@ -57,7 +57,8 @@ def burst_attention(
         group ([`ContextGroup`]): The ranks.
         causal (`bool`, defaults to `True`): Whether a query sees no later key.
         window (`int`, *optional*): Tokens that a query sees backwards beside itself (`sliding_window - 1`).
-        chunk (`int`, *optional*): Into pieces of how many tokens every document is cut; a query sees its own only.
+        attention_chunk_size (`int`, *optional*): Into pieces of how many tokens every document is cut; a query sees its
+            own only.
         scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         softcap (`float`, defaults to 0.0): Where scores saturate, by a hyperbolic tangent; 0 is nowhere.
         sinks (`torch.Tensor` of shape `(q_heads,)`, *optional*): A further score of every row, whose value is 0.
@@ -77,19 +78,19 @@ def burst_attention(
     facts: dict[str, Any] = {}
     try:
         _validate(q, k, v, layout, group)
-        _validate_scores(q, chunk, softcap, sinks)
-        layout.masks(causal, window, chunk)
+        _validate_scores(q, attention_chunk_size, softcap, sinks)
+        layout.masks(MaskPattern(causal, window, attention_chunk_size))
         windowed = window is not None
         if config.schedule != "auto":
-            windowed |= _named(config.schedule, _sizes(q, k, v), group.size).around == "all_gather"
+            windowed |= _named(config.schedule, _sizes(q, k, v), group.size).ring == "all_gather"
         facts = {
             "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
             "dtype": str(q.dtype),
             "layout": str(layout.encode().tolist()),
-            "causal, window, chunk": [causal, window, chunk],
+            "causal, window, attention_chunk_size": [causal, window, attention_chunk_size],
             "scale, softcap, sinks": [scale, softcap, sinks is not None],
             "config": str(config),
-            "kernel": _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, windowed).card.name,
+            "kernel": _kernel(config.kernel, q.device, q.dtype, _sizes(q, k, v), softcap, windowed).capabilities.name,
             "gradients": torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v)),
         }
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
@@ -99,9 +100,9 @@ def burst_attention(
         prepare(config.schedule, config.kernel, q.device, group)
     elif error is not None:
         raise error
-    schedule = schedule_for(config, q, k, v, layout, group, (causal, window, chunk))
+    schedule = schedule_for(config, q, k, v, layout, group, (causal, window, attention_chunk_size))
     out, lse, _ = torch.ops.hf_burst.attention(
-        *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, chunk or 0),
+        *(q, k, v, sinks, layout.encode(), causal, -1 if window is None else window, attention_chunk_size or 0),
         *(q.shape[-1] ** -0.5 if scale is None else scale, softcap, config.kernel, schedule),
         *(config.transport, config.record, group.name),
     )
@@ -137,7 +138,7 @@ def schedule_for(
         return config.schedule
     machine = _machine("auto", config.kernel, q.device, group)
     assert machine is not None, "there are several ranks, and they choose"
-    masks, (causal, window, chunk) = layout.masks(*mask), mask
+    masks, (causal, window, chunk) = layout.masks(MaskPattern(*mask)), mask
     settings = (causal, -1 if window is None else window, chunk or 0)
     sizes, (rows, tokens) = _sizes(q, k, v), q.shape[:2]
     usual = _route("auto", config.transport, sizes, rows, tokens, q.dtype, settings, group, machine)
@@ -458,10 +459,10 @@ def _carry_out(
     if not isinstance(exchange, Symmetric):
         return list(run(exchange, inputs))
     try:
-        known = None if key is None else recorded(exchange.arena, key, run, inputs)
+        known = None if key is None else recorded(exchange.pool, key, run, inputs)
         return list(run(exchange, inputs)) if known is None else known(inputs)
     except Exception as problem:
-        exchange.arena.failed = repr(problem).splitlines()[0]
+        exchange.pool.failed = repr(problem).splitlines()[0]
         raise
 
 
@@ -523,18 +524,18 @@ def _request(
 
 
 @lru_cache(maxsize=64)
-def _prepared(request: _Request) -> Routed:
+def _prepared(request: _Request) -> ShardedAttention:
     """What carries an attention out: made once, for all layers and steps that ask for the same."""
     layout = SequenceLayout.decode(request.layout)
     causal, window, chunk = request.mask
-    masks = layout.masks(causal, None if window < 0 else window, chunk or None)
+    masks = layout.masks(MaskPattern(causal, None if window < 0 else window, chunk or None))
     route = _route(
         *(request.schedule, request.transport, request.sizes, request.batch, request.tokens, request.dtype),
         *(request.mask, request.members, request.machine),
     )
-    windowed = window >= 0 or route.around == "all_gather"  # whose tiles have the corner of a causal mask elsewhere
+    windowed = window >= 0 or route.ring == "all_gather"  # whose tiles have the corner of a causal mask elsewhere
     kernel = _kernel(request.kernel, request.device, request.dtype, request.sizes, request.scores.softcap, windowed)
-    return Routed(route, request.members, masks, layout.sharding, kernel, request.scores)
+    return ShardedAttention(route, request.members, masks, layout.sharding, kernel, request.scores)
 
 
 def _deterministic() -> bool:
@@ -581,13 +582,13 @@ def _route(
     mask: tuple[bool, int, int],
     members: ContextGroup,
     machine: Machine | None,
-) -> Route:
+) -> Schedule:
     """The schedule asked for, or the one that the cost model prefers for one whole document of that length, where the
     documents of a batch are not known."""
     if schedule != "auto":
         return _named(schedule, sizes, members.size)
     if machine is None:
-        return Route()
+        return Schedule()
     batch, tokens = int(batch), int(tokens)  # which makes a graph one of this length
     causal, window, chunk = mask
     back = min([reach for reach in (window, chunk - 1) if reach >= 0], default=None)
@@ -596,8 +597,8 @@ def _route(
 
 
 @lru_cache(maxsize=64)
-def _named(schedule: str, sizes: HeadSizes, ranks: int) -> Route:
-    route = Route.parse(schedule, ranks)
+def _named(schedule: str, sizes: HeadSizes, ranks: int) -> Schedule:
+    route = Schedule.parse(schedule, ranks)
     refusal = route.refusal(ranks, sizes.q_heads, sizes.kv_heads)
     if refusal is not None:
         raise ConfigError(
@@ -616,8 +617,8 @@ def _chosen(
     dtype: torch.dtype,
     machine: Machine,
     members: ContextGroup,
-    usual: Route | None = None,
-) -> Route:
+    usual: Schedule | None = None,
+) -> Schedule:
     shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
     choice = choose("auto", Layer(masks, sharding, shapes), machine, transport, usual=usual)
     if members.rank == 0:
@@ -626,7 +627,7 @@ def _chosen(
 
 
 def _announce(
-    route: Route, reason: str, table: str, masks: tuple[Mask, ...], sizes: HeadSizes, members: ContextGroup
+    route: Schedule, reason: str, table: str, masks: tuple[Mask, ...], sizes: HeadSizes, members: ContextGroup
 ) -> None:
     """Logs a choice, that of packed documents quietly: there is one for every batch."""
     documents = sum(len(mask.documents) - 1 for mask in masks)
@@ -693,7 +694,9 @@ def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Sequenc
 def _validate_scores(q: torch.Tensor, chunk: int | None, softcap: float, sinks: torch.Tensor | None) -> None:
     """Raises for a chunk, a soft-capping or sinks that mean nothing."""
     if chunk is not None and chunk < 1:
-        raise BatchError(f"chunk is {chunk}; give the tokens of a chunk, at least 1, or None for whole documents.")
+        raise BatchError(
+            f"attention_chunk_size is {chunk}; give the tokens of a piece, at least 1, or None for whole documents."
+        )
     if not 0 <= softcap < math.inf:
         raise BatchError(f"softcap is {softcap}; give a positive number, or 0 for none.")
     if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):

@@ -54,11 +54,11 @@ def softmax_attention(
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
         out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v.repeat_interleave(share, 2))
         return out, scores.logsumexp(-1).transpose(1, 2)
-    blind = ~admitted.any(-1)
-    scores = scores.masked_fill(~(admitted | blind[..., None])[:, None], -torch.inf)
+    fully_masked = ~admitted.any(-1)
+    scores = scores.masked_fill(~(admitted | fully_masked[..., None])[:, None], -torch.inf)
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.repeat_interleave(share, 2))
     lse = scores.logsumexp(-1).transpose(1, 2)
-    return out.masked_fill(blind[..., None, None], 0), lse.masked_fill(blind[..., None], -torch.inf)
+    return out.masked_fill(fully_masked[..., None, None], 0), lse.masked_fill(fully_masked[..., None], -torch.inf)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hf_burst.op
-from hf_burst.kernels import Band, Into, Kernel, Scores
+from hf_burst.kernels import Band, Kernel, OutputBuffers, Scores
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Traffic
 from hf_burst.ring import routes, symmetric
@@ -163,11 +163,17 @@ class InPlace:
     """A kernel that writes where it may."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel, self.card, self.unavailable = kernel, kernel.card, kernel.unavailable
+        self.kernel, self.capabilities, self.unavailable = kernel, kernel.capabilities, kernel.unavailable
         self.written = {"forward": 0, "backward": 0}
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band, scores: Scores, into: Into | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        band: Band,
+        scores: Scores,
+        into: OutputBuffers | None = None,
     ) -> list[torch.Tensor]:
         return self._put("forward", self.kernel.forward(q, k, v, band, scores), into)
 
@@ -175,7 +181,7 @@ class InPlace:
         into = arguments[9] if len(arguments) > 9 else None
         return self._put("backward", self.kernel.backward(*arguments[:9]), into)
 
-    def _put(self, direction: str, results: Sequence[torch.Tensor], into: Into | None) -> list[torch.Tensor]:
+    def _put(self, direction: str, results: Sequence[torch.Tensor], into: OutputBuffers | None) -> list[torch.Tensor]:
         places = [None] * len(results) if into is None else into
         self.written[direction] += sum(place is not None for place in places)
         return [result if place is None else place.copy_(result) for result, place in zip(results, places, strict=True)]
@@ -221,7 +227,7 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
         mock.patch.object(hf_burst.op, "select_kernel", in_place),
     ):
         hf_burst.op._prepared.cache_clear()
-        arena = symmetric.Arena(group, torch.device("cpu"), 10_000)
-        with mock.patch.object(routes, "open_arena", return_value=arena):
+        pool = symmetric.SymmetricPool(group, torch.device("cpu"), 10_000)
+        with mock.patch.object(routes, "open_pool", return_value=pool):
             yield kernels
     hf_burst.op._prepared.cache_clear()

@@ -13,8 +13,8 @@ from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaCo
 from hf_burst import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
-from hf_burst.hf.support import layer_reaches
-from hf_burst.plan import Mask, assign, balance, imbalance, imbalance_of_rounds
+from hf_burst.hf.support import layer_patterns
+from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_rounds
 from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs
 from tests.test_plan import masks_of
@@ -187,31 +187,38 @@ def test_the_imbalance_is_that_of_the_pairs_counted_one_by_one(data, chunks, len
 def test_what_layers_see_is_what_is_balanced():
     """Windows cost the same everywhere, so neighbours stay together; full layers decide where they cost more."""
 
-    def owners(reaches):
-        return SequenceLayout.for_batch([(0, 32768)], 4, reaches=reaches).owners
+    def owners(patterns):
+        return SequenceLayout.for_batch([(0, 32768)], 4, patterns=patterns).owners
 
-    assert owners({(1023, None): 24}) == owners({(None, 4096): 24}) == pattern(4, "contiguous")
-    assert owners({(None, None): 4, (1023, None): 20}) == owners(None) == ZIGZAG
-    short = {(None, None): 1, (63, None): 4000}  # 16,384 pairs a token in one layer, 256,000 in the others
+    assert (
+        owners({MaskPattern(window=1023): 24})
+        == owners({MaskPattern(attention_chunk_size=4096): 24})
+        == pattern(4, "contiguous")
+    )
+    assert owners({MaskPattern(): 4, MaskPattern(window=1023): 20}) == owners(None) == ZIGZAG
+    short = {MaskPattern(): 1, MaskPattern(window=63): 4000}  # 16,384 pairs a token in one layer, 256,000 in the others
     assert owners(short) == ZIGZAG
-    assert owners(short | {(63, None): 20000}) == pattern(4, "contiguous")
+    assert owners(short | {MaskPattern(window=63): 20000}) == pattern(4, "contiguous")
 
 
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        (LlamaConfig(num_hidden_layers=3), {(None, None): 3}),
-        (MistralConfig(num_hidden_layers=2, sliding_window=128), {(127, None): 2}),
-        (MistralConfig(num_hidden_layers=2, sliding_window=None), {(None, None): 2}),
-        (Gemma3TextConfig(num_hidden_layers=12, sliding_window=512), {(511, None): 10, (None, None): 2}),
-        (Qwen2Config(num_hidden_layers=4, use_sliding_window=False), {(None, None): 4}),
-        (Llama4TextConfig(num_hidden_layers=8, attention_chunk_size=256), {(None, 256): 6, (None, None): 2}),
-        (GPT2Config(n_layer=5), {(None, None): 5}),
+        (LlamaConfig(num_hidden_layers=3), {MaskPattern(): 3}),
+        (MistralConfig(num_hidden_layers=2, sliding_window=128), {MaskPattern(window=127): 2}),
+        (MistralConfig(num_hidden_layers=2, sliding_window=None), {MaskPattern(): 2}),
+        (Gemma3TextConfig(num_hidden_layers=12, sliding_window=512), {MaskPattern(window=511): 10, MaskPattern(): 2}),
+        (Qwen2Config(num_hidden_layers=4, use_sliding_window=False), {MaskPattern(): 4}),
+        (
+            Llama4TextConfig(num_hidden_layers=8, attention_chunk_size=256),
+            {MaskPattern(attention_chunk_size=256): 6, MaskPattern(): 2},
+        ),
+        (GPT2Config(n_layer=5), {MaskPattern(): 5}),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_how_far_the_layers_of_a_model_see(config, wanted):
-    assert layer_reaches(config) == wanted
+    assert layer_patterns(config) == wanted
 
 
 def test_a_layout_says_how_even_it_is():

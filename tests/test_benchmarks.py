@@ -25,12 +25,12 @@ from torch.nn.attention import flex_attention
 
 from hf_burst.cli import bench
 from hf_burst.cli.bench_contenders import Case, Documents, Native, exact_attention, hf_burst
-from hf_burst.config import Route
+from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.mesh import ContextGroup
-from hf_burst.plan import Mask
-from hf_burst.ring import HeadSizes, PeerToPeer, Routed, row_products
+from hf_burst.plan import Mask, MaskPattern
+from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, row_products
 from recipes.benchmarks.peers import flex_attention_over
 
 ROOT = Path(__file__).parents[1]
@@ -251,8 +251,8 @@ def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
     """What leaves a rank of the executed schedule, forward and backward."""
     case = case_of(rank, size)
     layout, kernel = case.layout(), select_kernel("auto", "cpu", case.dtype, 16, 16)
-    route, group = Route.parse(schedule, size), ContextGroup.from_mesh(None)
-    routed = Routed(route, group, layout.masks(True, None), layout.sharding, kernel, Scores(1.0))
+    route, group = Schedule.parse(schedule, size), ContextGroup.from_mesh(None)
+    routed = ShardedAttention(route, group, layout.masks(MaskPattern()), layout.sharding, kernel, Scores(1.0))
     shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
     q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
     there, back = (PeerToPeer(group, case.device) for _ in range(2))

@@ -100,7 +100,7 @@ def test_one_process_measures_its_kernel_and_remembers(home):
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"device": "CPU"}', "\0"])
 def test_a_broken_file_is_ignored_and_said(home, caplog, text):
-    path = profile_path("CPU", default_kernel(CPU).card.name, 1, 1)
+    path = profile_path("CPU", default_kernel(CPU).capabilities.name, 1, 1)
     path.parent.mkdir()
     path.write_text(text)
     with caplog.at_level(logging.WARNING, logger="hf_burst"):
@@ -110,7 +110,7 @@ def test_a_broken_file_is_ignored_and_said(home, caplog, text):
 
 
 def test_files_that_cannot_be_read_or_written_do_not_stop_anyone(home, caplog):
-    path = profile_path("CPU", default_kernel(CPU).card.name, 1, 1)
+    path = profile_path("CPU", default_kernel(CPU).capabilities.name, 1, 1)
     path.mkdir(parents=True)  # reading and replacing it fail, whoever the user is
     with caplog.at_level(logging.WARNING, logger="hf_burst"):
         assert machine_for(ContextGroup(), CPU).source == "built in"

@@ -20,7 +20,7 @@ from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedMod
 from hf_burst.hf import checkpointing
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.op import Memory
-from hf_burst.ring import Routed
+from hf_burst.ring import ShardedAttention
 from tests import models
 from tests.ranks import RankError, RankPool
 from tests.test_patch import group_mean
@@ -33,13 +33,13 @@ LENGTH = 43
 def counted() -> Iterator[list[int]]:
     """The queries of every attention that is computed."""
     queries: list[int] = []
-    forward = Routed.forward
+    forward = ShardedAttention.forward
 
     def counting(self, exchange, q, *others):
         queries.append(q.shape[1])
         return forward(self, exchange, q, *others)
 
-    with mock.patch.object(Routed, "forward", counting):
+    with mock.patch.object(ShardedAttention, "forward", counting):
         yield queries
 
 

@@ -170,24 +170,24 @@ def test_the_installed_command_is_this_one():
     assert getattr(importlib.import_module(module), function) is main
 
 
-@pytest.mark.parametrize("visitor", ["kv", "q"])
+@pytest.mark.parametrize("rotating", ["kv", "q"])
 @pytest.mark.parametrize("chunking", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(
     ("causal", "window", "documents"),
     [(True, None, ()), (False, None, (0, 5, 47)), (True, 6, ()), (True, None, (0, 1, 2, 20, 33, 47)), (False, 3, ())],
 )
-def test_the_picture_of_a_plan_is_its_mask(causal, window, documents, visitor, chunking):
+def test_the_picture_of_a_plan_is_its_mask(causal, window, documents, rotating, chunking):
     """Each admitted pair is drawn once, as that of the rank that holds its query, or where queries travel its key."""
     sharding = make_sharding(47, 3, chunking)
     plan = make_plan((Mask(47, causal, window, documents),), sharding)
-    ranks, steps = who_computes(plan, visitor, range(47))
+    ranks, steps = who_computes(plan, rotating, range(47))
     admitted = np.array(admitted_pairs(47, causal, window, documents or (0, 47)))
     assert np.array_equal(ranks >= 0, admitted)
     owners = np.array([sharding.owner(token) for token in range(47)])
-    hosts, guests = (owners[:, None], owners[None]) if visitor == "kv" else (owners[None], owners[:, None])
+    hosts, guests = (owners[:, None], owners[None]) if rotating == "kv" else (owners[None], owners[:, None])
     assert np.array_equal(ranks, np.where(admitted, np.broadcast_to(hosts, (47, 47)), -1))
     assert np.array_equal(steps, np.where(admitted, (hosts - guests) % 3, -1))
-    work = steps_of(plan, visitor)
+    work = steps_of(plan, rotating)
     assert [sum(own) for own in work] == [int((ranks == rank).sum()) for rank in range(3)]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_burst.cli.bench_contenders import Documents
-from hf_burst.config import Route
+from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.layout import SequenceLayout
@@ -24,6 +24,7 @@ from hf_burst.plan import (
     Link,
     Machine,
     Mask,
+    MaskPattern,
     Shapes,
     balance,
     built_in,
@@ -39,12 +40,12 @@ from hf_burst.plan import (
 )
 from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.work import band_pairs, busiest, gathered_calls, lag, pairs_of_ranks, rounds
-from hf_burst.ring import HeadSizes, PeerToPeer, Routed
+from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention
 from tests.oracle import admitted_pairs
 from tests.test_plan import plans
 
 BF16 = Shapes(q_heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
-RING, BURST, GATHER = Route("kv_ring"), Route("burst"), Route("all_gather")
+RING, BURST, GATHER = Schedule("kv_ring"), Schedule("burst"), Schedule("all_gather")
 FAST = Link(1e-12, 1e30)
 # computes 1 FLOP a second, moves anything in no time
 SLOW_KERNEL = Machine("paper", "paper", (KernelRate(1, 1.0, 1.0),), 0.0, 1e30, 1 << 40, FAST, FAST, ranks_per_host=64)
@@ -91,12 +92,12 @@ def test_the_work_of_every_rank_is_that_of_its_mask(plan):
         assert sum(call.pairs for call in calls) == by_query
         start, stop = plan.reach(rank)
         assert fetched == sum(start <= token < stop and token not in own for token in range(plan.sharding.length))
-        reaches = [plan.reach(other) for other in range(plan.sharding.ranks) if other != rank]
-        assert given == sum(start <= token < stop for start, stop in reaches for token in own)
+        spans = [plan.reach(other) for other in range(plan.sharding.ranks) if other != rank]
+        assert given == sum(start <= token < stop for start, stop in spans for token in own)
     assert pairs_of_ranks(plan)[busiest(plan, "kv")] == max(pairs_of_ranks(plan))
 
 
-@pytest.mark.parametrize("route", [RING, BURST, GATHER, Route("kv_ring", 4), Route("burst", 2)], ids=str)
+@pytest.mark.parametrize("route", [RING, BURST, GATHER, Schedule("kv_ring", 4), Schedule("burst", 2)], ids=str)
 def test_where_nothing_else_costs_time_a_layer_takes_that_of_its_flops(route):
     layer = causal(64, 4)
     forward = 64 * 65 // 2 * 32 * 4 * 128
@@ -118,12 +119,12 @@ def test_where_only_messages_cost_time_a_layer_takes_that_of_its_rounds():
     gathered = estimate(GATHER, layer, SLOW_LINK, slices=1)
     assert gathered.forward_s == pytest.approx(3 + 32 * row * 2, rel=1e-9)
     assert gathered.backward_s == pytest.approx(3 + 32 * row * 2 + 3 + 32 * row * 4, rel=1e-9)
-    heads = estimate(Route("kv_ring", 2), layer, SLOW_LINK, slices=1)
+    heads = estimate(Schedule("kv_ring", 2), layer, SLOW_LINK, slices=1)
     q, kv, scalars = 32 * 32 * 128 * 2, 32 * row * 2, 32 * 32 * 4
     assert heads.forward_s == pytest.approx(2 * 3 + (q + kv + q + scalars) / 2, rel=1e-9)
     assert heads.backward_s == pytest.approx(2 * 3 + (q + 2 * scalars + q + kv) / 2, rel=1e-9)
     # of 4 slices all but the first to come and the last to leave are sent beside others
-    sliced = estimate(Route("kv_ring", 2), layer, SLOW_LINK, slices=4)
+    sliced = estimate(Schedule("kv_ring", 2), layer, SLOW_LINK, slices=4)
     assert sliced.forward_s == pytest.approx(8 * 3 + (q + kv + q + scalars) / 2, rel=1e-9)
 
 
@@ -153,11 +154,13 @@ class Counted(PeerToPeer):
         return posted
 
 
-def count_bytes(rank: int, size: int, route: Route, length: int, kv_heads: int) -> int:
+def count_bytes(rank: int, size: int, route: Schedule, length: int, kv_heads: int) -> int:
     """What leaves a rank of the executed route, or arrives if that is more, forward and backward, in fp32."""
     layout = SequenceLayout.for_batch([(0, length)], size)
     kernel = select_kernel("auto", "cpu", torch.float32, 8, 8)
-    routed = Routed(route, ContextGroup.from_mesh(None), layout.masks(True, None), layout.sharding, kernel, Scores(1.0))
+    routed = ShardedAttention(
+        route, ContextGroup.from_mesh(None), layout.masks(MaskPattern()), layout.sharding, kernel, Scores(1.0)
+    )
     q, dout = (torch.randn(1, length // size, 8, 8) for _ in range(2))
     k, v = (torch.randn(1, length // size, kv_heads, 8) for _ in range(2))
     exchange = Counted(routed.group, torch.device("cpu"))
@@ -171,19 +174,19 @@ def count_bytes(rank: int, size: int, route: Route, length: int, kv_heads: int) 
     ["kv_ring", "burst", "all_gather", "ulysses", "ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"],
 )
 def test_the_bytes_are_those_on_the_wire(ranks, name):
-    route = Route.parse(name, 4)
+    route = Schedule.parse(name, 4)
     sent = ranks(4).run(count_bytes, route, 64, 4)
     shapes = Shapes(8, 4, 8, 8, itemsize=4, accumulator_itemsize=4)
     assert estimate(route, Layer((Mask(64),), make_sharding(64, 4), shapes), cpu()).sent_bytes == max(sent)
 
 
-@pytest.mark.parametrize(("route", "visitor"), [(RING, "kv"), (BURST, "q")], ids=str)
-def test_a_ring_sends_what_its_plan_says(route, visitor):
+@pytest.mark.parametrize(("route", "rotating"), [(RING, "kv"), (BURST, "q")], ids=str)
+def test_a_ring_sends_what_its_plan_says(route, rotating):
     layer = replace(causal(4096, 8), masks=(Mask(4096, True, 700, (0, 300, 2500, 4096)), Mask(4096)))
     plan = layer.plan(1)
     sent = [
         rank_traffic(plan, rank, "forward", "kv", BF16).bytes
-        + rank_traffic(plan, rank, "backward", visitor, BF16).bytes
+        + rank_traffic(plan, rank, "backward", rotating, BF16).bytes
         for rank in range(8)
     ]
     assert min(sent) <= estimate(route, layer, h200()).sent_bytes <= 1.5 * max(sent)
@@ -275,7 +278,7 @@ MEASURED = {16384: (495, 458), 32768: (573, 544), 65536: (596, 580), 131072: (61
 @pytest.mark.parametrize("length", MEASURED)
 @pytest.mark.parametrize("kv_heads", [8, 32])
 def test_the_built_in_h200_gives_what_was_measured_of_plain_ulysses(length, kv_heads):
-    cost = estimate(Route("kv_ring", 4), causal(length, 4, kv_heads), h200(), "p2p", slices=1)
+    cost = estimate(Schedule("kv_ring", 4), causal(length, 4, kv_heads), h200(), "p2p", slices=1)
     flops = 3.5 * 4 * length**2 / 2 * 32 * 128 / 4
     measured = MEASURED[length][kv_heads == 32]
     assert flops / cost.total_s / 1e12 == pytest.approx(measured, rel=0.13 if length == 16384 else 0.05)
@@ -319,7 +322,7 @@ def of_one_document() -> list:
 def test_the_built_in_h200_gives_what_was_measured_through_symmetric_memory(
     ranks, kernel, name, length, kv_heads, seconds
 ):
-    cost = estimate(Route.parse(name, ranks), causal(length, ranks, kv_heads), h200(kernel), "symmetric")
+    cost = estimate(Schedule.parse(name, ranks), causal(length, ranks, kv_heads), h200(kernel), "symmetric")
     assert cost.total_s == pytest.approx(seconds, rel=0.06)
 
 
@@ -333,23 +336,23 @@ def test_the_built_in_h200_gives_what_was_measured_of_uneven_rounds(name, direct
     owners = balance._dealt_out(balance._work((mask,), (), 16), 4, 1)
     layer = Layer((mask,), cut(262144, owners), BF16)
     assert lag(layer.plan(1), "kv") > 0.7
-    cost = estimate(Route.parse(name, 4), layer, h200(), "symmetric")
+    cost = estimate(Schedule.parse(name, 4), layer, h200(), "symmetric")
     assert getattr(cost, f"{direction}_s") == pytest.approx(row["median_s"][direction], rel=0.08)
 
 
 @settings(max_examples=100)
-@given(plan=plans(), visitor=st.sampled_from(["kv", "q"]))
-def test_the_time_that_ranks_wait_is_that_of_the_pairs_of_each_round(plan, visitor):
+@given(plan=plans(), rotating=st.sampled_from(["kv", "q"]))
+def test_the_time_that_ranks_wait_is_that_of_the_pairs_of_each_round(plan, rotating):
     sharding = plan.sharding
     owner = [sharding.owner(token) for token in range(sharding.length)]
     counted = [[0] * sharding.ranks for _ in range(sharding.ranks)]
     for mask in plan.masks:
         for query, row in enumerate(admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)):
             for key in (key for key, sees in enumerate(row) if sees):
-                host, guest = (owner[query], owner[key]) if visitor == "kv" else (owner[key], owner[query])
+                host, guest = (owner[query], owner[key]) if rotating == "kv" else (owner[key], owner[query])
                 counted[(host - guest) % sharding.ranks][host] += 1
     busiest = max(map(sum, zip(*counted, strict=True)))
-    assert lag(plan, visitor) == pytest.approx(sum(map(max, counted)) / busiest - 1)
+    assert lag(plan, rotating) == pytest.approx(sum(map(max, counted)) / busiest - 1)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 32])
@@ -361,7 +364,7 @@ def test_heads_travel_over_four_h200s_where_sequences_are_short(kv_heads):
 
 def test_few_key_heads_and_several_hosts_and_windows_have_schedules_of_their_own():
     two_hosts = choose("auto", causal(131072, 16), h200())
-    assert two_hosts.route == Route("kv_ring", 8)  # heads inside of hosts, a ring of two between them
+    assert two_hosts.route == Schedule("kv_ring", 8)  # heads inside of hosts, a ring of two between them
     assert two_hosts.cost.transport == "p2p"
     assert "ulysses " in two_hosts.table
     assert "cannot be spread over 16 ranks" in two_hosts.table
@@ -369,7 +372,7 @@ def test_few_key_heads_and_several_hosts_and_windows_have_schedules_of_their_own
     assert one_key_head.route.ulysses == 1
     window = choose("auto", causal(131072, 8, chunking="contiguous", window=4095), h200())
     assert window.route in (RING, GATHER)  # only neighbours send
-    assert window.cost.sent_bytes < estimate(Route("kv_ring", 8), causal(131072, 8), h200()).sent_bytes / 5
+    assert window.cost.sent_bytes < estimate(Schedule("kv_ring", 8), causal(131072, 8), h200()).sent_bytes / 5
     mha, gqa = (
         estimate(BURST, causal(131072, 16, heads), h200()).total_s
         / estimate(RING, causal(131072, 16, heads), h200()).total_s
@@ -381,7 +384,7 @@ def test_few_key_heads_and_several_hosts_and_windows_have_schedules_of_their_own
 def test_packed_documents_are_not_priced_as_one():
     whole = causal(131072, 4)
     packed = replace(whole, masks=(Mask(131072, True, None, tuple(range(0, 131073, 16384))),))
-    for route in (RING, BURST, GATHER, Route("kv_ring", 4)):
+    for route in (RING, BURST, GATHER, Schedule("kv_ring", 4)):
         assert estimate(route, packed, h200()).kernels_s < estimate(route, whole, h200()).kernels_s / 6
     assert estimate(RING, packed, h200()).sent_bytes == 0  # every document is a chunk
     assert choose("auto", packed, h200()).route.ulysses == 1
@@ -394,8 +397,8 @@ def test_a_schedule_that_is_asked_for_is_taken_or_refused():
     assert asked.reason == "asked for"
     assert re.search(r"^burst .* taken: asked for$", asked.table, re.MULTILINE)
     assert re.search(r"^ulysses .* \d\.\d\dx faster, but not what is taken$", asked.table, re.MULTILINE)
-    assert choose("ulysses", layer, h200()).route == Route("kv_ring", 4)
-    assert choose("ulysses_2+all_gather", layer, h200()).route == Route("all_gather", 2)
+    assert choose("ulysses", layer, h200()).route == Schedule("kv_ring", 4)
+    assert choose("ulysses_2+all_gather", layer, h200()).route == Schedule("all_gather", 2)
     with pytest.raises(ConfigError, match=r"'ulysses_3\+burst' cannot run: .*\(1, 2, 4 would\)"):
         choose("ulysses_3+burst", layer, h200())
     with pytest.raises(ConfigError, match=r"2 key heads cannot be spread over 4 ranks.*\(1, 2 would\)"):
@@ -403,7 +406,7 @@ def test_a_schedule_that_is_asked_for_is_taken_or_refused():
     with pytest.raises(ConfigError, match="no schedule 'spiral'"):
         choose("spiral", layer, h200())
     alone = choose("ulysses_2+burst", causal(32768, 1), h200())
-    assert (alone.route, alone.cost.sent_bytes, alone.cost.exposed_s) == (Route(), 0, 0)
+    assert (alone.route, alone.cost.sent_bytes, alone.cost.exposed_s) == (Schedule(), 0, 0)
     assert "nothing" in alone.reason
     with pytest.raises(ConfigError, match="does not reach 16 ranks with 8 on a host"):
         choose("auto", causal(32768, 16), h200(), "symmetric")
@@ -436,11 +439,11 @@ def test_memory_is_kept_within_the_budget():
 
 
 def test_slices_divide_the_key_heads_of_a_rank():
-    assert slices_of(RING, 4, 8) == slices_of(BURST, 4, 8) == slices_of(Route(), 1, 8) == [1]
+    assert slices_of(RING, 4, 8) == slices_of(BURST, 4, 8) == slices_of(Schedule(), 1, 8) == [1]
     assert slices_of(GATHER, 4, 8) == [1, 2, 4]
-    assert slices_of(Route("kv_ring", 2), 4, 12) == [1, 2, 3]
-    assert slices_of(Route("kv_ring", 4), 4, 4) == [1]
-    ulysses = Route("kv_ring", 4)
+    assert slices_of(Schedule("kv_ring", 2), 4, 12) == [1, 2, 3]
+    assert slices_of(Schedule("kv_ring", 4), 4, 4) == [1]
+    ulysses = Schedule("kv_ring", 4)
     assert [head_slices(ulysses, 4, (32, 32), tokens, "cuda") for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
     assert [head_slices(ulysses, 4, (32, 8), tokens, "cuda") for tokens in (4096, 65536)] == [1, 2]
     assert head_slices(ulysses, 4, (32, 8), 4, "cpu") == 2
@@ -450,7 +453,7 @@ def test_slices_divide_the_key_heads_of_a_rank():
 
 
 def test_candidates_keep_ulysses_groups_off_the_border_of_hosts():
-    assert candidates(1, 8, 8, 8) == [Route()]
+    assert candidates(1, 8, 8, 8) == [Schedule()]
     names = [name_of(route, 12) for route in candidates(12, 24, 24, 4)]
     assert names[:4] == ["kv_ring", "burst", "all_gather", "ulysses"]
     assert "ulysses_2+burst" in names

@@ -18,6 +18,7 @@ from hf_burst.errors import (
     RankMismatchError,
     ShardingError,
 )
+from hf_burst.plan import MaskPattern
 from hf_burst.plan.sharding import pattern
 
 TOKENS = 12
@@ -102,8 +103,8 @@ DIFFERENT = {
     other_chunking: ("layout",),
     other_dtype: ("dtype", "torch.float32", "torch.float64"),
     other_head_size: ("shapes of q, k, v",),
-    other_window: ("causal, window, chunk", "rank 0 has [True, 0, None]", "rank 1 has [True, 1, None]"),
-    other_causal: ("causal, window, chunk",),
+    other_window: ("causal, window, attention_chunk_size", "rank 0 has [True, 0, None]", "rank 1 has [True, 1, None]"),
+    other_causal: ("causal, window, attention_chunk_size",),
     other_scale: ("scale, softcap, sinks", "0.5", "1.5"),
     sinks_on_one_rank: ("scale, softcap, sinks", "False", "True"),
     other_schedule: ("config", "burst", "kv_ring"),
@@ -176,7 +177,7 @@ def a_negative_soft_cap(arguments: dict[str, Any], rank: int, size: int) -> None
 
 
 def an_empty_chunk(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["chunk"] = 0
+    arguments["attention_chunk_size"] = 0
 
 
 def sinks_of_other_heads(arguments: dict[str, Any], rank: int, size: int) -> None:
@@ -234,7 +235,7 @@ WRONG = {
     values_of_other_heads: (BatchError, ("v (1, 12, 1, 8)",)),
     a_soft_cap_that_the_kernel_lacks: (KernelError, ("cpu_flash knows no soft-capping", "BurstConfig(kernel")),
     a_negative_soft_cap: (BatchError, ("softcap is -1.0", "a positive number, or 0")),
-    an_empty_chunk: (BatchError, ("chunk is 0", "at least 1, or None")),
+    an_empty_chunk: (BatchError, ("attention_chunk_size is 0", "at least 1, or None")),
     sinks_of_other_heads: (BatchError, ("sinks are of shape (3,)", "(4,)")),
     a_dtype_that_no_kernel_takes: (KernelError, ("torch.int32", "cpu_flash takes", "reference takes")),
     a_kernel_for_another_device: (KernelError, ("torch_flash runs on cuda, not on cpu",)),
@@ -369,7 +370,7 @@ def test_a_wrong_mask_of_one_rank_raises_on_every_rank(ask, fault, size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_rows_of_unequal_length_are_refused(size):
     with pytest.raises(BatchError):
-        SequenceLayout.for_batch([(0, 8), (0, 5)], size).masks(causal=True, window=None)
+        SequenceLayout.for_batch([(0, 8), (0, 5)], size).masks(MaskPattern())
 
 
 def attempt_unchecked(rank: int, size: int) -> bool:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import hf_burst
 from hf_burst import linear_loss
-from hf_burst.config import Route
+from hf_burst.config import Schedule
 from hf_burst.loss import token_loss_sum
 from hf_burst.ring import replay, symmetric
 from tests import models, test_ring
@@ -112,7 +112,7 @@ def ways(size: int, heads: tuple[int, int]) -> list[tuple[str, str]]:
     """Schedules that so many heads allow over so many ranks, and transports."""
     schedules = ["kv_ring", "burst", "all_gather", "ulysses", "auto"]
     schedules += ["ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"] if size == 4 else []
-    allowed = [name for name in schedules if name == "auto" or Route.parse(name, size).refusal(size, *heads) is None]
+    allowed = [name for name in schedules if name == "auto" or Schedule.parse(name, size).refusal(size, *heads) is None]
     transports = ["symmetric", "p2p"] if size > 1 else ["auto"]
     return [(schedule, transport) for schedule in allowed for transport in transports]
 
@@ -185,9 +185,9 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
         return [*outs, *(tensor.grad for layer in leaves for tensor in layer)]
 
     def recordings() -> int:
-        arena = symmetric.open_arena(group, device)
-        assert isinstance(arena, symmetric.Arena), arena
-        return sum(known.graph is not None for known in arena.passes.values())
+        pool = symmetric.open_pool(group, device)
+        assert isinstance(pool, symmetric.SymmetricPool), pool
+        return sum(known.graph is not None for known in pool.passes.values())
 
     before = recordings()
     named = [name for name in dict.fromkeys(name for name, _ in ways(size, heads)) if name != "auto"]

@@ -19,7 +19,7 @@ from hf_burst.errors import KernelError
 from hf_burst.kernels import (
     KERNELS,
     Band,
-    Card,
+    Capabilities,
     Kernel,
     Scores,
     explain_kernels,
@@ -44,12 +44,12 @@ from tests.oracle import relative_error, softmax_attention
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 ROUNDING = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 1e-6}
 LSE_ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
-CPU_KERNELS = [kernel for kernel in KERNELS if "cpu" in kernel.card.devices]
+CPU_KERNELS = [kernel for kernel in KERNELS if "cpu" in kernel.capabilities.devices]
 
 
 def on_a_stand_in(kernel: Kernel, name: str) -> Kernel:
     """A kernel whose library is one of `tests.flash_libraries`."""
-    kernel.card = replace(kernel.card, name=f"{name} on a stand-in", devices=("cpu",))
+    kernel.capabilities = replace(kernel.capabilities, name=f"{name} on a stand-in", devices=("cpu",))
     return PaddedHeads(kernel)
 
 
@@ -65,34 +65,34 @@ ALL_KERNELS = [*KERNELS, *STAND_INS]
 
 
 def device_of(kernel: Kernel) -> str:
-    if "cpu" in kernel.card.devices:
+    if "cpu" in kernel.capabilities.devices:
         return "cpu"
     missing = kernel.unavailable(64, 64)
     if missing is not None:
-        pytest.skip(f"{kernel.card.name} {missing}")
+        pytest.skip(f"{kernel.capabilities.name} {missing}")
     return "cuda"
 
 
 def spare(kernel: Kernel, dtype: torch.dtype, kept: bool = True) -> None:
     """Leaves out cases for libraries that compile or plan each kind of call, up to two seconds at a time."""
-    if kernel.card.name in ("flash_attn_4", "torch_cudnn") and not (kept and dtype == torch.bfloat16):
-        pytest.skip(f"{kernel.card.name} compiles each kind of call")
+    if kernel.capabilities.name in ("flash_attn_4", "torch_cudnn") and not (kept and dtype == torch.bfloat16):
+        pytest.skip(f"{kernel.capabilities.name} compiles each kind of call")
 
 
-def head_size_of(card: Card) -> int:
+def head_size_of(card: Capabilities) -> int:
     return max(card.head_dims[0], card.head_multiple * -(-12 // card.head_multiple))
 
 
 def kernels_and_dtypes() -> list:
     return [
-        pytest.param(kernel, dtype, id=f"{kernel.card.name}-{str(dtype)[6:]}")
+        pytest.param(kernel, dtype, id=f"{kernel.capabilities.name}-{str(dtype)[6:]}")
         for kernel in ALL_KERNELS
-        for dtype in kernel.card.dtypes
+        for dtype in kernel.capabilities.dtypes
     ]
 
 
 def kernels(chosen: list[Kernel] = ALL_KERNELS) -> list:
-    return [pytest.param(kernel, id=kernel.card.name) for kernel in chosen]
+    return [pytest.param(kernel, id=kernel.capabilities.name) for kernel in chosen]
 
 
 def admitted(band: Band, rows: int, columns: int) -> torch.Tensor:
@@ -218,12 +218,12 @@ class Answer:
 def refuse_or_go_on(kernel: Kernel, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     """Ends a test of head sizes that the kernel does not compute; it says which."""
     device = device_of(kernel)
-    refusal = kernel.card.refusal(device, dtype, head_dim, value_dim)
+    refusal = kernel.capabilities.refusal(device, dtype, head_dim, value_dim)
     if refusal is None and device == "cuda":
         refusal = kernel.unavailable(head_dim, value_dim)
     if refusal is not None:
         assert str(max(head_dim, value_dim)) in refusal
-        pytest.skip(f"{kernel.card.name} {refusal}")
+        pytest.skip(f"{kernel.capabilities.name} {refusal}")
 
 
 def written_out(tensors: Tensors, seen: torch.Tensor, dlse: torch.Tensor | None = None) -> Answer:
@@ -247,7 +247,7 @@ def by_kernel(kernel: Kernel, tensors: Tensors, band: Band) -> Answer:
     tensors = tensors.to(device=device)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
     delta = product(tensors.dout, out)
-    given_out = out if kernel.card.wants_out else None
+    given_out = out if kernel.capabilities.wants_out else None
     gradients = kernel.backward(
         tensors.dout, tensors.q, tensors.k, tensors.v, given_out, lse, delta, band, tensors.scores
     )
@@ -281,16 +281,16 @@ def test_a_kernel_computes_a_tile_as_written_out(kernel, dtype, name):
     if shape.rows > 512 and dtype not in (torch.float32, torch.bfloat16):
         pytest.skip("long tiles in fp32 and bf16 only")
     spare(kernel, dtype)
-    if kernel.card.name == "flash_attn_4" and shape.rows < 512 and "to 1" not in name:
+    if kernel.capabilities.name == "flash_attn_4" and shape.rows < 512 and "to 1" not in name:
         shape = replace(shape, heads=(4, 2))
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
-    if not kernel.card.windows and name in WINDOWS:
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities))
+    if not kernel.capabilities.windows and name in WINDOWS:
         device = device_of(kernel)
         with pytest.raises(KernelError, match=r"whole tiles and causal squares, not .* Set BurstConfig"):
             by_kernel(kernel, tensors.to(device=device), shape.band)
         return
     answer = by_kernel(kernel, tensors, shape.band)
-    allowed = {accumulation_dtype(dtype)} if kernel.card.wide else {dtype, accumulation_dtype(dtype)}
+    allowed = {accumulation_dtype(dtype)} if kernel.capabilities.wide else {dtype, accumulation_dtype(dtype)}
     assert {tensor.dtype for tensor in (answer.out, answer.dq, answer.dk, answer.dv)} <= allowed
     assert answer.lse.dtype == accumulation_dtype(dtype)
     seen = admitted(shape.band, shape.rows, shape.columns)
@@ -301,8 +301,8 @@ def test_a_kernel_computes_a_tile_as_written_out(kernel, dtype, name):
 @pytest.mark.parametrize("kernel", kernels())
 def test_a_row_that_sees_nothing_weighs_nothing(kernel):
     shape = Shape(13, 9, Band(low=4))
-    dtype = kernel.card.dtypes[0]
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    dtype = kernel.capabilities.dtypes[0]
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities))
     answer = by_kernel(kernel, tensors, shape.band)
     assert (answer.out[:, :4] == 0).all()
     assert (answer.lse[:, :4] == -torch.inf).all()
@@ -360,9 +360,9 @@ def test_boundaries_of_documents_belong_to_a_stream():
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
 def test_inputs_of_a_kernel_stay_as_they_are(kernel, dtype):
     spare(kernel, dtype)
-    shape = Shape(13, 13, Band(0, 4) if kernel.card.windows else Band(0))
+    shape = Shape(13, 13, Band(0, 4) if kernel.capabilities.windows else Band(0))
     device = device_of(kernel)
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card)).to(device=device)
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities)).to(device=device)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scores)
     delta = product(tensors.dout, out)
     given = [tensors.dout, tensors.q, tensors.k, tensors.v, out, lse, delta]
@@ -386,7 +386,7 @@ def test_results_may_be_put_where_they_are_wanted(kernel, dtype, segments):
     results = []
     for into, gradients_into in ((None, None), ((places[0], lse_place), (None, *places[2:])), (None, places[1:])):
         out, lse = kernel.forward(t.q, t.k, t.v, shape.band, t.scores, into)
-        delta = None if kernel.card.derives_delta else product(t.dout, out)
+        delta = None if kernel.capabilities.derives_delta else product(t.dout, out)
         gradients = kernel.backward(
             *(t.dout, t.q, t.k, t.v, out.to(dtype), lse, delta, shape.band, t.scores, gradients_into)
         )
@@ -394,7 +394,7 @@ def test_results_may_be_put_where_they_are_wanted(kernel, dtype, segments):
     for found in results[1:]:
         for one, other in zip(results[0], found, strict=True):
             assert torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-2)
-    if kernel.card.name.startswith("flash_attn_4"):
+    if kernel.capabilities.name.startswith("flash_attn_4"):
         assert [tensor.data_ptr() for tensor in results[2][2:]] == [place.data_ptr() for place in places[1:]]
         assert segments or results[1][0].data_ptr() == places[0].data_ptr()
 
@@ -404,11 +404,11 @@ def test_results_may_be_put_where_they_are_wanted(kernel, dtype, segments):
 @pytest.mark.parametrize("window", [None, 6])
 def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, given_out):
     spare(kernel, dtype)
-    if window is not None and not kernel.card.windows:
-        pytest.skip(f"{kernel.card.name} computes no windows")
+    if window is not None and not kernel.capabilities.windows:
+        pytest.skip(f"{kernel.capabilities.name} computes no windows")
     rows, cut = 21, 8
     shape = Shape(rows, rows, Band(0, window), heads=(4, 2))
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities))
     seen = admitted(shape.band, rows, rows)
     exact = written_out(tensors.to(torch.float64), seen)
     device = device_of(kernel)
@@ -427,7 +427,7 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
     dout, given = t.dout, None
     if given_out == "true":
         given = out
-    elif kernel.card.wants_out:
+    elif kernel.capabilities.wants_out:
         dout, given = project_out(t.dout, delta)
     parts = [
         kernel.backward(dout, t.q, t.k[:, columns], t.v[:, columns], given, lse, delta, band, t.scores)
@@ -440,15 +440,15 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
     check(answer, exact, dtype, rough)
 
 
-@pytest.mark.parametrize("kernel", kernels([kernel for kernel in ALL_KERNELS if kernel.card.own_value_dim]))
+@pytest.mark.parametrize("kernel", kernels([kernel for kernel in ALL_KERNELS if kernel.capabilities.own_value_dim]))
 @pytest.mark.parametrize("sizes", [(6, 10), (24, 16), (5, 5), (192, 128)])
 @pytest.mark.parametrize("band", [Band(-5), Band(0, None, (0, 4, 13))], ids=["band", "documents"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_values_of_another_head_size(kernel, sizes, band, heads):
-    dtype = kernel.card.dtypes[0]
+    dtype = kernel.capabilities.dtypes[0]
     spare(kernel, dtype, kept=(sizes, heads, bool(band.segments)) == ((6, 10), (4, 2), False) or sizes == (192, 128))
     refuse_or_go_on(kernel, dtype, *sizes)
-    shape = Shape(13, 13, band if kernel.card.windows or band.segments else Band(0), heads=heads)
+    shape = Shape(13, 13, band if kernel.capabilities.windows or band.segments else Band(0), heads=heads)
     tensors = make_tensors(shape, dtype, *sizes)
     tensors.scale = sizes[0] ** -0.5
     seen = admitted(shape.band, 13, 13)
@@ -456,13 +456,15 @@ def test_values_of_another_head_size(kernel, sizes, band, heads):
     check(by_kernel(kernel, tensors, shape.band), written_out(tensors.to(torch.float64), seen), dtype, rough)
 
 
-@pytest.mark.parametrize(("kernel", "dtype"), [pair for pair in kernels_and_dtypes() if pair.values[0].card.softcap])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [pair for pair in kernels_and_dtypes() if pair.values[0].capabilities.softcap]
+)
 @pytest.mark.parametrize("name", ["causal 4 to 1", "two-sided window", "the first rows see nothing", "documents"])
 @pytest.mark.parametrize("softcap", [0.3, 5.0])
 def test_scores_are_soft_capped(kernel, dtype, name, softcap):
     spare(kernel, dtype, kept=softcap == 5.0 and name in ("two-sided window", "documents"))
     shape = SHAPES[name]
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities))
     tensors.softcap = softcap
     seen = admitted(shape.band, shape.rows, shape.columns)
     rough = written_out(tensors, seen) if dtype in LOW_PRECISION else None
@@ -498,7 +500,7 @@ def test_head_sizes(kernel, dtype, head_dim):
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("band", [Band(0), Band(0, 100), Band(0, None, (0, 300, 517))], ids=str)
 def test_a_deterministic_kernel_gives_the_same_bits_each_time(kernel, heads, band):
-    card = kernel.card
+    card = kernel.capabilities
     device = device_of(kernel)
     if not card.deterministic:
         with pytest.raises(
@@ -520,8 +522,8 @@ def test_a_deterministic_kernel_gives_the_same_bits_each_time(kernel, heads, ban
 @pytest.mark.parametrize("kernel", kernels())
 def test_scores_far_from_zero_do_not_overflow(kernel):
     shape = Shape(13, 13, Band(0))
-    dtype = next(dtype for dtype in (torch.float32, *kernel.card.dtypes) if dtype in kernel.card.dtypes)
-    tensors = make_tensors(shape, dtype, head_size_of(kernel.card))
+    dtype = next(dtype for dtype in (torch.float32, *kernel.capabilities.dtypes) if dtype in kernel.capabilities.dtypes)
+    tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities))
     tensors.scale = 40.0
     seen = admitted(shape.band, 13, 13)
     exact, got = written_out(tensors.to(torch.float64), seen), by_kernel(kernel, tensors, shape.band)
@@ -533,7 +535,7 @@ def test_scores_far_from_zero_do_not_overflow(kernel):
 
 def flash_kernels() -> list:
     named = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash")
-    return kernels([kernel for kernel in ALL_KERNELS if kernel.card.name.startswith(named)])
+    return kernels([kernel for kernel in ALL_KERNELS if kernel.capabilities.name.startswith(named)])
 
 
 @pytest.mark.parametrize("kernel", flash_kernels())
@@ -716,7 +718,7 @@ def test_project_out_survives_gradients_whose_square_underflows():
 def test_gradcheck_of_the_operator(kernel, causal, window, loss):
     generator = torch.Generator().manual_seed(7)
     layout = SequenceLayout.for_batch([(0, 1, 5, 7), (0, 7)], 1)
-    config = BurstConfig(kernel=kernel.card.name)
+    config = BurstConfig(kernel=kernel.capabilities.name)
     shapes = ((2, 7, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3))
     inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
@@ -755,21 +757,21 @@ def chosen(caplog):
 
 def test_auto_takes_the_flash_kernel_on_a_cpu_and_says_why(chosen):
     kernel, log = chosen("auto", "cpu", torch.float32, 64, 64)
-    assert kernel.card.name == "cpu_flash"
+    assert kernel.capabilities.name == "cpu_flash"
     assert "cpu_flash (cpu, torch.float32, head size 64): " in log
     assert log.rsplit(": ", 1)[1].strip()
 
 
 def test_auto_says_why_the_faster_kernel_was_not_taken(chosen):
     kernel, log = chosen("auto", "cpu", torch.float32, 64, 64, True)
-    assert kernel.card.name == "reference"
+    assert kernel.capabilities.name == "reference"
     assert "cpu_flash knows no soft-capping of scores" in log
 
 
 @pytest.mark.parametrize("kernel", kernels(CPU_KERNELS))
 def test_a_kernel_asked_for_is_the_one_taken(kernel, chosen):
-    taken, log = chosen(kernel.card.name, "cpu", torch.bfloat16, 16, 16)
-    assert taken.card.name == kernel.card.name
+    taken, log = chosen(kernel.capabilities.name, "cpu", torch.bfloat16, 16, 16)
+    assert taken.capabilities.name == kernel.capabilities.name
     assert "asked for" in log
 
 
@@ -824,15 +826,15 @@ def all_installed(installed):
 def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_installed, chosen):
     for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
         kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128)
-        assert kernel.card.name == name
+        assert kernel.capabilities.name == name
         installed(LIBRARIES[name][0], None)
     kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128)
-    assert kernel.card.name == "torch_flash"
+    assert kernel.capabilities.name == "torch_flash"
     assert "flash_attn_4 needs the package flash-attn-4, and flash_attn.cute.interface cannot be imported (" in log
     assert "torch_cudnn is taken by name only, since it computes no windows" in log
     assert "flash_attn_2 needs the package flash-attn, " in log
     assert "cpu_flash" not in log
-    assert chosen("torch_cudnn", "cuda", torch.bfloat16, 128, 128)[0].card.name == "torch_cudnn"
+    assert chosen("torch_cudnn", "cuda", torch.bfloat16, 128, 128)[0].capabilities.name == "torch_cudnn"
 
 
 @pytest.mark.parametrize(
@@ -847,7 +849,7 @@ def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_
     ],
 )
 def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
-    assert chosen("auto", "cuda", *arguments)[0].card.name == name
+    assert chosen("auto", "cuda", *arguments)[0].capabilities.name == name
 
 
 @pytest.mark.parametrize(
@@ -866,14 +868,14 @@ def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
 def test_gpus_have_their_kernels(monkeypatch, hopper, all_installed, capability, sizes, names):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     explained = explain_kernels("cuda", torch.bfloat16, *sizes)
-    assert [name for name, _ in explained] == [kernel.card.name for kernel in KERNELS]
+    assert [name for name, _ in explained] == [kernel.capabilities.name for kernel in KERNELS]
     assert [name for name, refusal in explained if refusal is None] == names
     assert all(refusal for name, refusal in explained if name not in names)
 
 
 def test_determinism_is_had_or_refused(hopper, all_installed, chosen):
     kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128, False, True)
-    assert kernel.card.name == "flash_attn_4"
+    assert kernel.capabilities.name == "flash_attn_4"
     assert kernel.deterministic
     assert "deterministic" in log
     assert not chosen("auto", "cuda", torch.bfloat16, 128, 128)[0].deterministic
@@ -972,7 +974,7 @@ def test_what_was_asked_for_and_is_impossible_raises(arguments, parts):
 
 
 def test_a_card_refuses_head_sizes_out_of_step():
-    card = Card("some", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True, wide=True, wants_out=False)
+    card = Capabilities("some", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True, wide=True, wants_out=False)
     assert card.refusal("cpu", torch.float32, 64, 256) is None
     alike = replace(card, own_value_dim=False)
     assert alike.refusal("cpu", torch.float32, 64, 256) == "needs one head size, got 64 for q and k and 256 for v"

@@ -10,7 +10,7 @@ ORDER = [
 ]
 WITHIN = {
     "plan": [
-        *("mask", "sharding", "tiles", "schedule", "traffic", "verify", "machine", "work", "balance", "cost", "choose"),
+        *("mask", "sharding", "tiles", "steps", "traffic", "verify", "machine", "work", "balance", "cost", "choose"),
         "__init__",
     ],
     "kernels": [
@@ -18,7 +18,7 @@ WITHIN = {
         *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": [
-        *("fused", "merge", "exchange", "symmetric", "execute", "gather", "heads", "routes", "replay"),
+        *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "replay"),
         "__init__",
     ],
     "cli": [

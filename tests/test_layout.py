@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_burst import SequenceLayout
 from hf_burst.hf.batch import documents_of, real_tokens
+from hf_burst.plan import MaskPattern
 
 RANKS = (1, 2, 3, 4)
 
@@ -44,7 +45,7 @@ def test_every_token_that_is_not_padding_is_counted_once(layout):
 @given(layout=layouts())
 def test_what_stands_before_a_sequence_sees_nothing(layout):
     length = layout.length - layout.padding
-    found = [layout.blind(rank) for rank in range(layout.ranks)]
+    found = [layout.fully_masked(rank) for rank in range(layout.ranks)]
     if not any(start for start, _ in layout.real):
         assert found == [None] * layout.ranks
         return
@@ -71,7 +72,7 @@ def test_a_padding_mask_says_which_tokens_are_real():
     ],
 )
 def test_every_document_begins_its_chunks_anew(documents, chunk, wanted):
-    (mask,) = SequenceLayout.for_batch([documents], 1).masks(True, None, chunk)
+    (mask,) = SequenceLayout.for_batch([documents], 1).masks(MaskPattern(attention_chunk_size=chunk))
     assert mask.documents == wanted
 
 

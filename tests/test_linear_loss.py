@@ -22,7 +22,7 @@ import hf_burst
 from hf_burst import linear_loss
 from hf_burst.errors import ConfigError
 from hf_burst.hf.accelerate import PATCH
-from hf_burst.hf.head import DeferredLogits
+from hf_burst.hf.head import LazyLogits
 from hf_burst.linear_loss import Linear, linear_loss_sum
 from hf_burst.loss import token_loss_sum
 from recipes import tiny_models
@@ -188,13 +188,13 @@ def test_no_model_makes_all_logits_in_training(name: str, linear: bool) -> None:
     wanted.backward()
     hf_burst.patch_model(model)
     asked = []
-    original = DeferredLogits._linear
+    original = LazyLogits._linear
 
-    def watched(self: DeferredLogits, module: nn.Module) -> Linear | None:
+    def watched(self: LazyLogits, module: nn.Module) -> Linear | None:
         asked.append(original(self, module) is not None)
         return original(self, module)
 
-    with some_at_a_time(3), mock.patch.object(DeferredLogits, "_linear", watched), Largest() as seen:
+    with some_at_a_time(3), mock.patch.object(LazyLogits, "_linear", watched), Largest() as seen:
         outputs = model(**batch)
         outputs.loss.backward()
     assert asked == [linear]
@@ -339,7 +339,7 @@ def test_a_liger_that_lacks_something_is_done_without(caplog: pytest.LogCaptureF
 def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:
     logits = torch.randn(1, 3, 4)
     head = SimpleNamespace(within=lambda compute: compute(lambda _: logits, None))
-    deferred = DeferredLogits(head, torch.randn(1, 3, 2))
+    deferred = LazyLogits(head, torch.randn(1, 3, 2))
     assert torch.equal(deferred + 1, logits + 1)
     assert torch.equal((2 * torch.tanh(deferred / 3.0)).whole, 2 * torch.tanh(logits / 3.0))
     assert torch.equal(deferred[..., :2].whole, logits[..., :2])

@@ -31,7 +31,8 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
 from hf_burst.hf.batch import shard_full
-from hf_burst.hf.support import layer_reaches
+from hf_burst.hf.support import layer_patterns
+from hf_burst.plan import MaskPattern
 from recipes.coverage import Double
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
@@ -312,10 +313,10 @@ def test_work_is_balanced_for_both_directions() -> None:
 def test_windows_of_encoders_are_as_wide_on_both_sides() -> None:
     config = models.make_model("modernbert").config
     assert config.sliding_window == 7
-    assert layer_reaches(config, causal=False) == {(None, None): 1, (7, None): 1}
-    assert layer_reaches(models.make_model("bert").config, causal=False) == {(None, None): 2}
+    assert layer_patterns(config, causal=False) == {MaskPattern(False): 1, MaskPattern(False, 7): 1}
+    assert layer_patterns(models.make_model("bert").config, causal=False) == {MaskPattern(False): 2}
     varied = NeoMMEConfig(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2, sliding_window=9)
-    assert layer_reaches(varied, causal=False) == {(None, None): 1, (9, None): 1}
+    assert layer_patterns(varied, causal=False) == {MaskPattern(False): 1, MaskPattern(False, 9): 1}
 
 
 @pytest.mark.parametrize("name", models.MASKED)

@@ -23,8 +23,8 @@ from hf_burst.plan import (
     rank_traffic,
     verify_plan,
 )
-from hf_burst.plan.schedule import goes_ahead
 from hf_burst.plan.sharding import pattern
+from hf_burst.plan.steps import goes_ahead
 from hf_burst.plan.traffic import step_traffic
 from tests.oracle import admitted_pairs
 
@@ -70,8 +70,8 @@ def plans(draw) -> Plan:
 def test_every_plan_computes_its_masks_exactly_once(plan):
     brute_force = sum(count_pairs(mask) for mask in plan.masks)
     assert plan.pairs == brute_force
-    for visitor in VISITORS:
-        assert verify_plan(plan, visitor) == brute_force
+    for rotating in VISITORS:
+        assert verify_plan(plan, rotating) == brute_force
 
 
 @settings(max_examples=100)
@@ -84,13 +84,13 @@ def test_the_keys_of_a_mask_are_the_pairs_of_its_definition(mask):
         assert first <= query < last
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("rotating", VISITORS)
 @pytest.mark.parametrize("window", [None, 40])
-def test_64_ranks_on_a_laptop(visitor, window):
+def test_64_ranks_on_a_laptop(rotating, window):
     length = 64 * 4 + 37
     documents = (0, 1, 2, 100, 101, 199, length)
     plan = make_plan((Mask(length, True, window, documents), Mask(length, True, window)), make_sharding(length, 64))
-    assert verify_plan(plan, visitor) == plan.pairs == sum(count_pairs(mask) for mask in plan.masks)
+    assert verify_plan(plan, rotating) == plan.pairs == sum(count_pairs(mask) for mask in plan.masks)
 
 
 @settings(max_examples=60)
@@ -115,7 +115,7 @@ def test_zigzag_balances_a_causal_mask():
     plan = one_document(256, 8)
     work = []
     for rank in range(8):
-        tiles = [tile for step in plan.schedule(rank, "kv") for tile in step.tiles]
+        tiles = [tile for step in plan.steps(rank, "kv") for tile in step.tiles]
         columns = (tile.columns(row) for tile in tiles for row in range(tile.q[1] - tile.q[0]))
         work.append(sum(stop - start for start, stop in columns))
     assert sum(work) == plan.pairs
@@ -144,42 +144,42 @@ def test_plans_are_values():
     assert plan == same
     assert hash(plan) == hash(same)
     assert make_plan((mask,), sharding) is plan
-    assert plan.schedule(1, "kv") is plan.schedule(1, "kv")
+    assert plan.steps(1, "kv") is plan.steps(1, "kv")
     assert plan != make_plan((Mask(13, True, None, (0, 6, 13)),), sharding)
     assert len({Mask(13), Mask(13, True, None, (0, 13)), Mask(13, False)}) == 2
 
 
 @settings(max_examples=60)
-@given(plan=plans(), direction=st.sampled_from(["forward", "backward"]), visitor=st.sampled_from(VISITORS))
-def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, visitor):
+@given(plan=plans(), direction=st.sampled_from(["forward", "backward"]), rotating=st.sampled_from(VISITORS))
+def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rotating):
     if direction == "forward":
-        visitor = "kv"
+        rotating = "kv"
     batch, shapes = len(plan.masks), Shapes(6, 3, 5, 7, itemsize=2, accumulator_itemsize=4)
     keys, values, queries, outputs = 3 * 5, 3 * 7, 6 * 5, 6 * 7
     for rank in range(plan.sharding.ranks):
-        steps = plan.schedule(rank, visitor)
-        traffic = rank_traffic(plan, rank, direction, visitor, shapes)
-        parts = [step_traffic(step, direction, visitor, batch, shapes) for step in steps]
+        steps = plan.steps(rank, rotating)
+        traffic = rank_traffic(plan, rank, direction, rotating, shapes)
+        parts = [step_traffic(step, direction, rotating, batch, shapes) for step in steps]
         assert traffic == sum(parts, Traffic())
         messages = total = 0
         for step in steps:
             if step.send:
-                messages += 2 if visitor == "kv" else 4
-                visit = 2 * (keys + values) if visitor == "kv" else 2 * (queries + outputs) + 2 * 6 * 4
+                messages += 2 if rotating == "kv" else 4
+                visit = 2 * (keys + values) if rotating == "kv" else 2 * (queries + outputs) + 2 * 6 * 4
                 total += batch * (step.send.stop - step.send.start) * visit
             if step.recv and direction == "backward":
-                messages += 2 if visitor == "kv" else 1
-                returned = keys + values if visitor == "kv" else queries
+                messages += 2 if rotating == "kv" else 1
+                returned = keys + values if rotating == "kv" else queries
                 total += batch * (step.recv.stop - step.recv.start) * returned * (2 if step.recv.lone else 4)
         assert traffic == Traffic(messages, total)
 
 
 @settings(max_examples=60)
-@given(plan=plans(), visitor=st.sampled_from(VISITORS))
-def test_what_is_sent_is_received(plan, visitor):
+@given(plan=plans(), rotating=st.sampled_from(VISITORS))
+def test_what_is_sent_is_received(plan, rotating):
     sent, received = [], []
     for rank in range(plan.sharding.ranks):
-        for step in plan.schedule(rank, visitor):
+        for step in plan.steps(rank, rotating):
             if step.send:
                 sent.append((step.distance, rank, step.send.peer, step.send.start, step.send.stop))
                 assert 0 <= step.send.start < step.send.stop <= plan.sharding.tokens(rank)
@@ -205,18 +205,18 @@ def test_bytes_of_a_full_mask_are_those_of_the_design(shapes, chunking):
 def test_burst_sends_fewer_bytes_only_if_heads_are_not_shared():
     plan = one_document(96, 4, causal=False)
     for shapes, expected in ((BF16_MHA, "q"), (BF16_GQA, "kv"), (replace(BF16_MHA, kv_heads=16), "kv")):
-        costs = {visitor: rank_traffic(plan, 1, "backward", visitor, shapes).bytes for visitor in VISITORS}
+        costs = {rotating: rank_traffic(plan, 1, "backward", rotating, shapes).bytes for rotating in VISITORS}
         assert min(costs, key=costs.__getitem__) == expected
 
 
 def test_mha_saves_the_quarter_of_the_paper():
     plan = one_document(96, 4, causal=False)
-    costs = {visitor: rank_traffic(plan, 0, "backward", visitor, BF16_MHA).bytes for visitor in VISITORS}
+    costs = {rotating: rank_traffic(plan, 0, "backward", rotating, BF16_MHA).bytes for rotating in VISITORS}
     assert costs["q"] / costs["kv"] == pytest.approx(0.75 + 1 / 128)
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
-def test_a_causal_mask_sends_only_what_is_seen(visitor):
+@pytest.mark.parametrize("rotating", VISITORS)
+def test_a_causal_mask_sends_only_what_is_seen(rotating):
     shapes = replace(BF16_GQA, kv_heads=32)
     causal, full = one_document(96, 4), one_document(96, 4, causal=False)
     sent = [
@@ -224,37 +224,37 @@ def test_a_causal_mask_sends_only_what_is_seen(visitor):
     ]
     assert sent[0] == sent[1] * 3 // 4
     contiguous = one_document(96, 4, "contiguous")
-    hops = [sum(step.send is not None for step in contiguous.schedule(rank, visitor)) for rank in range(4)]
-    assert hops == ([3, 2, 1, 0] if visitor == "kv" else [0, 1, 2, 3])
+    hops = [sum(step.send is not None for step in contiguous.steps(rank, rotating)) for rank in range(4)]
+    assert hops == ([3, 2, 1, 0] if rotating == "kv" else [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("rotating", VISITORS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_that_reach_no_other_rank_send_nothing(visitor, causal):
+def test_documents_that_reach_no_other_rank_send_nothing(rotating, causal):
     documents = (0, 10, 24, 48, 50, 72, 96)
     plan = make_plan((Mask(96, causal, None, documents),), make_sharding(96, 4, "contiguous"))
     for rank in range(4):
-        assert [step.distance for step in plan.schedule(rank, visitor)] == [0]
-        assert rank_traffic(plan, rank, "backward", visitor, BF16_GQA) == Traffic()
+        assert [step.distance for step in plan.steps(rank, rotating)] == [0]
+        assert rank_traffic(plan, rank, "backward", rotating, BF16_GQA) == Traffic()
     chunks = tuple(range(0, 97, 12))
     plan = make_plan((Mask(96, causal, None, chunks),), make_sharding(96, 4, "zigzag"))
-    assert all(rank_traffic(plan, rank, "backward", visitor, BF16_GQA) == Traffic() for rank in range(4))
+    assert all(rank_traffic(plan, rank, "backward", rotating, BF16_GQA) == Traffic() for rank in range(4))
 
 
 def test_a_document_over_two_ranks_sends_its_own_tokens_only():
     plan = make_plan((Mask(96, True, None, (0, 24, 40, 53, 96)),), make_sharding(96, 4, "contiguous"))
-    moves = {(rank, step.send) for rank in range(4) for step in plan.schedule(rank, "kv") if step.send}
+    moves = {(rank, step.send) for rank in range(4) for step in plan.steps(rank, "kv") if step.send}
     assert moves == {(1, Transfer(2, 40 - 24, 24, True)), (2, Transfer(3, 53 - 48, 24, True))}
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
-def test_a_window_within_a_chunk_talks_to_the_neighbour_only(visitor):
+@pytest.mark.parametrize("rotating", VISITORS)
+def test_a_window_within_a_chunk_talks_to_the_neighbour_only(rotating):
     window = 5
     for length in (8 * 16, 8 * 64):
         plan = one_document(length, 8, "contiguous", window=window)
         for rank in range(8):
-            sends = [step.send for step in plan.schedule(rank, visitor) if step.send]
-            neighbour = rank + 1 if visitor == "kv" else rank - 1
+            sends = [step.send for step in plan.steps(rank, rotating) if step.send]
+            neighbour = rank + 1 if rotating == "kv" else rank - 1
             expected = [(neighbour, window)] if 0 <= neighbour < 8 else []
             assert [(send.peer, send.rows) for send in sends] == expected
 
@@ -274,8 +274,8 @@ class Tampered(Plan):
 
     change: Callable[[tuple[Step, ...]], tuple[Step, ...]]
 
-    def schedule(self, rank, visitor):
-        steps = super().schedule(rank, visitor)
+    def steps(self, rank, rotating):
+        steps = super().steps(rank, rotating)
         return type(self).change(steps) if rank == 1 else steps
 
 
@@ -305,14 +305,14 @@ def transfer(name: str, **changes: Callable[[Transfer], object]) -> Callable[[St
 
 BREAKS = {
     "a tile dropped": (0, {"tiles": lambda step: step.tiles[1:]}),
-    "a visitor's tile dropped": (1, {"tiles": lambda step: ()}),
+    "a rotating's tile dropped": (1, {"tiles": lambda step: ()}),
     "a tile twice": (1, {"tiles": lambda step: (*step.tiles, step.tiles[0])}),
     "own tile twice": (0, {"tiles": lambda step: step.tiles * 2}),
     "a tile for the wrong rows of keys": (1, {"tiles": first_tile(k=lambda t: (t.k[0], t.k[1] - 1))}),
     "a tile for the wrong rows of queries": (1, {"tiles": first_tile(q=lambda t: (t.q[0] + 1, t.q[1]))}),
     "a band too wide": (0, {"tiles": first_tile(low=lambda t: -1)}),
     "a band too narrow": (0, {"tiles": first_tile(high=lambda t: 2)}),
-    "a band that leaves a row blind": (1, {"tiles": first_tile(low=lambda t: 1)}),
+    "a band that leaves a row fully_masked": (1, {"tiles": first_tile(low=lambda t: 1)}),
     "a document lost": (0, {"tiles": first_tile(segments=lambda t: (0, 3, t.q[1]))}),
     "another row of the batch": (0, {"tiles": first_tile(batch=lambda t: (0, 1))}),
     "a message no one expects": (1, {"send": transfer("send", peer=lambda t: (t.peer + 1) % 4)}),
@@ -325,40 +325,40 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("rotating", VISITORS)
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_broken_plan_is_found_out(name, visitor):
+def test_a_broken_plan_is_found_out(name, rotating):
     mask = Mask(34, causal=True)
     plan = make_plan((mask, mask), make_sharding(34, 4))
-    assert verify_plan(plan, visitor) == plan.pairs
+    assert verify_plan(plan, rotating) == plan.pairs
     index, changes = BREAKS[name]
     with pytest.raises(PlanError):
-        verify_plan(tampered(plan, index, **changes), visitor)
+        verify_plan(tampered(plan, index, **changes), rotating)
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("rotating", VISITORS)
 @pytest.mark.parametrize("side", ["q", "k"])
-def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, visitor):
+def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, rotating):
     plan = one_document(32, 4, causal=False)
     beyond = first_tile(**{side: lambda tile: (tile.q[0], tile.q[1] + 1)})
     with pytest.raises(PlanError):
-        verify_plan(tampered(plan, 0, tiles=beyond), visitor)
+        verify_plan(tampered(plan, 0, tiles=beyond), rotating)
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
-def test_two_ends_that_agree_on_too_few_rows_are_found_out(visitor):
+@pytest.mark.parametrize("rotating", VISITORS)
+def test_two_ends_that_agree_on_too_few_rows_are_found_out(rotating):
     class Short(Plan):
-        def schedule(self, rank, visitor):
+        def steps(self, rank, rotating):
             def cut(move):
                 return replace(move, stop=move.stop - 1) if move else None
 
             return tuple(
-                replace(step, send=cut(step.send), recv=cut(step.recv)) for step in super().schedule(rank, visitor)
+                replace(step, send=cut(step.send), recv=cut(step.recv)) for step in super().steps(rank, rotating)
             )
 
     plan = one_document(34, 4)
     with pytest.raises(PlanError, match="reads rows outside of"):
-        verify_plan(Short(plan.masks, plan.sharding), visitor)
+        verify_plan(Short(plan.masks, plan.sharding), rotating)
 
 
 def test_a_plan_error_is_a_bug_and_not_an_input_error():
@@ -416,7 +416,7 @@ def test_a_sequence_of_one_token_a_chunk_is_long_enough():
         assert verify_plan(plan, "kv") == verify_plan(plan, "q") == 36
 
 
-def rounds(plan: Plan, rank: int, visitor: str, returning: bool) -> list[tuple[str, int, set[int]]]:
+def rounds(plan: Plan, rank: int, rotating: str, returning: bool) -> list[tuple[str, int, set[int]]]:
     """The rounds of a rank in the order in which the loop posts them, and the peers of each."""
     found: list[tuple[str, int, set[int]]] = []
 
@@ -425,7 +425,7 @@ def rounds(plan: Plan, rank: int, visitor: str, returning: bool) -> list[tuple[s
         if peers:
             found.append((kind, step.distance, peers))
 
-    steps = plan.schedule(rank, visitor)
+    steps = plan.steps(rank, rotating)
     for index, step in enumerate(steps):
         following = steps[index + 1] if index + 1 < len(steps) else None
         ahead = following is not None and goes_ahead(step, following, returning)
@@ -438,9 +438,9 @@ def rounds(plan: Plan, rank: int, visitor: str, returning: bool) -> list[tuple[s
     return found
 
 
-def waits_for_ever(plan: Plan, visitor: str, returning: bool) -> bool:
+def waits_for_ever(plan: Plan, rotating: str, returning: bool) -> bool:
     """Plays the rounds as NCCL carries them out: one after the other, a message passing when both ends are at it."""
-    queues = [rounds(plan, rank, visitor, returning) for rank in range(plan.sharding.ranks)]
+    queues = [rounds(plan, rank, rotating, returning) for rank in range(plan.sharding.ranks)]
     while any(queues):
         passed = False
         for rank, queue in enumerate(queues):
@@ -462,6 +462,6 @@ def waits_for_ever(plan: Plan, visitor: str, returning: bool) -> bool:
 @example(4, [24, 80, 96], None)
 def test_no_order_of_rounds_waits_for_ever(ranks, cuts, window):
     plan = make_plan((Mask(128, True, window, (0, *sorted(cuts), 128)),), make_sharding(128, ranks))
-    for visitor in ("kv", "q"):
+    for rotating in ("kv", "q"):
         for returning in (False, True):
-            assert not waits_for_ever(plan, visitor, returning), (visitor, returning)
+            assert not waits_for_ever(plan, rotating, returning), (rotating, returning)

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import hf_burst.ring.routes
+import hf_burst.ring.sharded
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
-from hf_burst.config import Route
+from hf_burst.config import Schedule
 from hf_burst.errors import KernelError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.plan import (
     Mask,
+    MaskPattern,
     Plan,
     Shapes,
     Traffic,
@@ -37,8 +38,8 @@ from hf_burst.plan import (
     make_sharding,
     rank_traffic,
 )
-from hf_burst.ring import HeadSizes, PeerToPeer, Routed, accumulation_dtype, merge_
-from hf_burst.ring.execute import Attention, backward, forward
+from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, accumulation_dtype, merge_
+from hf_burst.ring.loop import Attention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.ranks import RankError, forked
 
@@ -176,7 +177,7 @@ def attend(rank: int, size: int, case: Case, device: str = "cpu") -> list:
             *(layout, context_group(size)),
             causal=case.causal,
             window=case.window,
-            chunk=case.chunk,
+            attention_chunk_size=case.chunk,
             scale=case.scale,
             softcap=case.softcap,
             sinks=sinks[0] if sinks else None,
@@ -219,7 +220,7 @@ def fitting(size: int, cases: list[Case]) -> list[Case]:
     """The cases, with so many times more heads that they can be spread over the ranks."""
     found = []
     for case in cases:
-        ulysses = Route.parse(case.schedule, size).ulysses
+        ulysses = Schedule.parse(case.schedule, size).ulysses
         fits = case.heads[1] % ulysses == 0
         found.append(case if fits else replace(case, heads=(case.heads[0] * ulysses, case.heads[1] * ulysses)))
     return found
@@ -428,7 +429,7 @@ def test_the_error_does_not_grow_from_1_to_8_ranks(ranks, dtype, schedule, kerne
                 assert max(errors.values()) <= 2 * relative_error(plain[name], exact[name]), (name, case, errors)
 
 
-def direct(plan: Plan, rank: int, size: int, visitor: str, heads: tuple[int, int], dtype: torch.dtype) -> list:
+def direct(plan: Plan, rank: int, size: int, rotating: str, heads: tuple[int, int], dtype: torch.dtype) -> list:
     """One rank of a plan, executed without the operator: results, what it sent forward, and backward."""
     sharding, dims = plan.sharding, (5, 5)
     case = Case(tuple(mask.documents for mask in plan.masks), heads=heads, dims=dims, dtype=dtype)
@@ -441,13 +442,13 @@ def direct(plan: Plan, rank: int, size: int, visitor: str, heads: tuple[int, int
     with poisoned_memory():
         out, lse = forward(attention, there, q, k, v)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
-        gradients = backward(attention, back, visitor, dout, q, k, v, None, lse, delta)
+        gradients = backward(attention, back, rotating, dout, q, k, v, None, lse, delta)
     arrays = [tensor.double().numpy() for tensor in (out, lse, *gradients)]
     return [arrays, rows.numpy(), there.sent, back.sent]
 
 
-def run_directly(rank: int, size: int, plans: list[Plan], visitor: str, heads: tuple[int, int], dtype) -> list:
-    return [direct(plan, rank, size, visitor, heads, dtype) for plan in plans]
+def run_directly(rank: int, size: int, plans: list[Plan], rotating: str, heads: tuple[int, int], dtype) -> list:
+    return [direct(plan, rank, size, rotating, heads, dtype) for plan in plans]
 
 
 def odd_plans(size: int) -> list[Plan]:
@@ -465,11 +466,11 @@ def odd_plans(size: int) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("rotating", VISITORS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_uneven_shards_and_a_mask_for_every_row_are_exact(ranks, size, visitor):
+def test_uneven_shards_and_a_mask_for_every_row_are_exact(ranks, size, rotating):
     plans = odd_plans(size)
-    arguments = (plans, visitor, (4, 2), torch.float64)
+    arguments = (plans, rotating, (4, 2), torch.float64)
     every = [run_directly(0, 1, *arguments)] if size == 1 else ranks(size).run(run_directly, *arguments)
     for index, plan in enumerate(plans):
         case = Case(tuple(mask.documents for mask in plan.masks))
@@ -486,11 +487,11 @@ def test_uneven_shards_and_a_mask_for_every_row_are_exact(ranks, size, visitor):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("visitor", VISITORS)
+@pytest.mark.parametrize("rotating", VISITORS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_messages_and_bytes_are_those_of_the_plan(ranks, size, visitor, dtype):
+def test_messages_and_bytes_are_those_of_the_plan(ranks, size, rotating, dtype):
     plans, heads = odd_plans(size), (4, 2)
-    arguments = (plans, visitor, heads, dtype)
+    arguments = (plans, rotating, heads, dtype)
     every = [run_directly(0, 1, *arguments)] if size == 1 else ranks(size).run(run_directly, *arguments)
     accumulator = accumulation_dtype(dtype).itemsize
     shapes = Shapes(*heads, 5, 5, dtype.itemsize, accumulator, accumulator)
@@ -498,8 +499,8 @@ def test_messages_and_bytes_are_those_of_the_plan(ranks, size, visitor, dtype):
         for rank, results in enumerate(every):
             _, _, there, back = results[index]
             assert there == rank_traffic(plan, rank, "forward", "kv", shapes)
-            assert back == rank_traffic(plan, rank, "backward", visitor, shapes)
-            assert (there.messages > 0) == any(step.send for step in plan.schedule(rank, "kv"))
+            assert back == rank_traffic(plan, rank, "backward", rotating, shapes)
+            assert (there.messages > 0) == any(step.send for step in plan.steps(rank, "kv"))
     assert size == 1 or any(results[0][2] != Traffic() for results in every)
 
 
@@ -747,7 +748,7 @@ def forward_calls(monkeypatch):
         calls.append(arguments)
         return forward(*arguments)
 
-    monkeypatch.setattr(hf_burst.ring.routes, "forward", counting)
+    monkeypatch.setattr(hf_burst.ring.sharded, "forward", counting)
     return calls
 
 
@@ -796,10 +797,10 @@ class Asked(PeerToPeer):
 def ask_for_room(rank: int, size: int, case: Case) -> list:
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     q, k, v, dout = (layout.shard(case.tensors()[name], rank) for name in ("q", "k", "v", "dout"))
-    masks = layout.masks(case.causal, case.window)
+    masks = layout.masks(MaskPattern(case.causal, case.window))
     kernel = select_kernel(case.kernel, "cpu", case.dtype, *case.dims)
-    route = Route.parse(case.schedule, size)
-    routed = Routed(route, context_group(size), masks, layout.sharding, kernel, Scores(1.0))
+    route = Schedule.parse(case.schedule, size)
+    routed = ShardedAttention(route, context_group(size), masks, layout.sharding, kernel, Scores(1.0))
     exchange = Asked(routed.group, q.device)
     out, lse, kept = routed.forward(exchange, q, k, v)
     sizes = HeadSizes(*case.heads, *case.dims)

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-import hf_burst.ring.routes
+import hf_burst.ring.sharded
 from hf_burst import BurstConfig, SequenceLayout, burst_attention
-from hf_burst.config import Route
+from hf_burst.config import Schedule
 from hf_burst.op import Memory
 from hf_burst.ring import replay, symmetric
 from tests.shared_memory import Access, InPlace, Stream, on, races, shared_memory
@@ -68,8 +68,8 @@ def test_attention_through_shared_memory_is_exact(ranks, size, slices, every, tm
     every = [results for results, _ in answers]
     for _, written in answers:
         for (name, direction), count in written.items():
-            route = Route.parse(name, size)
-            in_place = route.ulysses == size or (direction == "backward" and route.around != "all_gather")
+            route = Schedule.parse(name, size)
+            in_place = route.ulysses == size or (direction == "backward" and route.ring != "all_gather")
             assert bool(count) == in_place, (name, direction)
     for case, found in zip([*many, *many], put_together(every, size, [*many, *many]), strict=True):
         assert_exact(case, found, 1e-10 if case.dtype == torch.float64 else 2e-5)
@@ -108,12 +108,12 @@ def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, sche
 class Again(replay.Recorded):
     """A recording on CPUs: a replay is the pass once more, in the memory of the recording."""
 
-    def __init__(self, arena, run, inputs):
-        super().__init__(arena, run, inputs)
+    def __init__(self, pool, run, inputs):
+        super().__init__(pool, run, inputs)
 
         def again() -> None:
-            arena.restart()
-            for output, result in zip(self.outputs, run(symmetric.Symmetric(arena), self.inputs), strict=True):
+            pool.restart()
+            for output, result in zip(self.outputs, run(symmetric.Symmetric(pool), self.inputs), strict=True):
                 output.copy_(result)
 
         self.graph.replay = again
@@ -171,19 +171,19 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
         return backward(kernel, *arguments)
 
     with shared_memory(folder, group), mock.patch.object(InPlace, "backward", noted):
-        arena = symmetric_arena()
+        pool = symmetric_arena()
         memory = Memory(1.0)
         out = memory.attention(*leaves, *settings, group.name)
         wanted = torch.autograd.grad(out, leaves, dout)
         memory.next = 0
         again = memory.attention(*leaves, *settings, group.name)
-        events = [posted.done for posted, _ in arena.left]
+        events = [posted.done for posted, _ in pool.left]
         assert len(events) == 2  # slices
-        copies = arena.stream.key
+        copies = pool.stream.key
         assert all(Stream.current.clock.get(copies, 0) < event.clock[copies] for event in events)
         clocks.clear()
         if seen:
-            hf_burst.ring.routes.open_exchange("symmetric", group, torch.device("cpu"))  # the next pass begins
+            hf_burst.ring.sharded.open_exchange("symmetric", group, torch.device("cpu"))  # the next pass begins
             assert all(Stream.current.clock.get(copies, 0) >= event.clock[copies] for event in events)
             found = torch.autograd.grad(again, leaves, dout)
             for one, other in zip(found, wanted, strict=True):
@@ -194,7 +194,7 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
                 Memory(1.0).attention(*leaves, *settings, group.name)
                 clocks.append(Stream.current.clock)
             clocks.append(Stream.current.clock)
-        assert not arena.left
+        assert not pool.left
         assert len(clocks) == 2  # of two slices, or of both streams
         for clock in clocks:
             assert all(clock.get(copies, 0) >= event.clock[copies] for event in events)
@@ -205,8 +205,8 @@ def test_what_is_left_under_way_is_waited_for(ranks, seen, tmp_path):
     ranks(2).run(run_a_region_again, tmp_path, seen)
 
 
-def symmetric_arena() -> symmetric.Arena:
-    return hf_burst.ring.routes.open_arena(None, None)
+def symmetric_arena() -> symmetric.SymmetricPool:
+    return hf_burst.ring.sharded.open_pool(None, None)
 
 
 @pytest.mark.parametrize("schedule", ["kv_ring", "burst", "ulysses", "all_gather"])

@@ -466,7 +466,7 @@ def test_the_life_of_an_adapter(ranks: Ranks, tmp_path: Path, dora: bool, patch_
 
 
 def learn_prompts(rank: int, size: int) -> None:
-    """Around a patched model: a prompt of embeddings is part of the full batch, a prefix of keys is refused."""
+    """RingKind a patched model: a prompt of embeddings is part of the full batch, a prefix of keys is refused."""
     from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
     batch = models.make_batch("right")

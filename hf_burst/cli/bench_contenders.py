@@ -16,15 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import BurstConfig, Chunking, Route
+from ..config import BurstConfig, Chunking, Schedule
 from ..errors import ConfigError
 from ..kernels import explain_kernels, select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
-from ..plan import Layer, Mask, Plan, Shapes, rank_traffic
+from ..plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
 from ..plan.traffic import Pass
-from ..plan.work import gathered_calls, visitor_of
+from ..plan.work import gathered_calls, rotating_of
 from ..ring import accumulation_dtype
 from .bench_ranks import Ranks
 
@@ -231,7 +231,7 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
 def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     """The bytes of a schedule: what the plan of its ring sends, and what its exchange of heads does. `"auto"` chooses
     while it runs, and logs what."""
-    route = None if schedule == "auto" else Route.parse(schedule, case.ranks)
+    route = None if schedule == "auto" else Schedule.parse(schedule, case.ranks)
     refusal = route and route.refusal(case.ranks, case.q_heads, case.kv_heads)
     if refusal:
         raise ConfigError(f"The schedule {schedule!r} cannot run: {refusal}.")
@@ -242,10 +242,10 @@ def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     ulysses = route.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
     kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
-    returned = accumulator if kernel.card.wide else itemsize
+    returned = accumulator if kernel.capabilities.wide else itemsize
     heads, dims = (case.q_heads // ulysses, case.kv_heads // ulysses), (case.head_dim, case.head_dim)
     shapes = Shapes(*heads, *dims, itemsize, accumulator, returned)
-    plan = Layer(layout.masks(True, case.window), layout.sharding, shapes).plan(ulysses)
+    plan = Layer(layout.masks(MaskPattern(window=case.window)), layout.sharding, shapes).plan(ulysses)
     outputs = case.batch * case.tokens * case.q_heads * case.head_dim * itemsize
     inputs = outputs + 2 * case.batch * case.tokens * case.kv_heads * case.head_dim * itemsize
     scalars = case.batch * case.tokens * case.q_heads * accumulator
@@ -258,11 +258,11 @@ def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     return Sent(forward, backward, "plan")
 
 
-def _around(route: Route, plan: Plan, place: int, direction: Pass, shapes: Shapes) -> int:
+def _around(route: Schedule, plan: Plan, place: int, direction: Pass, shapes: Shapes) -> int:
     """Bytes that a place of the ring sends in one pass. Gathered keys are fetched again in the backward pass, and their
     gradients return as sums."""
-    if route.around != "all_gather":
-        return rank_traffic(plan, place, direction, visitor_of(route, direction), shapes).bytes
+    if route.ring != "all_gather":
+        return rank_traffic(plan, place, direction, rotating_of(route, direction), shapes).bytes
     row = len(plan.masks) * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
     _, fetched, given = gathered_calls(plan, place)
     returned = fetched * shapes.accumulator_itemsize if direction == "backward" else 0

@@ -11,7 +11,7 @@ import numpy as np
 from ..config import Chunking
 from ..errors import ConfigError
 from ..plan import Mask, Plan, assign, cut, make_plan
-from ..plan.schedule import Visitor
+from ..plan.steps import Rotating
 from ..plan.tiles import Tile
 from ..plan.work import tile_pairs
 from .launch import launched
@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=4, help="places of the ring (default %(default)s)")
     parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
     parser.add_argument(
-        "--visitor", choices=get_args(Visitor), default="kv", help='what travels: K and V, or Q as in "burst" backward'
+        "--rotating",
+        choices=get_args(Rotating),
+        default="kv",
+        help='what travels: K and V, or Q as in "burst" backward',
     )
     parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
 
@@ -69,10 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     mask = Mask(length, arguments.mask == "causal", arguments.window, documents if arguments.documents else ())
     owners = assign((mask,), arguments.ranks, arguments.chunking)
     plan = make_plan((mask,), cut(length, owners))
-    print(describe(plan, arguments.visitor))
+    print(describe(plan, arguments.rotating))
     if arguments.out is None:
         return 0
-    figure = draw(plan, arguments.visitor)
+    figure = draw(plan, arguments.rotating)
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(arguments.out, dpi=150)
@@ -95,10 +98,10 @@ def _check_picture(out: Path) -> None:
         raise ConfigError(f"--out is {out}; its name must end with one of .{', .'.join(kinds)}.")
 
 
-def describe(plan: Plan, visitor: Visitor) -> str:
+def describe(plan: Plan, rotating: Rotating) -> str:
     """A table: for each rank its tokens, its share of the work, and the share of it in every step; then the balance, of
     all steps together and one after the other."""
-    ranks, work = plan.sharding.ranks, steps_of(plan, visitor)
+    ranks, work = plan.sharding.ranks, steps_of(plan, rotating)
     total = sum(map(sum, work))
     lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
     for rank, steps in enumerate(work):
@@ -113,12 +116,12 @@ def describe(plan: Plan, visitor: Visitor) -> str:
     return "\n".join(lines)
 
 
-def steps_of(plan: Plan, visitor: Visitor) -> list[list[int]]:
+def steps_of(plan: Plan, rotating: Rotating) -> list[list[int]]:
     """The pairs that each rank computes in each step."""
     ranks = plan.sharding.ranks
     work = [[0] * ranks for _ in range(ranks)]
     for rank in range(ranks):
-        for step in plan.schedule(rank, visitor):
+        for step in plan.steps(rank, rotating):
             batch = [tile.batch[1] - tile.batch[0] for tile in step.tiles]
             work[rank][step.distance] = sum(
                 rows * tile_pairs(tile) for rows, tile in zip(batch, step.tiles, strict=True)
@@ -126,13 +129,13 @@ def steps_of(plan: Plan, visitor: Visitor) -> list[list[int]]:
     return work
 
 
-def who_computes(plan: Plan, visitor: Visitor, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The rank that computes each pair of some tokens of the first row of a batch, and in which step; -1 where nobody
     does. As the tiles of the plan have it, not as the mask does.
 
     Args:
         plan ([`Plan`]): The plan.
-        visitor (`str`): What travels.
+        rotating (`str`): What travels.
         tokens (sequence of `int`): Rising; queries along the first dimension, keys along the second.
 
     Returns:
@@ -142,9 +145,9 @@ def who_computes(plan: Plan, visitor: Visitor, tokens: Sequence[int]) -> tuple[n
     ranks = np.full((len(tokens), len(tokens)), _NOBODY)
     steps = ranks.copy()
     for host in range(plan.sharding.ranks):
-        for step in plan.schedule(host, visitor):
+        for step in plan.steps(host, rotating):
             guest = (host - step.distance) % plan.sharding.ranks
-            q_rank, k_rank = (host, guest) if visitor == "kv" else (guest, host)
+            q_rank, k_rank = (host, guest) if rotating == "kv" else (guest, host)
             for tile in step.tiles:
                 if tile.batch[0] > 0:
                     continue
@@ -171,12 +174,12 @@ def _drawn(tile: Tile, queries: np.ndarray, keys: np.ndarray, rows: np.ndarray) 
         yield query, np.flatnonzero(keys & (rows >= tile.k[0] + start) & (rows < tile.k[0] + stop))
 
 
-def draw(plan: Plan, visitor: Visitor) -> "Figure":
+def draw(plan: Plan, rotating: Rotating) -> "Figure":
     """The mask, coloured by the rank that computes each part, the darker the earlier; beside it the work of each rank.
 
     Args:
         plan ([`Plan`]): What is drawn, of the first row of its batch.
-        visitor (`str`): What travels.
+        rotating (`str`): What travels.
     """
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
@@ -184,7 +187,7 @@ def draw(plan: Plan, visitor: Visitor) -> "Figure":
     ranks, length = plan.sharding.ranks, plan.sharding.length
     points = min(length, _POINTS)
     tokens = [(2 * index + 1) * length // (2 * points) for index in range(points)]
-    owner, step = who_computes(plan, visitor, tokens)
+    owner, step = who_computes(plan, rotating, tokens)
     hues = [np.array(to_rgb(f"C{rank % 10}")) for rank in range(ranks)]
     palette = np.array([[_shade(hue, distance, ranks) for distance in range(ranks)] for hue in hues])
     picture = np.where((owner >= 0)[..., None], palette[owner, step], 1.0)
@@ -195,13 +198,13 @@ def draw(plan: Plan, visitor: Visitor) -> "Figure":
         mask.axhline(boundary, color="#bbbbbb", linewidth=0.5)
         mask.axvline(boundary, color="#bbbbbb", linewidth=0.5)
     mask.set(xlabel="key", ylabel="query", title=f"Who computes what, over {ranks} ranks")
-    _bars(bars, plan, visitor, hues)
+    _bars(bars, plan, rotating, hues)
     return figure
 
 
-def _bars(axes: "Axes", plan: Plan, visitor: Visitor, hues: Sequence[np.ndarray]) -> None:
+def _bars(axes: "Axes", plan: Plan, rotating: Rotating, hues: Sequence[np.ndarray]) -> None:
     """The work of each rank, step by step, in even shares."""
-    work, ranks = steps_of(plan, visitor), plan.sharding.ranks
+    work, ranks = steps_of(plan, rotating), plan.sharding.ranks
     even = sum(map(sum, work)) / ranks
     for rank, steps in enumerate(work):
         left = 0.0

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnsupportedModelError
 from ..op import schedule_for
+from ..plan import MaskPattern
 from .batch import ForwardCall
 
 NAME = "hf_burst"
@@ -37,7 +38,7 @@ class _NotBuiltError(UnsupportedModelError, AttributeError):
 
 
 @dataclass
-class DeferredMask:
+class LazyMask:
     """What Transformers would make a mask of. Sharded attention reads from it how far a query sees, and only plain
     attention has it built.
 
@@ -65,16 +66,15 @@ class DeferredMask:
             "or it masks by itself, which is not served."
         )
 
-    def __getitem__(self, index: tuple[slice, ...]) -> "DeferredMask | torch.Tensor":
+    def __getitem__(self, index: tuple[slice, ...]) -> "LazyMask | torch.Tensor":
         """The rows of some queries, as Gemma 4 asks for them where layers share keys; of all queries, the mask."""
         if all(part in (slice(None), slice(0, None)) for part in index):
             return self
         return self.whole[index]
 
     @property
-    def reach(self) -> tuple[bool, int | None, int | None]:
-        """Whether it is causal, the tokens that a query sees beside itself (on each side, if it is not causal), and the
-        tokens of a chunk; `None` where there is no limit.
+    def pattern(self) -> MaskPattern:
+        """What queries see.
 
         Documents are left out: those of a shard are not those of the sequence, and the layout knows them.
 
@@ -92,8 +92,10 @@ class DeferredMask:
         size: int | None = self.arguments.get("local_size")
         if _SLIDING in self.parts:
             assert size is not None, "a window has a size"
-            return True, size - 1, None
-        return causal, (size if _SLIDING_BOTH_WAYS in self.parts else None), (size if _CHUNKED in self.parts else None)
+            return MaskPattern(True, size - 1)
+        return MaskPattern(
+            causal, size if _SLIDING_BOTH_WAYS in self.parts else None, size if _CHUNKED in self.parts else None
+        )
 
     @cached_property
     def built(self) -> torch.Tensor | None:
@@ -120,7 +122,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: DeferredMask | torch.Tensor | None,
+    attention_mask: LazyMask | torch.Tensor | None,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -139,7 +141,7 @@ def attention_forward(
         query (`torch.Tensor` of shape `(batch, q_heads, n, head_dim)`): Queries of this rank.
         key (`torch.Tensor` of shape `(batch, kv_heads, n, head_dim)`): Keys of this rank.
         value (`torch.Tensor` of shape `(batch, kv_heads, n, value_dim)`): Values of this rank.
-        attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): The mask that the model gives this layer.
+        attention_mask ([`LazyMask`] or `torch.Tensor`, *optional*): The mask that the model gives this layer.
         scaling (`float`, *optional*): Factor of the scores.
         is_causal (`bool`, *optional*): Overrules the layer's own attribute, where there is no mask.
         sliding_window (`int`, *optional*): Tokens that a query sees, itself included, where there is no mask.
@@ -156,14 +158,14 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(refused)} to its attention, which hf_burst does not serve. "
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
-    if burst_call is None and isinstance(attention_mask, DeferredMask):
+    if burst_call is None and isinstance(attention_mask, LazyMask):
         burst_call = attention_mask.call
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
-        burst_call = None  # the rows that DeferredMask.__getitem__ was asked for, beside the whole sequence
+        burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
     if burst_call is None:
         options = {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
         if softcap is None and s_aux is None:
-            mask = attention_mask.built if isinstance(attention_mask, DeferredMask) else attention_mask
+            mask = attention_mask.built if isinstance(attention_mask, LazyMask) else attention_mask
             result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
             return result
         return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
@@ -172,11 +174,11 @@ def attention_forward(
             f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
             "Set the dropout of its attention to 0 in the config before the model is made."
         )
-    causal, window, chunk = _reach(module, attention_mask, is_causal, sliding_window)
-    if causal != burst_call.causal:
+    pattern = _pattern(module, attention_mask, is_causal, sliding_window)
+    if pattern.causal != burst_call.causal:
         kinds = {True: "causal", False: "that of an encoder"}
         raise UnsupportedModelError(
-            f"The attention of {type(module).__name__} is {kinds[causal]}, and that of its model should be "
+            f"The attention of {type(module).__name__} is {kinds[pattern.causal]}, and that of its model should be "
             f"{kinds[burst_call.causal]}. Layers of both kinds in one model are not served."
         )
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
@@ -187,13 +189,13 @@ def attention_forward(
     arguments = (
         *(q, k, v, s_aux),
         burst_call.encoded,
-        causal,
-        -1 if window is None else window,
-        chunk or 0,
+        pattern.causal,
+        -1 if pattern.window is None else pattern.window,
+        pattern.attention_chunk_size or 0,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap or 0.0,
         config.kernel,
-        schedule_for(config, q, k, v, layout, group, (causal, window, chunk)),
+        schedule_for(config, q, k, v, layout, group, (pattern.causal, pattern.window, pattern.attention_chunk_size)),
         config.transport,
         config.record,
         group.name,
@@ -201,19 +203,19 @@ def attention_forward(
     saved = None if torch.compiler.is_compiling() else burst_call.saved
     memory = None if saved is None else saved.memory
     out = torch.ops.hf_burst.attention(*arguments)[0] if memory is None else memory.attention(*arguments)
-    if burst_call.blind is not None:
-        out = out.masked_fill(burst_call.blind[..., None, None], 0)
+    if burst_call.fully_masked is not None:
+        out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)
     return out, None
 
 
 @torch.compiler.disable  # closures cannot be read in a graph; masks are made before the layers
-def attention_mask(**arguments: Any) -> DeferredMask | torch.Tensor | None:
+def attention_mask(**arguments: Any) -> LazyMask | torch.Tensor | None:
     """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
 
     Only generation has padding, or keys besides those of its queries; it is given its mask at once.
     """
     parts = frozenset(_parts(arguments["mask_function"]))
-    deferred, padding = DeferredMask(arguments, parts), arguments.get("attention_mask")
+    deferred, padding = LazyMask(arguments, parts), arguments.get("attention_mask")
     square = arguments["q_length"] == arguments["kv_length"]
     return deferred if square and (padding is None or bool(padding.all())) else deferred.built
 
@@ -248,23 +250,23 @@ class CallCarrier:
                 f"{type(module).__name__} is not given the keyword arguments of its model, by which it would learn how "
                 "the sequence is sharded. Another version of Transformers may pass them on."
             )
-        if isinstance(mask, DeferredMask):
+        if isinstance(mask, LazyMask):
             mask.call = call
 
 
-def _reach(
-    module: nn.Module, mask: DeferredMask | torch.Tensor | None, is_causal: bool | None, sliding_window: int | None
-) -> tuple[bool, int | None, int | None]:
+def _pattern(
+    module: nn.Module, mask: LazyMask | torch.Tensor | None, is_causal: bool | None, sliding_window: int | None
+) -> MaskPattern:
     """Whether a layer is causal, how far a query sees and in which chunks. As in eager attention the mask decides."""
-    if isinstance(mask, DeferredMask):
-        return mask.reach
+    if isinstance(mask, LazyMask):
+        return mask.pattern
     if mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} is given a mask tensor of shape {tuple(mask.shape)}, made from the tokens of one "
             "shard. Over several ranks masks must come from Transformers' masking_utils."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return causal, None if sliding_window is None else sliding_window - 1, None
+    return MaskPattern(causal, None if sliding_window is None else sliding_window - 1)
 
 
 def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -294,11 +296,11 @@ def _eager(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: DeferredMask | torch.Tensor | None,
+    mask: LazyMask | torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The eager attention of the model's own file, which knows its soft-capping and its sinks."""
-    added = mask.added if isinstance(mask, DeferredMask) else None if mask is None else _additive(mask, query.dtype)
+    added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, query.dtype)
     attend = sys.modules[type(module).__module__].eager_attention_forward
     out, weights = attend(module, query, key, value, added, **options)
     return out, weights

@@ -14,9 +14,10 @@ import torch
 
 from ..config import BurstConfig
 from ..errors import BatchError
-from ..layout import Reach, SequenceLayout
+from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX, shift_labels
 from ..mesh import ContextGroup
+from ..plan import MaskPattern
 from .checkpointing import SavedAttention
 
 LAYOUT_KEY = "burst_batch"
@@ -74,7 +75,7 @@ class ForwardCall:
         positions (`torch.LongTensor` of shape `(batch, n)`): The position ids of this rank's tokens.
         logits (`str`): What becomes of the logits: `"drop"`, `"gather"` or `"keep"`.
         kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
-        blind (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
+        fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
         saved ([`SavedAttention`], *optional*): What checkpointed layers remember.
         causal (`bool`, defaults to `True`): Whether queries see no later key.
         targets (`torch.LongTensor` of shape `(batch, n)`, *optional*): The labels of a masked language model, which the
@@ -91,7 +92,7 @@ class ForwardCall:
     positions: torch.Tensor
     logits: str = "gather"
     kept: tuple[tuple[int, ...], ...] | None = None
-    blind: torch.Tensor | None = None
+    fully_masked: torch.Tensor | None = None
     saved: SavedAttention | None = None
     causal: bool = True
     targets: torch.Tensor | None = None
@@ -204,7 +205,7 @@ def shard_full(
     rank: int,
     ranks: int,
     positions: torch.Tensor | None = None,
-    reaches: Mapping[Reach, int] | None = None,
+    patterns: Mapping[MaskPattern, int] | None = None,
     causal: bool = True,
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """This rank's part of a full batch: labels shifted first, position ids made explicit, padded to whole chunks.
@@ -217,7 +218,7 @@ def shard_full(
         ranks (`int`): Of how many.
         positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): Those of a batch without `position_ids`,
             which begin no documents; by default every row counts from 0, as in Transformers.
-        reaches (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
+        patterns (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
         causal (`bool`, defaults to `True`): Whether it is for a causal language model, or else for a masked one, whose
             labels are not shifted.
 
@@ -226,9 +227,9 @@ def shard_full(
     """
     rows, length = batch_shape(batch)
     layout = SequenceLayout.for_batch(
-        *(documents_of(batch, causal), ranks, config.chunking_over(ranks), real_tokens(batch), reaches),
+        *(documents_of(batch, causal), ranks, config.chunking_over(ranks), real_tokens(batch)),
+        patterns=patterns or {MaskPattern(causal): 1},
         stretches=config.stretches,
-        causal=causal,
     )
     full = {key: value for key, value in batch.items() if key not in (*_PACKING_KEYS, "attention_mask")}
     device = next(full[key].device for key in _TOKEN_KEYS if full.get(key) is not None)

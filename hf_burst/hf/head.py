@@ -33,18 +33,18 @@ Step = tuple[str, tuple[Any, ...]]
 
 
 @dataclass
-class DeferredLogits:
+class LazyLogits:
     """What a head would return, and what the model does with it afterwards (scaling, soft-capping, casts): noted down.
     Whoever asks for anything else gets it from the logits themselves, which then stay: they may have been changed.
 
     Args:
-        head ([`DeferringHead`]): The head.
+        head ([`LazyHead`]): The head.
         hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What it was given.
         steps (`tuple`): Names of operations, and their operands.
         autocast (`tuple[bool, torch.dtype]`): Whether the head is to run under autocast, and in which dtype.
     """
 
-    head: "DeferringHead"
+    head: "LazyHead"
     hidden: torch.Tensor
     steps: tuple[Step, ...] = ()
     autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
@@ -88,7 +88,7 @@ class DeferredLogits:
     def _then(self, name: str, *operands: Any, **options: Any) -> Any:
         if "whole" in vars(self) or options:
             return (_METHODS | _OPERATORS)[name](self.whole, *operands, **options)
-        return DeferredLogits(self.head, self.hidden, (*self.steps, (name, operands)), self.autocast)
+        return LazyLogits(self.head, self.hidden, (*self.steps, (name, operands)), self.autocast)
 
     def _linear(self, module: nn.Module) -> Linear | None:
         """The head as a linear layer, if it is one and its logits are at most soft-capped."""
@@ -148,20 +148,20 @@ class DeferredLogits:
 
 
 @torch.compiler.disable
-def loss_sum(logits: torch.Tensor | DeferredLogits, targets: torch.Tensor) -> torch.Tensor:
+def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]."""
-    return logits.loss_sum(targets) if isinstance(logits, DeferredLogits) else token_loss_sum(logits, targets)
+    return logits.loss_sum(targets) if isinstance(logits, LazyLogits) else token_loss_sum(logits, targets)
 
 
 # FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins
 pytree.register_pytree_node(
-    DeferredLogits,
+    LazyLogits,
     lambda logits: ([logits.hidden], (logits.head, logits.steps, logits.autocast)),
-    lambda children, context: DeferredLogits(context[0], next(iter(children)), *context[1:]),
+    lambda children, context: LazyLogits(context[0], next(iter(children)), *context[1:]),
 )
 
 
-class DeferringHead:
+class LazyHead:
     """Stands for the `forward` of a model's head, and puts it off while `under_way`. A graph ends here.
 
     Args:
@@ -199,7 +199,7 @@ class DeferringHead:
         if self._is_watched() or torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
-        return DeferredLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
+        return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
 
     def _is_watched(self) -> bool:
         """Whether someone wants to see, or change, gradients that come once only with all logits; or a weight follows
@@ -223,7 +223,7 @@ class DeferringHead:
             self.module.reshard()
 
 
-def deferring_head(model: PreTrainedModel, known: DeferringHead | None) -> DeferringHead | None:
+def lazy_head(model: PreTrainedModel, known: LazyHead | None) -> LazyHead | None:
     """The head of a model, able to put itself off; the one that is known, unless adapters have taken its place."""
     module = model.get_output_embeddings()
     if known is not None and known.module is not module:
@@ -231,6 +231,4 @@ def deferring_head(model: PreTrainedModel, known: DeferringHead | None) -> Defer
     if module is None:
         return None
     there = vars(module).get("forward")  # another model may share it
-    return (
-        there if isinstance(there, DeferringHead) else DeferringHead(module, model.config.get_text_config().vocab_size)
-    )
+    return there if isinstance(there, LazyHead) else LazyHead(module, model.config.get_text_config().vocab_size)

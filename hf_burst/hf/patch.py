@@ -40,7 +40,7 @@ from .batch import (
 from .checkpointing import SavedAttention
 from .dropout import check_shared_dropout, own_masks
 from .experts import RouterLogits, balance, check_balance
-from .head import DeferredLogits, DeferringHead, deferring_head, loss_sum
+from .head import LazyHead, LazyLogits, lazy_head, loss_sum
 from .outputs import Places, asks_to_keep, batch_loss, gather_outputs, keep_rows
 from .positions import LearnedPositions, segment_count
 from .rope import LongestPosition
@@ -52,7 +52,7 @@ from .support import (
     check_model,
     check_noise,
     is_causal,
-    layer_reaches,
+    layer_patterns,
 )
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     patch.saved.remove(base)
     for module in base.modules():  # adapters may have made copies
         forward = vars(module).get("forward")
-        if isinstance(forward, DeferringHead):
+        if isinstance(forward, LazyHead):
             forward.remove()
     base.set_attn_implementation(patch.attention)
     if patch.loss_was_set:
@@ -194,7 +194,7 @@ class _Patch:
         saved ([`SavedAttention`]): What checkpointed layers remember of their attention.
         routers ([`RouterLogits`]): What the routers of experts scored, for the load-balancing loss.
         handles (`list`): The hooks.
-        head ([`DeferringHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
+        head ([`LazyHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
         explicit (`bool`): Whether the latest batch arrived sharded.
         accumulated (`tuple[float, int]`): The `num_items_in_batch` of the latest batch, and how many labels of it have
             come so far, for classes that average by themselves.
@@ -214,7 +214,7 @@ class _Patch:
     carrier: CallCarrier
     saved: SavedAttention
     handles: list[RemovableHandle] = field(default_factory=list)
-    head: DeferringHead | None = None
+    head: LazyHead | None = None
     explicit: bool = False
     accumulated: tuple[float, int] = (0.0, 0)
 
@@ -266,7 +266,7 @@ class _Patch:
                 "there is nothing to learn from. Drop such batches, or check how the labels are masked."
             )
         self.carrier.under_way = True
-        self.head = deferring_head(module, self.head)
+        self.head = lazy_head(module, self.head)
         if self.head is not None:
             self.head.under_way = call.logits == "drop" and not prepared.get("fused_lm_head")
         if not self.causal:
@@ -340,9 +340,9 @@ class _Patch:
                 )
         else:
             positions = self.positions.make(batch)
-            reaches = layer_reaches(module.config, self.causal)
+            patterns = layer_patterns(module.config, self.causal)
             prepared, layout = shard_full(
-                *(batch, self.config, group.rank, group.size, positions, reaches, self.causal)
+                *(batch, self.config, group.rank, group.size, positions, patterns, self.causal)
             )
             fingerprint, content = None, checksum_on_device(batch) if group.size > 1 else None
             longest = longest_position(batch) if self.longest.handles else None
@@ -383,13 +383,13 @@ class _Patch:
             "longest position": longest,
         }
         self.longest.value = longest if self.longest.handles else None
-        blind = layout.blind(group.rank)
-        if blind is not None:
-            blind = blind.to(prepared["position_ids"].device)
+        fully_masked = layout.fully_masked(group.rank)
+        if fully_masked is not None:
+            fully_masked = fully_masked.to(prepared["position_ids"].device)
         encoded = layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
         call = ForwardCall(
-            *(layout, group, self.config, explicit, 0, encoded, prepared["position_ids"], logits, kept, blind),
+            *(layout, group, self.config, explicit, 0, encoded, prepared["position_ids"], logits, kept, fully_masked),
             causal=self.causal,
             rows=rows,
             saved=self.saved,
@@ -447,9 +447,7 @@ class _Patch:
         if self.head is not None:
             self.head.under_way = False
 
-    def loss(
-        self, logits: torch.Tensor | DeferredLogits, labels: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def loss(self, logits: torch.Tensor | LazyLogits, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
         call: ForwardCall | None = kwargs.pop(_CALL, None)
         if call is None:

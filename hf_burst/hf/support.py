@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ..errors import UnsupportedModelError
-from ..layout import Reach
 from ..loss import IGNORE_INDEX
+from ..plan import MaskPattern
 from .served import SERVED
 
 logger = logging.getLogger(__name__)
@@ -213,21 +213,21 @@ def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
     return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
 
 
-def layer_reaches(config: PreTrainedConfig, causal: bool = True) -> Counter[Reach]:
+def layer_patterns(config: PreTrainedConfig, causal: bool = True) -> Counter[MaskPattern]:
     """How many layers of a model see how far, by its config: what the chunks of a batch are balanced for. A config that
     names nothing known counts as one whose layers see whole documents. A causal window counts the query, that of an
     encoder, which is as wide on both sides, does not."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
     each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
-    return Counter(_reach(layer, kind, causal) for layer, kind in zip(each, types, strict=True))
+    return Counter(_pattern(layer, kind, causal) for layer, kind in zip(each, types, strict=True))
 
 
-def _reach(config: PreTrainedConfig, kind: str, causal: bool) -> Reach:
-    """How far a layer of this kind sees."""
+def _pattern(config: PreTrainedConfig, kind: str, causal: bool) -> MaskPattern:
+    """What the queries of a layer of this kind see."""
     window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
-    return (window - causal if isinstance(window, int) and window > 0 else None), chunk
+    return MaskPattern(causal, window - causal if isinstance(window, int) and window > 0 else None, chunk)
 
 
 def check_served(model: PreTrainedModel) -> None:

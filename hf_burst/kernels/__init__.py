@@ -1,14 +1,14 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import Band, Card, Into, Kernel, Scores, from_host, project_out
+from .base import Band, Capabilities, Kernel, OutputBuffers, Scores, from_host, project_out
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
 __all__ = [
     "KERNELS",
     "Band",
-    "Card",
-    "Into",
+    "Capabilities",
     "Kernel",
+    "OutputBuffers",
     "Scores",
     "explain_kernels",
     "from_host",

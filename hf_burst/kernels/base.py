@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 # where results may be written, in the order in which they are returned; `None` for memory of the kernel's own
-Into = Sequence[torch.Tensor | None]
+OutputBuffers = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Card:
+class Capabilities:
     """What a kernel can do.
 
     Args:
@@ -128,7 +128,7 @@ class Card:
 class Kernel(Protocol):
     """Attention on one tile."""
 
-    card: Card
+    capabilities: Capabilities
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         """What this machine lacks to compute such heads (a package, a GPU); `None` if nothing. Asked after the card,
@@ -142,7 +142,7 @@ class Kernel(Protocol):
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the rows of a tile over its columns.
 
@@ -173,7 +173,7 @@ class Kernel(Protocol):
         delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of the tile, given the log-sum-exp of each row over all tiles.
 

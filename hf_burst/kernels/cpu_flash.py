@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from .base import Band, Card, Into, Scores
+from .base import Band, Capabilities, OutputBuffers, Scores
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 from .reference import admitted
 
@@ -19,7 +19,7 @@ _BLOCK_ROWS = 512
 class CpuFlashKernel:
     """`aten::_scaled_dot_product_flash_attention_for_cpu` and its backward."""
 
-    card = Card(
+    capabilities = Capabilities(
         name="cpu_flash",
         devices=("cpu",),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -43,7 +43,7 @@ class CpuFlashKernel:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
 
@@ -73,7 +73,7 @@ class CpuFlashKernel:
         delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
         assert out is not None, "the card says wants_out"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .base import Band, Card, Into, Scores, from_host
+from .base import Band, Capabilities, OutputBuffers, Scores, from_host
 from .pieces import Piece, backward_pieces, crop, forward_pieces
 
 # cu_seqlens of q and k, longest of q and k; causal, window to the left, window to the right
@@ -44,7 +44,7 @@ class Given(NamedTuple):
     out: torch.Tensor | None
     lse: torch.Tensor
     delta: torch.Tensor | None
-    into: Into | None = None
+    into: OutputBuffers | None = None
 
     def empty_gradients(self) -> dict[str, torch.Tensor]:
         """For a library that writes `dq`, `dk` and `dv` where it is told."""
@@ -68,7 +68,7 @@ class FlashKernel:
         library (module, *optional*): In place of the library, for tests.
     """
 
-    card: Card
+    capabilities: Capabilities
 
     def __init__(self, deterministic: bool = False, library: Any = None) -> None:
         self.deterministic = deterministic
@@ -96,7 +96,7 @@ class FlashKernel:
         return dense_call(piece)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`out` and `lse` of one call, possibly written `into` tensors of these shapes."""
         raise NotImplementedError
@@ -112,7 +112,7 @@ class FlashKernel:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
         if band.segments:
@@ -146,10 +146,10 @@ class FlashKernel:
         delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]."""
-        assert out is not None or not self.card.wants_out, "the card says wants_out"
+        assert out is not None or not self.capabilities.wants_out, "the card says wants_out"
         delta = delta if out is None else None
         if band.segments:
             given = Given(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base import Card, Into
+from .base import Capabilities, OutputBuffers
 from .flash import Call, Given, aligned, unbounded_is_negative
 from .library import Calls, package_refusal
 from .torch_flash import Flash2Kernel
@@ -28,7 +28,7 @@ _CALLS: Calls = (
 class FlashAttn2Kernel(Flash2Kernel):
     """`_flash_attn_forward`, `_flash_attn_backward` and their `_varlen_` forms."""
 
-    card = Card(
+    capabilities = Capabilities(
         name="flash_attn_2",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -51,7 +51,7 @@ class FlashAttn2Kernel(Flash2Kernel):
         return import_module(_MODULE)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         library = self.library

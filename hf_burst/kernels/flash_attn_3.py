@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .base import Card, Into
+from .base import Capabilities, OutputBuffers
 from .flash import Call, FlashKernel, Given, aligned, unbounded_is_negative
 from .library import Calls, gpu_refusal, package_refusal, parameters
 
@@ -27,7 +27,7 @@ _CALLS: Calls = (
 class FlashAttn3Kernel(FlashKernel):
     """`_flash_attn_forward` and `_flash_attn_backward` of `flash_attn_interface`, untried."""
 
-    card = Card(
+    capabilities = Capabilities(
         name="flash_attn_3",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -53,7 +53,7 @@ class FlashAttn3Kernel(FlashKernel):
         return import_module(_MODULE)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v)}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .base import Card, Into
+from .base import Capabilities, OutputBuffers
 from .flash import Call, FlashKernel, Given
 from .library import Calls, gpu_refusal, package_refusal
 
@@ -38,7 +38,7 @@ class FlashAttn4Kernel(FlashKernel):
     (DeepSeek) are taken, which its Hopper backward does only if no heads are shared.
     """
 
-    card = Card(
+    capabilities = Capabilities(
         name="flash_attn_4",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -66,7 +66,7 @@ class FlashAttn4Kernel(FlashKernel):
         return import_module(_MODULE)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]; copies what is not aligned by itself."""
         out, lse = into or (None, None)

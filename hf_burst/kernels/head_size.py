@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from .base import Band, Card, Into, Kernel, Scores
+from .base import Band, Capabilities, Kernel, OutputBuffers, Scores
 
 
 class PaddedHeads:
@@ -20,20 +20,22 @@ class PaddedHeads:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        largest = kernel.card.head_dims[1]
-        self.card = replace(kernel.card, head_dims=(1, largest), head_multiple=1, head_sizes=(), own_value_dim=True)
+        largest = kernel.capabilities.head_dims[1]
+        self.capabilities = replace(
+            kernel.capabilities, head_dims=(1, largest), head_multiple=1, head_sizes=(), own_value_dim=True
+        )
 
     def for_sizes(self, head_dim: int, value_dim: int) -> Kernel:
         """What computes heads of these sizes: the kernel alone if it takes them as they are."""
         same = all(
-            padded_sizes(self.kernel.card, head_dim, value_dim, shared) == (head_dim, value_dim)
+            padded_sizes(self.kernel.capabilities, head_dim, value_dim, shared) == (head_dim, value_dim)
             for shared in (True, False)
         )
         return self.kernel if same else self
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         """See [`Kernel.unavailable`]."""
-        return self.kernel.unavailable(*padded_sizes(self.kernel.card, head_dim, value_dim, shared=True))
+        return self.kernel.unavailable(*padded_sizes(self.kernel.capabilities, head_dim, value_dim, shared=True))
 
     def forward(
         self,
@@ -42,7 +44,7 @@ class PaddedHeads:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]; padded results are written elsewhere."""
         size, value_size = self._sizes(q, v)
@@ -60,7 +62,7 @@ class PaddedHeads:
         delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]; padded results are written elsewhere."""
         size, value_size = self._sizes(q, v)
@@ -75,14 +77,14 @@ class PaddedHeads:
         return _cut(dq, q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
 
     def _sizes(self, q: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-        return padded_sizes(self.kernel.card, q.shape[3], v.shape[3], shared=q.shape[2] != v.shape[2])
+        return padded_sizes(self.kernel.capabilities, q.shape[3], v.shape[3], shared=q.shape[2] != v.shape[2])
 
 
-def padded_sizes(card: Card, head_dim: int, value_dim: int, shared: bool) -> tuple[int, int]:
+def padded_sizes(card: Capabilities, head_dim: int, value_dim: int, shared: bool) -> tuple[int, int]:
     """The smallest head sizes of q and k and of v that a kernel takes and that hold these.
 
     Args:
-        card ([`Card`]): The kernel's.
+        card ([`Capabilities`]): The kernel's.
         head_dim (`int`): Head size of q and k.
         value_dim (`int`): Head size of v.
         shared (`bool`): Whether query heads share key heads.
@@ -93,7 +95,7 @@ def padded_sizes(card: Card, head_dim: int, value_dim: int, shared: bool) -> tup
     return (size, value_size) if card.own_value_dim else (max(size, value_size),) * 2
 
 
-def _enough(card: Card, dim: int) -> int:
+def _enough(card: Capabilities, dim: int) -> int:
     if card.head_sizes:
         return min(size for size in card.head_sizes if size >= dim)
     least = max(card.head_dims[0], dim)

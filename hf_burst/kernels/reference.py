@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-from .base import Band, Card, Into, Scores, from_host
+from .base import Band, Capabilities, OutputBuffers, Scores, from_host
 from .pieces import Piece, backward_pieces, crop, forward_pieces, shift
 
 _BLOCK_SCORES = 1 << 26  # that many are in memory at once
@@ -14,7 +14,7 @@ _BLOCK_SCORES = 1 << 26  # that many are in memory at once
 class ReferenceKernel:
     """Plain torch, in blocks of rows that bound its memory. Slow, right by inspection, and it takes everything."""
 
-    card = Card(
+    capabilities = Capabilities(
         name="reference",
         devices=("cpu", "cuda"),
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -38,7 +38,7 @@ class ReferenceKernel:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`]."""
 
@@ -62,7 +62,7 @@ class ReferenceKernel:
         delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]; FlashAttention (arXiv 2205.14135), appendix B.2."""
         assert delta is not None, "the card does not say derives_delta"

@@ -7,7 +7,7 @@ import torch
 
 from ..config import KernelName
 from ..errors import KernelError
-from .base import Card, Kernel
+from .base import Capabilities, Kernel
 from .cpu_flash import CpuFlashKernel
 from .flash_attn_2 import FlashAttn2Kernel
 from .flash_attn_3 import FlashAttn3Kernel
@@ -64,27 +64,27 @@ def select_kernel(
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
     """
     kernels = _DETERMINISTIC if deterministic else KERNELS
-    refusals: list[tuple[Card, str]] = []
+    refusals: list[tuple[Capabilities, str]] = []
     for kernel in kernels:
-        card = kernel.card
-        if requested not in ("auto", card.name):
+        capabilities = kernel.capabilities
+        if requested not in ("auto", capabilities.name):
             continue
         refusal = _refusal(kernel, device, dtype, head_dim, value_dim, softcap, deterministic, window)
-        if refusal is None and requested == "auto" and card.by_name:
-            refusal = card.by_name
+        if refusal is None and requested == "auto" and capabilities.by_name:
+            refusal = capabilities.by_name
         if refusal is None:
             faster = _joined([(other, why) for other, why in refusals if device in other.devices])
             reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
-            slow = requested == "auto" and card.name == "reference"
+            slow = requested == "auto" and capabilities.name == "reference"
             logger.log(
                 logging.WARNING if slow else logging.INFO,
                 "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
-                *(card.name, device, dtype, head_dim, ", deterministic" if deterministic else "", reason),
+                *(capabilities.name, device, dtype, head_dim, ", deterministic" if deterministic else "", reason),
             )
             return kernel.for_sizes(head_dim, value_dim) if isinstance(kernel, PaddedHeads) else kernel
-        refusals.append((card, refusal))
+        refusals.append((capabilities, refusal))
     features = f"{' and soft-capped scores' if softcap else ''}{' and a sliding window' if window else ''}"
-    able = ", ".join(kernel.card.name for kernel in kernels if kernel.card.deterministic)
+    able = ", ".join(kernel.capabilities.name for kernel in kernels if kernel.capabilities.deterministic)
     raise KernelError(
         f"No {'deterministic ' if deterministic else ''}kernel for {dtype} on {device} with head sizes {head_dim} "
         f"(q, k) and {value_dim} (v){features}: {_joined(refusals)}. "
@@ -108,9 +108,9 @@ def explain_kernels(
     kernels = _DETERMINISTIC if deterministic else KERNELS
     return [
         (
-            kernel.card.name,
+            kernel.capabilities.name,
             _refusal(kernel, device, dtype, head_dim, value_dim, softcap, deterministic, window)
-            or kernel.card.by_name
+            or kernel.capabilities.by_name
             or None,
         )
         for kernel in kernels
@@ -120,10 +120,10 @@ def explain_kernels(
 def _refusal(
     kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, *wishes: bool
 ) -> str | None:
-    """Why a kernel cannot, by its card and then by what this machine has."""
-    refusal = kernel.card.refusal(device, dtype, head_dim, value_dim, *wishes)
+    """Why a kernel cannot, by its capabilities and then by what this machine has."""
+    refusal = kernel.capabilities.refusal(device, dtype, head_dim, value_dim, *wishes)
     return kernel.unavailable(head_dim, value_dim) if refusal is None else refusal
 
 
-def _joined(refusals: list[tuple[Card, str]]) -> str:
-    return "; ".join(f"{card.name} {why}" for card, why in refusals)
+def _joined(refusals: list[tuple[Capabilities, str]]) -> str:
+    return "; ".join(f"{capabilities.name} {why}" for capabilities, why in refusals)

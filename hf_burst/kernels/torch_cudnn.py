@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import KernelError
-from .base import Band, Card, Into, Scores
+from .base import Band, Capabilities, OutputBuffers, Scores
 from .flash import aligned
 from .library import gpu_refusal
 from .pieces import Piece, backward_pieces, crop, forward_pieces
@@ -30,7 +30,7 @@ class TorchCudnnKernel:
         library (module, *optional*): In place of `torch.ops.aten`, for tests.
     """
 
-    card = Card(
+    capabilities = Capabilities(
         name="torch_cudnn",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -62,7 +62,7 @@ class TorchCudnnKernel:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`Kernel.forward`].
 
@@ -93,7 +93,7 @@ class TorchCudnnKernel:
         delta: torch.Tensor | None,
         band: Band,
         scores: Scores,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See [`Kernel.backward`]; raises as `forward` does."""
         assert out is not None, "the card says wants_out"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .base import Band, Card, Into
+from .base import Band, Capabilities, OutputBuffers
 from .flash import Call, FlashKernel, Given, Lengths, Window, aligned, dense_call
 from .library import gpu_refusal
 from .pieces import Piece, crop, shift
@@ -37,7 +37,7 @@ class Flash2Kernel(FlashKernel):
 class TorchFlashKernel(Flash2Kernel):
     """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
 
-    card = Card(
+    capabilities = Capabilities(
         name="torch_flash",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -51,7 +51,7 @@ class TorchFlashKernel(Flash2Kernel):
     )
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: Into | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         causal, left, right = call.window

@@ -4,9 +4,9 @@ from .balance import assign, chunks_per_rank, imbalance, imbalance_of_rounds
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
-from .mask import Mask
-from .schedule import Plan, Step, Transfer, make_plan
+from .mask import Mask, MaskPattern
 from .sharding import Sharding, cut, make_sharding
+from .steps import Plan, Step, Transfer, make_plan
 from .tiles import Tile, tiles_between
 from .traffic import Shapes, Traffic, rank_traffic
 from .verify import verify_plan
@@ -20,6 +20,7 @@ __all__ = [
     "Link",
     "Machine",
     "Mask",
+    "MaskPattern",
     "Plan",
     "Shapes",
     "Sharding",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config import Route, Transport
+from ..config import Schedule, Transport
 from ..errors import ConfigError
 from .cost import Cost, estimate
 from .machine import Machine
@@ -20,19 +20,19 @@ class Choice:
     """The schedule of a layer.
 
     Args:
-        route ([`Route`]): The schedule.
+        route ([`Schedule`]): The schedule.
         reason (`str`): Why this one, as a part of a sentence.
         table (`str`): All schedules with their costs, and why they lost.
         cost ([`Cost`]): What it is estimated to cost, with the transport and the slices that it takes.
     """
 
-    route: Route
+    route: Schedule
     reason: str
     table: str
     cost: Cost
 
 
-def candidates(ranks: int, q_heads: int, kv_heads: int, ranks_per_host: int) -> list[Route]:
+def candidates(ranks: int, q_heads: int, kv_heads: int, ranks_per_host: int) -> list[Schedule]:
     """The schedules that a group can run, in the order in which equals are preferred.
 
     Products whose Ulysses groups would lie across hosts while hosts divide them no further are left out: the same
@@ -45,11 +45,11 @@ def candidates(ranks: int, q_heads: int, kv_heads: int, ranks_per_host: int) -> 
         ranks_per_host (`int`): Ranks on one host.
     """
     if ranks == 1:
-        return [Route()]
-    routes = [Route("kv_ring"), Route("burst"), Route("all_gather"), Route("kv_ring", ranks)]
+        return [Schedule()]
+    routes = [Schedule("kv_ring"), Schedule("burst"), Schedule("all_gather"), Schedule("kv_ring", ranks)]
     for ulysses in range(2, ranks):
         if ranks_per_host % ulysses == 0 or ulysses % ranks_per_host == 0:
-            routes += [Route("kv_ring", ulysses), Route("burst", ulysses), Route("all_gather", ulysses)]
+            routes += [Schedule("kv_ring", ulysses), Schedule("burst", ulysses), Schedule("all_gather", ulysses)]
     return [route for route in routes if route.refusal(ranks, q_heads, kv_heads) is None]
 
 
@@ -60,18 +60,18 @@ def choose(
     machine: Machine,
     transport: Transport = "auto",
     budget: int | None = None,
-    usual: Route | None = None,
+    usual: Schedule | None = None,
 ) -> Choice:
     """The schedule of a layer. Depends on nothing but its arguments, so that all ranks choose alike.
 
     Args:
-        schedule (`str`): A name that [`Route.parse`] reads, which is then taken, or `"auto"`.
+        schedule (`str`): A name that [`Schedule.parse`] reads, which is then taken, or `"auto"`.
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what; the same numbers on all ranks.
         transport (`str`, defaults to `"auto"`): What carries messages inside a host.
         budget (`int`, *optional*): The most memory that a layer may take beside its inputs and outputs, in bytes; a
             quarter of the device's by default.
-        usual ([`Route`], *optional*): What other batches take. `"auto"` stays with it unless another schedule is
+        usual ([`Schedule`], *optional*): What other batches take. `"auto"` stays with it unless another schedule is
             cheaper by a tenth, and then takes the first of [`candidates`] of which that is not so: a change takes
             memory and time, and the model is not exact. Products that exchange heads otherwise are left out.
 
@@ -80,9 +80,9 @@ def choose(
     """
     asked = None if schedule == "auto" else _asked(schedule, layer)
     if layer.ranks == 1:
-        cost = estimate(Route(), layer, machine, transport="p2p")
+        cost = estimate(Schedule(), layer, machine, transport="p2p")
         reason = "one rank exchanges nothing"
-        return Choice(Route(), reason, _table({Route(): cost}, {}, layer, Route(), reason), cost)
+        return Choice(Schedule(), reason, _table({Schedule(): cost}, {}, layer, Schedule(), reason), cost)
     shapes, ranks = layer.shapes, layer.ranks
     budget = int(BUDGET_SHARE * machine.memory) if budget is None else budget
     routes = candidates(ranks, shapes.q_heads, shapes.kv_heads, machine.ranks_per_host)
@@ -97,7 +97,7 @@ def choose(
         if cost.memory_bytes > budget
     }
     if machine.kernel in _SQUARES_ONLY:
-        gathering = [route for route in costs if route.around == "all_gather"]
+        gathering = [route for route in costs if route.ring == "all_gather"]
         refused |= dict.fromkeys(gathering, f"{machine.kernel} is slow on its tiles, which are no squares")
     # to the nanosecond, so that the last bit of a sum decides nothing
     order = sorted(costs, key=lambda route: round(costs[route].total_s, 9))
@@ -123,14 +123,14 @@ def choose(
     return Choice(best, reason, _table(costs, refused, layer, best, reason), costs[best])
 
 
-def name_of(route: Route, ranks: int) -> str:
+def name_of(route: Schedule, ranks: int) -> str:
     """The name of a schedule; Ulysses of all ranks has no ring around it."""
     return "ulysses" if route.ulysses == ranks > 1 else str(route)
 
 
-def _asked(schedule: str, layer: Layer) -> Route | None:
+def _asked(schedule: str, layer: Layer) -> Schedule | None:
     """The schedule of a name, which the group can run; one rank runs any."""
-    route = Route.parse(schedule, layer.ranks)
+    route = Schedule.parse(schedule, layer.ranks)
     if layer.ranks == 1:
         return None
     q_heads, kv_heads = layer.shapes.q_heads, layer.shapes.kv_heads
@@ -140,7 +140,7 @@ def _asked(schedule: str, layer: Layer) -> Route | None:
     allowed = [
         degree
         for degree in range(1, layer.ranks + 1)
-        if Route(route.around, degree).refusal(layer.ranks, q_heads, kv_heads) is None
+        if Schedule(route.ring, degree).refusal(layer.ranks, q_heads, kv_heads) is None
     ]
     raise ConfigError(
         f"The schedule {schedule!r} cannot run: {problem}. The ranks that exchange heads must divide the {layer.ranks} "
@@ -149,7 +149,7 @@ def _asked(schedule: str, layer: Layer) -> Route | None:
     )
 
 
-def _table(costs: dict[Route, Cost], refused: dict[Route, str], layer: Layer, best: Route, reason: str) -> str:
+def _table(costs: dict[Schedule, Cost], refused: dict[Schedule, str], layer: Layer, best: Schedule, reason: str) -> str:
     """One line a schedule, the one taken and then the fastest first, at the end those that the heads do not allow."""
     lines = [["schedule", "forward", "backward", "total", "exposed", "sent", "memory", "over", "slices", ""]]
     for route in sorted(costs, key=lambda route: (route != best, round(costs[route].total_s, 9))):
@@ -160,7 +160,7 @@ def _table(costs: dict[Route, Cost], refused: dict[Route, str], layer: Layer, be
         line += [f"{cost.sent_bytes / 1e6:.1f} MB", _size(cost.memory_bytes)]
         lines.append([*line, cost.transport if layer.ranks > 1 else "-", str(cost.slices), remark])
     for degree in range(2, layer.ranks + 1):
-        problem = Route(ulysses=degree).refusal(layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads)
+        problem = Schedule(ulysses=degree).refusal(layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads)
         if layer.ranks % degree == 0 and problem:
             name = "ulysses" if degree == layer.ranks else f"ulysses_{degree}+..."
             lines.append([name, *["-"] * 8, problem])

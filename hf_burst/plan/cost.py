@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 
-from ..config import Route, Transport
+from ..config import Schedule, Transport
 from ..errors import ConfigError
 from .machine import Link, Machine
-from .schedule import Step, Transfer, Visitor
+from .steps import Rotating, Step, Transfer
 from .traffic import Pass, Shapes, step_traffic
-from .work import Call, Layer, Load, load_of, visitor_of
+from .work import KernelWork, Layer, Load, load_of, rotating_of
 
 MOST_SLICES = 4
 _BLOCK_ROWS = 128
@@ -62,7 +62,7 @@ class Cost:
 
 @lru_cache(maxsize=1024)
 def estimate(
-    route: Route,
+    route: Schedule,
     layer: Layer,
     machine: Machine,
     transport: Transport = "auto",
@@ -72,7 +72,7 @@ def estimate(
     """The cost of a layer under a schedule.
 
     Args:
-        route ([`Route`]): The schedule; its Ulysses degree divides the ranks and the heads.
+        route ([`Schedule`]): The schedule; its Ulysses degree divides the ranks and the heads.
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the faster of them.
@@ -107,20 +107,20 @@ def _transports(machine: Machine, within: bool) -> list[Transport]:
     return ["symmetric"] if better else ["symmetric", "p2p"]
 
 
-def slices_of(route: Route, ranks: int, kv_heads: int) -> list[int]:
+def slices_of(route: Schedule, ranks: int, kv_heads: int) -> list[int]:
     """Into how many slices the key heads of a rank may be cut: at most 4, so that kernel calls stay large."""
-    if route.ulysses == 1 and (route.around != "all_gather" or ranks == 1):
+    if route.ulysses == 1 and (route.ring != "all_gather" or ranks == 1):
         return [1]
     heads = kv_heads // route.ulysses
     return [count for count in range(1, MOST_SLICES + 1) if heads % count == 0]
 
 
-def head_slices(route: Route, ranks: int, heads: tuple[int, int], tokens: int, device: str) -> int:
+def head_slices(route: Schedule, ranks: int, heads: tuple[int, int], tokens: int, device: str) -> int:
     """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs only
     where there is much to compute, since a slice costs the host as much as the whole.
 
     Args:
-        route ([`Route`]): With `ulysses` ranks that exchange heads, or keys that are gathered.
+        route ([`Schedule`]): With `ulysses` ranks that exchange heads, or keys that are gathered.
         ranks (`int`): Ranks of the group.
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
@@ -167,7 +167,7 @@ class _Tally:
 class _Setting:
     """What is priced."""
 
-    route: Route
+    route: Schedule
     load: Load
     machine: Machine
     transport: Transport
@@ -200,7 +200,7 @@ class _Setting:
         link = self.inside if within >= between else self.machine.between_hosts
         return _Busy(max(within, between), max(within, between) * link.drag)
 
-    def kernel(self, call: Call, backward: bool) -> float:
+    def kernel(self, call: KernelWork, backward: bool) -> float:
         """Seconds of one call: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
         shapes = self.shapes
         scores = (call.pairs if self.machine.device == "CPU" else call.computed) * shapes.q_heads
@@ -256,9 +256,9 @@ def _pass(setting: _Setting, direction: Pass) -> _Tally:
 def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
     """Steps of the plan: visitors of the next one come, and gradients of the last one return, beside its kernels."""
     backward, steps = direction == "backward", setting.load.rings[direction]
-    visit, summed, lone = _row_bytes(visitor_of(setting.route, direction), direction, setting.shapes)
+    visit, summed, lone = _row_bytes(rotating_of(setting.route, direction), direction, setting.shapes)
     alone = sum(len(step.calls) for step in steps) == 1
-    tensors = 4 if visitor_of(setting.route, direction) == "q" else 2
+    tensors = 4 if rotating_of(setting.route, direction) == "q" else 2
 
     def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Busy:
         """A round in which rows of some bytes leave and arrive: the longer way counts."""
@@ -291,16 +291,17 @@ def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
     _ends(setting, direction, alone, tally)
 
 
-def _row_bytes(visitor: Visitor, direction: Pass, shapes: Shapes) -> tuple[int, int, int]:
+def _row_bytes(rotating: Rotating, direction: Pass, shapes: Shapes) -> tuple[int, int, int]:
     """Bytes of a row that visits, of its gradient as a sum of several tiles, and as the kernel made it."""
-    visit = step_traffic(Step(1, (), send=Transfer(0, 0, 1, False)), direction, visitor, 1, shapes)
+    visit = step_traffic(Step(1, (), send=Transfer(0, 0, 1, False)), direction, rotating, 1, shapes)
     summed, lone = (
-        step_traffic(Step(1, (), recv=Transfer(0, 0, 1, lone)), direction, visitor, 1, shapes) for lone in (False, True)
+        step_traffic(Step(1, (), recv=Transfer(0, 0, 1, lone)), direction, rotating, 1, shapes)
+        for lone in (False, True)
     )
     return visit.bytes, summed.bytes, lone.bytes
 
 
-def _touched(calls: tuple[Call, ...], shapes: Shapes, direction: Pass, kept: bool) -> tuple[int, int]:
+def _touched(calls: tuple[KernelWork, ...], shapes: Shapes, direction: Pass, kept: bool) -> tuple[int, int]:
     """Bytes of memory read and written beside the kernel's own, and calls: merges, or sums of gradients, which read
     what the kernel wrote and read and write a sum. What is `kept` as the kernel made it costs nothing."""
     if kept and len(calls) <= 1:

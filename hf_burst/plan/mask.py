@@ -10,6 +10,36 @@ from ..errors import BatchError, ConfigError
 
 
 @dataclass(frozen=True)
+class MaskPattern:
+    """What a layer's queries see inside of their document, whatever the batch.
+
+    Args:
+        causal (`bool`, defaults to `True`): Whether a query sees no later key.
+        window (`int`, *optional*): How many tokens back a query sees beside itself (for Transformers' causal models
+            `sliding_window - 1`); without `causal`, as many forward too. `None` is unlimited.
+        attention_chunk_size (`int`, *optional*): Documents are cut into pieces of so many tokens, which do not see each
+            other (the chunked attention of Llama 4).
+    """
+
+    causal: bool = True
+    window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def mask(self, length: int, documents: tuple[int, ...]) -> "Mask":
+        """The [`Mask`] of one packed sequence.
+
+        Args:
+            length (`int`): Its tokens.
+            documents (`tuple[int, ...]`): Cumulative boundaries `(0, ..., length)` of its documents.
+        """
+        size = self.attention_chunk_size
+        if size is not None:
+            starts = [start for first, stop in pairwise(documents) for start in range(first, stop, size)]
+            documents = (*starts, documents[-1])
+        return Mask(length, self.causal, self.window, documents)
+
+
+@dataclass(frozen=True)
 class Mask:
     """Which (query, key) pairs of one sequence are admitted.
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .schedule import Plan, Step, Visitor
+from .steps import Plan, Rotating, Step
 
 Pass = Literal["forward", "backward"]
 
@@ -33,9 +33,9 @@ class Traffic:
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
 
-def step_traffic(step: Step, direction: Pass, visitor: Visitor, batch: int, shapes: Shapes) -> Traffic:
+def step_traffic(step: Step, direction: Pass, rotating: Rotating, batch: int, shapes: Shapes) -> Traffic:
     """What one rank sends in one step: its visitors (`step.send`) and the gradients it returns (`step.recv`)."""
-    visit, returned = _sizes(direction, visitor, shapes, lone=step.recv.lone if step.recv else False)
+    visit, returned = _sizes(direction, rotating, shapes, lone=step.recv.lone if step.recv else False)
     sent = Traffic()
     if step.send:
         sent += Traffic(len(visit), batch * step.send.rows * sum(visit))
@@ -44,24 +44,24 @@ def step_traffic(step: Step, direction: Pass, visitor: Visitor, batch: int, shap
     return sent
 
 
-def rank_traffic(plan: Plan, rank: int, direction: Pass, visitor: Visitor, shapes: Shapes) -> Traffic:
+def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, shapes: Shapes) -> Traffic:
     """What one rank sends in one pass through one layer.
 
     For K and V (design of ring attention) these are 2·n·Hkv·D elements a step forward, and as many more gradients
     backward; for the burst backward Q, dO, dQ and two accumulator scalars a head (arXiv 2403.09347, section 3).
     """
     total = Traffic()
-    for step in plan.schedule(rank, visitor):
-        total += step_traffic(step, direction, visitor, len(plan.masks), shapes)
+    for step in plan.steps(rank, rotating):
+        total += step_traffic(step, direction, rotating, len(plan.masks), shapes)
     return total
 
 
-def _sizes(direction: Pass, visitor: Visitor, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
+def _sizes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
     """Bytes a row: of each tensor that visits, and of each gradient that returns."""
     keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
     queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
     gradient = (shapes.gradient_itemsize or shapes.itemsize) if lone else shapes.accumulator_itemsize
-    if visitor == "kv":
+    if rotating == "kv":
         visit = [keys * shapes.itemsize, values * shapes.itemsize]
         return visit, [keys * gradient, values * gradient] if direction == "backward" else []
     scalars = shapes.q_heads * shapes.accumulator_itemsize

@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 from ..errors import PlanError
-from .schedule import Plan, Step, Visitor
 from .sharding import Sharding
+from .steps import Plan, Rotating, Step
 
 
-def verify_plan(plan: Plan, visitor: Visitor) -> int:
+def verify_plan(plan: Plan, rotating: Rotating) -> int:
     """Plays the schedules of all ranks on paper.
 
     Args:
         plan ([`Plan`]): The plan.
-        visitor (`str`): `"kv"` or `"q"`: what travels.
+        rotating (`str`): `"kv"` or `"q"`: what travels.
 
     Returns:
         `int`: The number of (query, key) pairs that were found, each exactly once.
@@ -23,11 +23,11 @@ def verify_plan(plan: Plan, visitor: Visitor) -> int:
     """
     sharding = plan.sharding
     seen: list[list[list[tuple[int, int]]]] = [[[] for _ in range(sharding.length)] for _ in plan.masks]
-    schedules = [{step.distance: step for step in plan.schedule(rank, visitor)} for rank in range(sharding.ranks)]
+    schedules = [{step.distance: step for step in plan.steps(rank, rotating)} for rank in range(sharding.ranks)]
     for rank, steps in enumerate(schedules):
         for step in steps.values():
             _check_messages(schedules, rank, step)
-            _collect(seen, sharding, rank, step, visitor)
+            _collect(seen, sharding, rank, step, rotating)
     pairs = 0
     for row, mask in enumerate(plan.masks):
         for query in range(sharding.length):
@@ -64,13 +64,13 @@ def _check_messages(schedules: list[dict[int, Step]], rank: int, step: Step) -> 
 
 
 def _collect(
-    seen: list[list[list[tuple[int, int]]]], sharding: Sharding, rank: int, step: Step, visitor: Visitor
+    seen: list[list[list[tuple[int, int]]]], sharding: Sharding, rank: int, step: Step, rotating: Rotating
 ) -> None:
     """Adds the keys that the tiles of a step compute for each query, in tokens of the sequence."""
     guest = step.recv.peer if step.recv else rank
-    q_rank, k_rank = (rank, guest) if visitor == "kv" else (guest, rank)
+    q_rank, k_rank = (rank, guest) if rotating == "kv" else (guest, rank)
     for tile in step.tiles:
-        visiting = tile.k if visitor == "kv" else tile.q
+        visiting = tile.k if rotating == "kv" else tile.q
         if tile.q[1] > sharding.tokens(q_rank) or tile.k[1] > sharding.tokens(k_rank):
             raise PlanError(f"rank {rank}, step {step.distance}: {tile} reaches beyond the shard")
         if step.recv and not (step.recv.start <= visiting[0] and visiting[1] <= step.recv.stop):

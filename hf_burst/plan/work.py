@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from ..config import Route
+from ..config import Schedule
 from .mask import Mask
-from .schedule import Plan, Transfer, Visitor, goes_ahead, make_plan
 from .sharding import Sharding
+from .steps import Plan, Rotating, Transfer, goes_ahead, make_plan
 from .tiles import Tile
 from .traffic import Pass, Shapes
 
@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelWork:
     """One kernel call, summed over the batch.
 
     Args:
@@ -63,17 +63,17 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Round:
+class StepWork:
     """A step of a schedule, in numbers.
 
     Args:
-        calls (`tuple[Call, ...]`): The kernel calls of its tiles.
+        calls (`tuple[KernelWork, ...]`): The kernel calls of its tiles.
         send (`Transfer`, *optional*): As in [`Step`].
         recv (`Transfer`, *optional*): As in [`Step`].
         ahead (`bool`): Whether the visitors of the next step go before the gradients of this one, in a backward pass.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[KernelWork, ...]
     send: Transfer | None
     recv: Transfer | None
     ahead: bool
@@ -90,9 +90,9 @@ class Load:
         rows (`int`): Tokens of a place, all rows of the batch together.
         shapes ([`Shapes`]): Heads of the layer.
         sequence (`int`): Tokens of all places, all rows of the batch together.
-        rings (`dict[str, tuple[Round, ...]]`): The schedule of each pass; none if keys are gathered.
+        rings (`dict[str, tuple[StepWork, ...]]`): The schedule of each pass; none if keys are gathered.
         lags (`dict[str, float]`): [`lag`] of each of them.
-        gathered (`tuple[Call, ...]`): The kernel calls if keys are gathered.
+        gathered (`tuple[KernelWork, ...]`): The kernel calls if keys are gathered.
         fetched (`int`): Rows of keys that it then fetches, all rows of the batch together.
         given (`int`): Rows of its own that others then fetch.
     """
@@ -103,9 +103,9 @@ class Load:
     rows: int
     shapes: Shapes
     sequence: int
-    rings: dict[Pass, tuple[Round, ...]]
+    rings: dict[Pass, tuple[StepWork, ...]]
     lags: dict[Pass, float]
-    gathered: tuple[Call, ...]
+    gathered: tuple[KernelWork, ...]
     fetched: int
     given: int
 
@@ -188,7 +188,7 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
 
 
 def pairs_by_round(
-    own: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int], ranks: int, visitor: Visitor
+    own: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int], ranks: int, rotating: Rotating
 ) -> list[list[int]]:
     """What each rank computes in each round of a ring, in which the rank so far before it visits: by round and rank.
 
@@ -197,19 +197,19 @@ def pairs_by_round(
         met (`dict[tuple[int, int], int]`): Those with keys of other chunks, see [`meetings`].
         owners (sequence of `int`): The rank that holds each chunk.
         ranks (`int`): Ranks of the ring.
-        visitor (`str`): What travels.
+        rotating (`str`): What travels.
     """
     rounds = [[0] * ranks for _ in range(ranks)]
     for owner, pairs in zip(owners, own, strict=True):
         rounds[0][owner] += pairs
     for (queries, keys), pairs in met.items():
-        host, guest = (queries, keys) if visitor == "kv" else (keys, queries)
+        host, guest = (queries, keys) if rotating == "kv" else (keys, queries)
         rounds[(owners[host] - owners[guest]) % ranks][owners[host]] += pairs
     return rounds
 
 
 @lru_cache(maxsize=256)
-def lag(plan: Plan, visitor: Visitor) -> float:
+def lag(plan: Plan, rotating: Rotating) -> float:
     """How much longer the rounds of a ring take one after the other, each as long as the rank that computes the most in
     it, than the rank that computes the most in all of them together: 0.5 is half as long again. 0 where that is too
     much to count."""
@@ -223,7 +223,7 @@ def lag(plan: Plan, visitor: Visitor) -> float:
         own = [so_far + last - first for so_far, (first, last) in zip(own, pairwise(before), strict=True)]
     for (queries, _), pairs in met.items():
         own[queries] -= pairs
-    rounds = pairs_by_round(own, met, sharding.owners, sharding.ranks, visitor)
+    rounds = pairs_by_round(own, met, sharding.owners, sharding.ranks, rotating)
     return sum(map(max, rounds)) / max(map(sum, zip(*rounds, strict=True))) - 1
 
 
@@ -239,25 +239,25 @@ def pairs_of_ranks(plan: Plan, keys: bool = False) -> tuple[int, ...]:
     return tuple(pairs)
 
 
-def busiest(plan: Plan, visitor: Visitor) -> int:
+def busiest(plan: Plan, rotating: Rotating) -> int:
     """The rank that computes the most when K and V, or queries, visit; the first of equals."""
-    pairs = pairs_of_ranks(plan, keys=visitor == "q")
+    pairs = pairs_of_ranks(plan, keys=rotating == "q")
     return pairs.index(max(pairs))
 
 
 @lru_cache(maxsize=256)
-def rounds(plan: Plan, rank: int, visitor: Visitor) -> tuple[Round, ...]:
+def rounds(plan: Plan, rank: int, rotating: Rotating) -> tuple[StepWork, ...]:
     """The schedule of a rank with what its kernel calls compute."""
-    steps = plan.schedule(rank, visitor)
+    steps = plan.steps(rank, rotating)
     ahead = [goes_ahead(step, following, True) for step, following in pairwise(steps)]
     return tuple(
-        Round(tuple(map(_call, step.tiles)), step.send, step.recv, early)
+        StepWork(tuple(map(_call, step.tiles)), step.send, step.recv, early)
         for step, early in zip(steps, [*ahead, True], strict=True)
     )
 
 
 @lru_cache(maxsize=256)
-def gathered_calls(plan: Plan, rank: int) -> tuple[tuple[Call, ...], int, int]:
+def gathered_calls(plan: Plan, rank: int) -> tuple[tuple[KernelWork, ...], int, int]:
     """What a rank computes with gathered keys, how many rows of keys it fetches for that from the others, and how many
     of its own they fetch."""
     others = [other for other in range(plan.sharding.ranks) if other != rank]
@@ -266,26 +266,26 @@ def gathered_calls(plan: Plan, rank: int) -> tuple[tuple[Call, ...], int, int]:
     return tuple(map(_call, plan.gathered(rank))), fetched, given
 
 
-def visitor_of(route: Route, direction: Pass) -> Visitor:
+def rotating_of(route: Schedule, direction: Pass) -> Rotating:
     """What travels round the ring of a route."""
-    return "q" if route.around == "burst" and direction == "backward" else "kv"
+    return "q" if route.ring == "burst" and direction == "backward" else "kv"
 
 
-def load_of(route: Route, layer: Layer) -> Load:
+def load_of(route: Schedule, layer: Layer) -> Load:
     """What the rank with the most to compute does under a route."""
     plan = layer.plan(route.ulysses)
     batch, places = len(plan.masks), plan.sharding.ranks
-    rings: dict[Pass, tuple[Round, ...]] = {}
+    rings: dict[Pass, tuple[StepWork, ...]] = {}
     lags: dict[Pass, float] = {}
-    gathered: tuple[Call, ...] = ()
+    gathered: tuple[KernelWork, ...] = ()
     fetched = given = 0
-    if route.around == "all_gather" and places > 1:
+    if route.ring == "all_gather" and places > 1:
         gathered, fetched, given = gathered_calls(plan, busiest(plan, "kv"))
     else:
         for direction in _PASSES:
-            visitor = visitor_of(route, direction)
-            rings[direction] = rounds(plan, busiest(plan, visitor), visitor)
-            lags[direction] = lag(plan, visitor)
+            rotating = rotating_of(route, direction)
+            rings[direction] = rounds(plan, busiest(plan, rotating), rotating)
+            lags[direction] = lag(plan, rotating)
     return Load(
         ranks=layer.ranks,
         places=places,
@@ -310,10 +310,10 @@ def _looked_at(plan: Plan, looking: int, home: int) -> int:
     return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.sharding.runs(home))
 
 
-def _call(tile: Tile) -> Call:
+def _call(tile: Tile) -> KernelWork:
     batch = tile.batch[1] - tile.batch[0]
     rows, columns = tile.q[1] - tile.q[0], tile.k[1] - tile.k[0]
-    return Call(batch * tile_pairs(tile), batch * rows, batch * columns, batch * _computed(tile))
+    return KernelWork(batch * tile_pairs(tile), batch * rows, batch * columns, batch * _computed(tile))
 
 
 def _computed(tile: Tile) -> int:

@@ -2,13 +2,13 @@
 
 from .exchange import Exchange, PeerToPeer
 from .merge import accumulation_dtype, merge_, row_products
-from .routes import HeadSizes, Routed, kept_shapes, open_exchange
+from .sharded import HeadSizes, ShardedAttention, kept_shapes, open_exchange
 
 __all__ = [
     "Exchange",
     "HeadSizes",
     "PeerToPeer",
-    "Routed",
+    "ShardedAttention",
     "accumulation_dtype",
     "kept_shapes",
     "merge_",

@@ -22,7 +22,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Part:
+class Incoming:
     """Rows of one of the tensors that `peer` has published.
 
     Args:
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Given:
+class Outgoing:
     """Rows `[start, stop)` of the tensor `index` of those that this rank has published, which `peer` fetches."""
 
     peer: int
@@ -61,28 +61,28 @@ class Round:
 
     Args:
         shapes (`tuple`): Shape and dtype of every tensor that this rank has published.
-        given (`tuple[Given, ...]`): What of them is fetched by others.
-        taken (`tuple[Part, ...]`): What this rank fetches, from each peer in the order in which that gives it.
+        outgoing (`tuple[Outgoing, ...]`): What of them is fetched by others.
+        incoming (`tuple[Incoming, ...]`): What this rank fetches, from each peer in the order in which that gives it.
         tag (`int`): Tells the rounds apart.
     """
 
     shapes: tuple[Shape, ...]
-    given: tuple[Given, ...]
-    taken: tuple[Part, ...]
+    outgoing: tuple[Outgoing, ...]
+    incoming: tuple[Incoming, ...]
     tag: int
 
     @cached_property
     def sent(self) -> Traffic:
         """What leaves this rank."""
         total = 0
-        for rows in self.given:
+        for rows in self.outgoing:
             (batch, _, *rest), dtype = self.shapes[rows.index]
             total += batch * (rows.stop - rows.start) * math.prod(rest) * dtype.itemsize
-        return Traffic(len(self.given), total)
+        return Traffic(len(self.outgoing), total)
 
 
 @dataclass(frozen=True)
-class Block:
+class HeadBlock:
     """Rows and heads of a tensor of shape `(B, S, H, D)` that go to or come from a peer.
 
     Args:
@@ -102,28 +102,28 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Move:
+class HeadMove:
     """A block, and where it goes: rows and heads of the destination of the same index."""
 
-    source: Block
+    source: HeadBlock
     rows: tuple[int, int]
     heads: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class HeadRound:
     """One round of an exchange in which every rank publishes tensors of the same shapes.
 
     Args:
-        given (`tuple[Block, ...]`): What peers take of this rank's tensors, in their order.
-        taken (`tuple[Move, ...]`): What this rank takes, itself included.
+        outgoing (`tuple[HeadBlock, ...]`): What peers take of this rank's tensors, in their order.
+        incoming (`tuple[HeadMove, ...]`): What this rank takes, itself included.
     """
 
-    given: tuple[Block, ...]
-    taken: tuple[Move, ...]
+    outgoing: tuple[HeadBlock, ...]
+    incoming: tuple[HeadMove, ...]
 
 
-class Posted(Protocol):
+class Pending(Protocol):
     """Messages under way."""
 
     def wait(self) -> list[torch.Tensor]:
@@ -171,7 +171,7 @@ class Exchange(Protocol):
         which: Round,
         tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
-    ) -> Posted:
+    ) -> Pending:
         """Starts to fetch.
 
         Args:
@@ -185,17 +185,17 @@ class Exchange(Protocol):
     def move(
         self,
         channel: Channel,
-        moves: Moves,
+        moves: HeadRound,
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
         behind: bool = False,
-    ) -> Posted:
+    ) -> Pending:
         """Starts a round in which heads are exchanged.
 
         Args:
             channel (`str`): Where `sources` were published.
-            moves ([`Moves`]): What goes where.
+            moves ([`HeadRound`]): What goes where.
             sources (sequence of `torch.Tensor` of shape `(B, S, H, D)`): What this rank has published; equal shapes
                 and dtypes on all ranks.
             into (sequence of `torch.Tensor` of shape `(B, S', H', D)`): The destinations, of any strides.
@@ -204,12 +204,12 @@ class Exchange(Protocol):
         """
         ...
 
-    def leave(self, posted: Posted) -> None:
+    def leave(self, posted: Pending) -> None:
         """Does not wait for a round whose memory nobody touches before the next pass over these ranks has begun: by
         then it is there.
 
         Args:
-            posted ([`Posted`]): The round.
+            posted ([`Pending`]): The round.
         """
         ...
 
@@ -256,39 +256,41 @@ class PeerToPeer:
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Messages:
         """See [`Exchange.fetch`]."""
-        sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in which.given]
-        return self._post(sends, which.taken, which.tag, into)
+        sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in which.outgoing]
+        return self._post(sends, which.incoming, which.tag, into)
 
     def move(
         self,
         channel: Channel,
-        moves: Moves,
+        moves: HeadRound,
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
         behind: bool = False,
     ) -> _Messages:
         """See [`Exchange.move`]."""
-        sends = [(block.of(sources[block.index]), block.peer) for block in moves.given if block.peer != self.group.rank]
+        sends = [
+            (block.of(sources[block.index]), block.peer) for block in moves.outgoing if block.peer != self.group.rank
+        ]
         places, shapes, receives = [], tuple((tuple(t.shape), t.dtype) for t in sources), []
-        for move in moves.taken:
+        for move in moves.incoming:
             block = move.source
             place = into[block.index][:, slice(*move.rows), slice(*move.heads)]
             if block.peer == self.group.rank:
                 place.copy_(block.of(sources[block.index]))
                 continue
             places.append(place)
-            receives.append(Part(block.peer, shapes, block.index, *block.rows))
+            receives.append(Incoming(block.peer, shapes, block.index, *block.rows))
         return self._post(sends, receives, tag, places)
 
-    def leave(self, posted: Posted) -> None:
+    def leave(self, posted: Pending) -> None:
         """See [`Exchange.leave`]; messages are waited for at once."""
         posted.wait()
 
     def _post(
         self,
         sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[Part],
+        receives: Sequence[Incoming],
         tag: int,
         into: Sequence[torch.Tensor] | None,
     ) -> _Messages:

@@ -9,11 +9,11 @@ from functools import lru_cache
 
 import torch
 
-from ..config import Route
+from ..config import Schedule
 from ..kernels import project_out
 from ..plan import head_slices
-from .exchange import Exchange, Given, Part, Posted, Round, Shape
-from .execute import Attention
+from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
+from .loop import Attention
 from .merge import Merged, Summed, accumulation_dtype
 
 # which tensor, first row or token, how many: where each part of a round goes
@@ -64,7 +64,7 @@ def gather_backward(
     delta: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As [`backward`], by all-gathers and reduce-scatters."""
-    if out is None and attention.kernel.card.wants_out:
+    if out is None and attention.kernel.capabilities.wants_out:
         assert delta is not None, "there is out or delta"
         dout, out = project_out(dout, delta)
     keys = _Gathered(attention, exchange, q.shape[2], k, v)
@@ -110,12 +110,12 @@ class _Gathered:
     ) -> None:
         self.attention, self.exchange = attention, exchange
         places, heads = attention.plan.sharding.ranks, (q_heads, k.shape[2])
-        self.count = head_slices(Route("all_gather"), places, heads, k.shape[1], k.device.type)
+        self.count = head_slices(Schedule("all_gather"), places, heads, k.shape[1], k.device.type)
         cut = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [block.contiguous() for pair in cut for block in pair]
         rows = attention.plan.sharding.most_tokens
         exchange.publish("visitors", self.blocks, sum(block.nbytes for block in self.blocks) // k.shape[1] * rows)
-        self.arriving: tuple[Posted, list[torch.Tensor]] | None = None
+        self.arriving: tuple[Pending, list[torch.Tensor]] | None = None
 
     def slices(self, q: torch.Tensor) -> list[tuple[slice, slice]]:
         """Query heads and key heads of every slice."""
@@ -134,7 +134,7 @@ class _Gathered:
         posted.wait()
         return landing
 
-    def _fetch(self, index: int) -> tuple[Posted, list[torch.Tensor]]:
+    def _fetch(self, index: int) -> tuple[Pending, list[torch.Tensor]]:
         attention = self.attention
         landing = [
             block.new_empty(block.shape[0], attention.plan.sharding.length, *block.shape[2:])
@@ -161,7 +161,7 @@ class _Scattered:
         self.attention, self.exchange = attention, exchange
         wide = accumulation_dtype(k.dtype)
         self.home = [torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v)]
-        self.under_way: tuple[slice, Posted, _Places] | None = None
+        self.under_way: tuple[slice, Pending, _Places] | None = None
 
     def send(self, index: int, heads: slice, totals: Sequence[torch.Tensor]) -> None:
         """Sends the gradients of a slice, `(B, S, heads, D)`, home; adds those of the slice before."""
@@ -198,9 +198,9 @@ def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...])
         theirs = tuple(((shape[0], rows, *shape[2:]), dtype) for shape, dtype in shapes)
         for tensor in range(2):
             for _, row, size in _spans(attention, place, attention.place):
-                given.append(Given(peer, 2 * index + tensor, row, row + size))
+                given.append(Outgoing(peer, 2 * index + tensor, row, row + size))
             for token, row, size in _spans(attention, attention.place, place):
-                taken.append(Part(peer, theirs, 2 * index + tensor, row, row + size))
+                taken.append(Incoming(peer, theirs, 2 * index + tensor, row, row + size))
                 places.append((tensor, token, size))
     return Round(shapes, tuple(given), tuple(taken), 2 * index), places
 
@@ -212,9 +212,9 @@ def _slice_scattered(attention: Attention, index: int, shapes: tuple[Shape, ...]
     for place, peer in _others(attention):
         for tensor in range(2):
             for token, _, size in _spans(attention, attention.place, place):
-                given.append(Given(peer, tensor, token, token + size))
+                given.append(Outgoing(peer, tensor, token, token + size))
             for token, row, size in _spans(attention, place, attention.place):
-                taken.append(Part(peer, shapes, tensor, token, token + size))
+                taken.append(Incoming(peer, shapes, tensor, token, token + size))
                 places.append((tensor, row, size))
     return Round(shapes, tuple(given), tuple(taken), 2 * index + 1), places
 

@@ -25,7 +25,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
-from .exchange import Channel, Moves, Posted, Round, Shape
+from .exchange import Channel, HeadRound, Pending, Round, Shape
 
 if TYPE_CHECKING:
     from .fused import Table
@@ -78,7 +78,8 @@ class Segments:
         found = self.views.get(key)
         if found is None:
             found = [
-                self.places(part.peer, turn, part.shapes)[part.index][:, part.start : part.stop] for part in which.taken
+                self.places(part.peer, turn, part.shapes)[part.index][:, part.start : part.stop]
+                for part in which.incoming
             ]
             remember(self.views, key, found)
         return found
@@ -92,7 +93,7 @@ class Segments:
         return base
 
 
-class Arena:
+class SymmetricPool:
     """The symmetric memory of a group, and the stream on which copies go. One for all passes.
 
     Args:
@@ -107,7 +108,7 @@ class Arena:
         self.channels: dict[Channel, Segments] = {}
         self.sightings: dict[Hashable, int] = {}  # how often passes came that may be recorded
         self.passes: dict[Hashable, Any] = {}  # those that are recorded, and, as `None`, those that could not be
-        self.left: list[tuple[Posted, torch.cuda.Stream]] = []  # rounds for which the stream has not waited
+        self.left: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which the stream has not waited
         self.failed = ""  # what ended a pass in the middle, after which ranks need not agree on what was published
 
     def segments(self, channel: Channel, nbytes: int) -> Segments:
@@ -131,9 +132,9 @@ class Arena:
         self.left = []
 
     @cached_property
-    def recordings(self) -> "Arena":
+    def recordings(self) -> "SymmetricPool":
         """Another one for the same ranks, for passes that are recorded."""
-        return Arena(self.group, self.device, self.milliseconds)
+        return SymmetricPool(self.group, self.device, self.milliseconds)
 
     def restart(self) -> None:
         """Forgets what was published: the next to use it waits for nobody."""
@@ -150,7 +151,7 @@ class Arena:
 
 @dataclass
 class _Copies:
-    """Copies under way on the stream of the arena, or, without an event, on the current one."""
+    """Copies under way on the stream of the pool, or, without an event, on the current one."""
 
     into: Sequence[torch.Tensor]
     done: torch.cuda.Event | None
@@ -168,13 +169,13 @@ class Symmetric:
     """An [`Exchange`] by copies from the memory of peers.
 
     Args:
-        arena ([`Arena`]): The memory.
+        pool ([`SymmetricPool`]): The memory.
         aside (`bool`, defaults to `True`): Whether copies go on a stream of their own; on the current one they hide
             behind nothing, and cost the host less.
         sent ([`Traffic`]): What has left this rank so far.
     """
 
-    arena: Arena
+    pool: SymmetricPool
     aside: bool = True
     sent: Traffic = field(default_factory=Traffic)
     held: list[Any] = field(default_factory=list)  # what a recording reads and nobody else may keep
@@ -183,22 +184,22 @@ class Symmetric:
     def go_inline(self) -> None:
         """From now on copies go on the current stream, behind those of passes before."""
         self.aside = False
-        torch.cuda.current_stream(self.arena.device).wait_stream(self.arena.stream)
+        torch.cuda.current_stream(self.pool.device).wait_stream(self.pool.stream)
 
     def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[torch.Tensor | None]:
         """See [`Exchange.room`]."""
-        segments = self.arena.segments(channel, _capacity(most))
+        segments = self.pool.segments(channel, _capacity(most))
         if segments.count < 3:
             return [None] * len(shapes)
         if len(segments.met) == segments.met.maxlen:  # before that nothing was ever there
-            torch.cuda.current_stream(self.arena.device).wait_event(segments.met[0])
-        return segments.places(self.arena.group.rank, segments.published, shapes)
+            torch.cuda.current_stream(self.pool.device).wait_event(segments.met[0])
+        return segments.places(self.pool.group.rank, segments.published, shapes)
 
     def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
         """See [`Exchange.publish`]."""
-        segments = self.arena.segments(channel, _capacity(most))
+        segments = self.pool.segments(channel, _capacity(most))
         turn = segments.published
-        places = segments.places(self.arena.group.rank, turn, [(tensor.shape, tensor.dtype) for tensor in tensors])
+        places = segments.places(self.pool.group.rank, turn, [(tensor.shape, tensor.dtype) for tensor in tensors])
         recording = torch.cuda.is_current_stream_capturing()
         with self._stream():
             for tensor, place in zip(tensors, places, strict=True):
@@ -210,8 +211,8 @@ class Symmetric:
                 if recording:
                     self.held.append(tensor)
                 elif self.aside:
-                    tensor.record_stream(self.arena.stream)
-            segments.handle.barrier(channel=0, timeout_ms=self.arena.milliseconds)
+                    tensor.record_stream(self.pool.stream)
+            segments.handle.barrier(channel=0, timeout_ms=self.pool.milliseconds)
             if segments.count > 2:
                 segments.met.append(self._event())
         segments.published += 1
@@ -224,34 +225,34 @@ class Symmetric:
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Copies:
         """See [`Exchange.fetch`]; what peers fetch costs this rank nothing."""
-        segments = self.arena.channels[channel]
+        segments = self.pool.channels[channel]
         sources = segments.parts(which, segments.published - 1)
         if into is None:
             into = []
-            for part in which.taken:
+            for part in which.incoming:
                 shape, dtype = part.shape
-                into.append(torch.empty(shape, dtype=dtype, device=self.arena.device))
+                into.append(torch.empty(shape, dtype=dtype, device=self.pool.device))
         with self._stream():  # which waits for the current one, where the memory may have been in use
             for source, place in zip(sources, into, strict=True):
                 place.copy_(source, non_blocking=True)
             done = self._event() if self.aside else None
         self.sent += which.sent
-        return _Copies(into, done, self.arena.device)
+        return _Copies(into, done, self.pool.device)
 
     def move(
         self,
         channel: Channel,
-        moves: Moves,
+        moves: HeadRound,
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
         behind: bool = False,
     ) -> _Copies:
         """See [`Exchange.move`]; one kernel reads from all peers."""
-        segments = self.arena.channels[channel]
+        segments = self.pool.channels[channel]
         turn = segments.published - 1
-        inline = not self.aside and self.arena.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.arena.device) if inline else None  # on which a new table arrives
+        inline = not self.aside and self.pool.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.pool.device) if inline else None  # on which a new table arrives
         shapes = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
         key = (moves, turn % segments.count, stream, *shapes)
         table = segments.tables.get(key)
@@ -266,31 +267,31 @@ class Symmetric:
             table.run(into, behind)
             done = self._event() if self.aside else None
         self.sent += table.sent
-        return _Copies(into, done, self.arena.device, table)
+        return _Copies(into, done, self.pool.device, table)
 
-    def leave(self, posted: Posted) -> None:
+    def leave(self, posted: Pending) -> None:
         """See [`Exchange.leave`]."""
-        self.arena.left.append((posted, torch.cuda.current_stream(self.arena.device)))
+        self.pool.left.append((posted, torch.cuda.current_stream(self.pool.device)))
 
     def _stream(self) -> AbstractContextManager[None]:
         """Where copies go; they wait for what the current stream has done so far."""
         if not self.aside:
             return nullcontext()
-        self.arena.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
-        context: AbstractContextManager[None] = torch.cuda.stream(self.arena.stream)
+        self.pool.stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+        context: AbstractContextManager[None] = torch.cuda.stream(self.pool.stream)
         return context
 
     def _event(self) -> torch.cuda.Event:
         """Marks how far the current stream is."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.arena.device))
+        event.record(torch.cuda.current_stream(self.pool.device))
         return event
 
     def _table(
         self,
         segments: Segments,
         turn: int,
-        moves: Moves,
+        moves: HeadRound,
         sources: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
     ) -> "Table":
@@ -298,12 +299,12 @@ class Symmetric:
 
         shapes = [(tensor.shape, tensor.dtype) for tensor in sources]
         pairs = []
-        for move in moves.taken:
+        for move in moves.incoming:
             index = move.source.index
             whole = segments.places(move.source.peer, turn, shapes)[index]
             place = into[index][:, slice(*move.rows), slice(*move.heads)]
             pairs.append((move.source.of(whole), place, index))
-        others = [block for block in moves.given if block.peer != self.arena.group.rank]
+        others = [block for block in moves.outgoing if block.peer != self.pool.group.rank]
         sent = Traffic(len(others), sum(block.of(sources[block.index]).nbytes for block in others))
         return Table(pairs, into, sent)
 
@@ -341,8 +342,8 @@ def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def open_arena(group: ContextGroup, device: torch.device) -> Arena | str:
-    """The arena of a group, or why its ranks cannot read each other's memory; on all of them alike. Collective, once.
+def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
+    """The pool of a group, or why its ranks cannot read each other's memory; on all of them alike. Collective, once.
 
     Args:
         group ([`ContextGroup`]): The ranks.
@@ -359,25 +360,25 @@ def open_arena(group: ContextGroup, device: torch.device) -> Arena | str:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
-    arena = Arena(group, device, _time_limit(group, device))
-    problem = _trial(arena, [index for _, index, _ in seen])
+    pool = SymmetricPool(group, device, _time_limit(group, device))
+    problem = _trial(pool, [index for _, index, _ in seen])
     found: list[str | None] = [problem] * group.size
     dist.all_gather_object(found, problem, group=group.process_group)
     problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem]
     if problems:
         logger.warning("hf_burst sends and receives, since symmetric memory cannot be had: %s", "; ".join(problems))
-    return "; ".join(problems) if problems else arena
+    return "; ".join(problems) if problems else pool
 
 
-def _trial(arena: Arena, indices: Sequence[int]) -> str | None:
+def _trial(pool: SymmetricPool, indices: Sequence[int]) -> str | None:
     """Why the ranks cannot read each other's memory, found by trying."""
-    own = arena.device.index
-    blind = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
+    own = pool.device.index
+    fully_masked = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
     try:
-        arena.segments("visitors", 1)
+        pool.segments("visitors", 1)
     except RuntimeError as problem:  # containers may forbid what it takes
         return str(problem).splitlines()[0]
-    return f"cannot read the memory of devices {blind}" if blind else None
+    return f"cannot read the memory of devices {fully_masked}" if fully_masked else None
 
 
 def _refusal(device: torch.device) -> str | None:

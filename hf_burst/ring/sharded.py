@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from ..config import Route
+from ..config import Schedule
 from ..errors import ConfigError
-from ..kernels import Into, Kernel, Scores
+from ..kernels import Kernel, OutputBuffers, Scores
 from ..mesh import ContextGroup
 from ..plan import Mask, Sharding, head_slices, make_plan
-from ..plan.schedule import Visitor
-from .exchange import Exchange, PeerToPeer, Posted
-from .execute import Attention, backward, forward
+from ..plan.steps import Rotating
+from .exchange import Exchange, PeerToPeer, Pending
 from .gather import gather_backward, gather_forward
-from .heads import HeadsIn, HeadsOut, Mates, mates_of
+from .loop import Attention, backward, forward
 from .merge import accumulation_dtype, by_head, heads_first
-from .symmetric import Arena, Symmetric, open_arena
+from .symmetric import Symmetric, SymmetricPool, open_pool
+from .ulysses import HeadsIn, HeadsOut, UlyssesRanks, ulysses_ranks_of
 
 
 class HeadSizes(NamedTuple):
@@ -47,7 +47,7 @@ class HeadSizes(NamedTuple):
 
 
 def kept_shapes(
-    route: Route, ranks: int, batch: int, tokens: int, sizes: HeadSizes, device: torch.device
+    route: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, device: torch.device
 ) -> list[tuple[int, int, int]]:
     """What the forward pass of a route keeps instead of q, k and v, if it does."""
     if route.ulysses == 1:
@@ -66,11 +66,11 @@ def unpack(packed: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch
 
 
 @dataclass(frozen=True, eq=False)
-class Routed:
+class ShardedAttention:
     """One attention over a group; one object for all layers, which remembers what follows from its arguments.
 
     Args:
-        route ([`Route`]): How it is spread.
+        route ([`Schedule`]): How it is spread.
         group ([`ContextGroup`]): Over which ranks.
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
         sharding ([`Sharding`]): Who holds what.
@@ -78,7 +78,7 @@ class Routed:
         scores ([`Scores`]): Scale and soft-capping.
     """
 
-    route: Route
+    route: Schedule
     group: ContextGroup
     masks: tuple[Mask, ...]
     sharding: Sharding
@@ -126,8 +126,8 @@ class Routed:
         return out, lse, kept
 
     def exchanged(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """What [`Routed.forward`] keeps instead of q, k and v where heads are exchanged, without the attention. It may
-        be under way until the next pass begins."""
+        """What [`ShardedAttention.forward`] keeps instead of q, k and v where heads are exchanged, without the attention.
+        It may be under way until the next pass begins."""
         kept, _, under_way = self._fetch(exchange, q, k, v, waits=False)
         for posted in under_way:
             exchange.leave(posted)
@@ -135,7 +135,7 @@ class Routed:
 
     def _fetch(
         self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, waits: bool
-    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Posted]]:
+    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Pending]]:
         """This rank's heads of all mates on their way: where they come to lie, slice by slice, as q, k and v. `waits`
         says that the first slice is waited for. Where nothing is, products of matrices run beside the copies, which
         many multiprocessors held for a short time disturb less than some for a long time."""
@@ -183,7 +183,7 @@ class Routed:
         pieces = self.route.ulysses * slices
         heads = sizes.q_heads // pieces
 
-        def fetch(index: int) -> tuple[Posted, torch.Tensor, list[torch.Tensor]]:
+        def fetch(index: int) -> tuple[Pending, torch.Tensor, list[torch.Tensor]]:
             own_dout = dout.new_empty(batch, mates.tokens, heads, sizes.value_dim)
             scalars = [heads_first((batch, mates.tokens, heads), lse.dtype, dout.device) for _ in range(2)]
             posted = arriving.fetch(index, (own_dout, *(tensor.unsqueeze(3) for tensor in scalars)), index > 0)
@@ -202,8 +202,8 @@ class Routed:
     @property
     def sends_delta(self) -> bool:
         """Whether the backward pass needs delta even where it is given the output."""
-        others = self.group.size > 1 and (self.route.ulysses > 1 or self.route.around == "burst")
-        return others or not self.kernel.card.derives_delta
+        others = self.group.size > 1 and (self.route.ulysses > 1 or self.route.ring == "burst")
+        return others or not self.kernel.capabilities.derives_delta
 
     def _forward(
         self,
@@ -212,7 +212,7 @@ class Routed:
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._gathers:
             return gather_forward(self._ring, exchange, q, k, v, sinks)
@@ -228,16 +228,16 @@ class Routed:
         out: torch.Tensor | None,
         lse: torch.Tensor,
         delta: torch.Tensor | None,
-        into: Into | None = None,
+        into: OutputBuffers | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._gathers:
             return gather_backward(self._ring, exchange, dout, q, k, v, out, lse, delta)
-        visitor: Visitor = "q" if self.route.around == "burst" else "kv"
-        return backward(self._ring, exchange, visitor, dout, q, k, v, out, lse, delta, into)
+        rotating: Rotating = "q" if self.route.ring == "burst" else "kv"
+        return backward(self._ring, exchange, rotating, dout, q, k, v, out, lse, delta, into)
 
     @property
     def _gathers(self) -> bool:
-        return self.route.around == "all_gather" and self.group.size > self.route.ulysses
+        return self.route.ring == "all_gather" and self.group.size > self.route.ulysses
 
     @cached_property
     def _ring(self) -> Attention:
@@ -249,8 +249,10 @@ class Routed:
         return Attention(plan, place, peers, self.kernel, self.scores)
 
     @cached_property
-    def _mates(self) -> Mates:
-        return mates_of(self.sharding, self.sharding.joined(self.route.ulysses), self.group.rank, self.route.ulysses)
+    def _mates(self) -> UlyssesRanks:
+        return ulysses_ranks_of(
+            self.sharding, self.sharding.joined(self.route.ulysses), self.group.rank, self.route.ulysses
+        )
 
 
 def _go_inline(exchange: Exchange, slices: int, alone: bool) -> None:
@@ -268,11 +270,11 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
     """
     if group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda"):
         return PeerToPeer(group, device)
-    arena = open_arena(group, device)
-    if isinstance(arena, Arena):
-        if arena.failed:
+    pool = open_pool(group, device)
+    if isinstance(pool, SymmetricPool):
+        if pool.failed:
             raise ConfigError(
-                f"An attention over these ranks ended in the middle ({arena.failed}), so that they no longer agree on "
+                f"An attention over these ranks ended in the middle ({pool.failed}), so that they no longer agree on "
                 "what was sent. Start the job anew, with smaller batches if memory was short."
             )
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -280,10 +282,10 @@ def open_exchange(transport: str, group: ContextGroup, device: torch.device) -> 
                 "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
                 "Set BurstConfig(transport='p2p'), or leave it out of the graph."
             )
-        arena.settle()
-        return Symmetric(arena)
+        pool.settle()
+        return Symmetric(pool)
     if transport == "symmetric":
         raise ConfigError(
-            f"BurstConfig(transport='symmetric') cannot be had: {arena}. Take 'auto', which falls back to 'p2p'."
+            f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
         )
     return PeerToPeer(group, device)

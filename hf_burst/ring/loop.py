@@ -6,14 +6,14 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..kernels import Band, Into, Kernel, Scores, project_out
+from ..kernels import Band, Kernel, OutputBuffers, Scores, project_out
 from ..plan import Plan, Step, Tile, Transfer
-from ..plan.schedule import Visitor, goes_ahead
-from .exchange import Exchange, Given, Part, Posted, Round, Shape
+from ..plan.steps import Rotating, goes_ahead
+from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
 from .merge import Merged, Summed, accumulation_dtype
 
 # What a step does with its visitors: returns their gradients, empty if nothing goes home, possibly where it is told to.
-Visit = Callable[[Step, Sequence[torch.Tensor], Into], Sequence[torch.Tensor]]
+Visit = Callable[[Step, Sequence[torch.Tensor], OutputBuffers], Sequence[torch.Tensor]]
 
 
 _BANDS = 1024
@@ -53,7 +53,7 @@ class Attention:
         """Whether one tile covers all rows and columns of this place, which is the only one."""
         if self.plan.sharding.ranks > 1:
             return False
-        steps, rows = self.plan.schedule(0, "kv"), (0, self.plan.sharding.length)
+        steps, rows = self.plan.steps(0, "kv"), (0, self.plan.sharding.length)
         tiles = [(tile.batch, tile.q, tile.k) for step in steps for tile in step.tiles]
         return tiles == [((0, len(self.plan.masks)), rows, rows)]
 
@@ -65,7 +65,7 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     sinks: torch.Tensor | None = None,
-    into: Into | None = None,
+    into: OutputBuffers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of this rank's queries over the keys of all ranks. K and V visit.
 
@@ -85,7 +85,7 @@ def forward(
     into = into if attention.alone and sinks is None else None
     merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, sinks)
 
-    def visit(step: Step, visitors: Sequence[torch.Tensor], room: Into) -> Sequence[torch.Tensor]:
+    def visit(step: Step, visitors: Sequence[torch.Tensor], room: OutputBuffers) -> Sequence[torch.Tensor]:
         keys, values = visitors
         first = step.recv.start if step.recv else 0
         for tile in step.tiles:
@@ -107,7 +107,7 @@ def forward(
 def backward(
     attention: Attention,
     exchange: Exchange,
-    visitor: Visitor,
+    rotating: Rotating,
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -115,20 +115,20 @@ def backward(
     out: torch.Tensor | None,
     lse: torch.Tensor,
     delta: torch.Tensor | None,
-    into: Into | None = None,
+    into: OutputBuffers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's q, k and v.
 
     Args:
         attention ([`Attention`]): As in the forward pass.
         exchange ([`Exchange`]): The messages.
-        visitor (`str`): `"kv"`: K and V visit, dK and dV return. `"q"`: Q, dO, lse and delta visit, dQ returns.
+        rotating (`str`): `"kv"`: K and V visit, dK and dV return. `"q"`: Q, dO, lse and delta visit, dQ returns.
         dout (`torch.Tensor` of shape `(B, n, Hq, Dv)`): Gradient of the output.
         q, k, v (`torch.Tensor`): Inputs of the forward pass.
         out (`torch.Tensor` of shape `(B, n, Hq, Dv)`, *optional*): Its output, if `rowsum(dout * out) = delta`.
         lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
         delta (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): `rowsum(dout * out)` less the gradient of `lse`; may
-            be left out if `out` is there, `visitor` is `"kv"` and the card of the kernel says `derives_delta`.
+            be left out if `out` is there, `rotating` is `"kv"` and the card of the kernel says `derives_delta`.
         into (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, if one tile is all.
 
     Returns:
@@ -141,13 +141,13 @@ def backward(
         assert delta is not None, "there is out or delta"
         rows = _rows_without_out(attention.kernel, (q, dout, lse, delta), 0, dq)
 
-    def visit(step: Step, visitors: Sequence[torch.Tensor], room: Into) -> Sequence[torch.Tensor]:
+    def visit(step: Step, visitors: Sequence[torch.Tensor], room: OutputBuffers) -> Sequence[torch.Tensor]:
         if step.recv is None:
             _add_tiles(attention, step, rows, keys, into)
             return ()
         first, lone = step.recv.start, step.recv.lone
         sums = [Summed(tuple(guest.shape), guest.dtype, q.device) for guest in visitors[: len(home)]]
-        if visitor == "kv":
+        if rotating == "kv":
             guests = _Keys(visitors[0], visitors[1], first, sums[0], sums[1])
             _add_tiles(attention, step, rows, guests, (None, *room) if lone else None)
         else:
@@ -157,11 +157,11 @@ def backward(
 
     home: tuple[Summed, ...] = (dk, dv)
     payload: tuple[torch.Tensor, ...] = (k, v)
-    if visitor == "q" and attention.plan.sharding.ranks > 1:
+    if rotating == "q" and attention.plan.sharding.ranks > 1:
         assert delta is not None, "delta visits"
         payload, home = (q, dout, lse, delta), (dq,)
-    lone_dtype = accumulation_dtype(q.dtype) if attention.kernel.card.wide else q.dtype
-    _circulate(attention, visitor, exchange, payload, visit, home, lone_dtype)
+    lone_dtype = accumulation_dtype(q.dtype) if attention.kernel.capabilities.wide else q.dtype
+    _circulate(attention, rotating, exchange, payload, visit, home, lone_dtype)
     return dq.result(), dk.result(), dv.result()
 
 
@@ -196,12 +196,12 @@ def _rows_without_out(kernel: Kernel, block: Sequence[torch.Tensor], first: int,
     """Rows whose output is elsewhere, or does not have the product `delta`."""
     q, dout, lse, delta = block
     out = None
-    if kernel.card.wants_out:
+    if kernel.capabilities.wants_out:
         dout, out = project_out(dout, delta)
     return _Rows(q, dout, lse, delta, out, first, dq)
 
 
-def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into: Into | None = None) -> None:
+def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into: OutputBuffers | None = None) -> None:
     """Adds the gradients of a step's tiles to the sums of its blocks; those of a lone tile may be written `into`."""
     for tile in step.tiles:
         q_place, k_place = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
@@ -225,7 +225,7 @@ def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into:
 
 def _circulate(
     attention: Attention,
-    visitor: Visitor,
+    rotating: Rotating,
     exchange: Exchange,
     payload: Sequence[torch.Tensor],
     visit: Visit,
@@ -237,7 +237,7 @@ def _circulate(
 
     Args:
         attention ([`Attention`]): Whose schedule.
-        visitor (`str`): What travels.
+        rotating (`str`): What travels.
         exchange ([`Exchange`]): The messages.
         payload (sequence of `torch.Tensor`): This rank's tensors that visit others.
         visit (`Callable`): What a step does with its visitors.
@@ -246,14 +246,14 @@ def _circulate(
             accumulation dtype.
     """
     if attention.plan.sharding.ranks == 1:
-        for step in attention.plan.schedule(attention.place, visitor):
+        for step in attention.plan.steps(attention.place, rotating):
             visit(step, payload, ())
         return
-    visits = _visits(attention, visitor, tuple((tensor.shape, tensor.dtype) for tensor in payload))
-    returns = _Returns(attention, exchange, visitor, home, lone_dtype)
+    visits = _visits(attention, rotating, tuple((tensor.shape, tensor.dtype) for tensor in payload))
+    returns = _Returns(attention, exchange, rotating, home, lone_dtype)
     most = sum(tensor.nbytes for tensor in payload) // payload[0].shape[1] * attention.plan.sharding.most_tokens
     exchange.publish("visitors", payload, most)
-    arriving: Posted | None = None
+    arriving: Pending | None = None
     for index, (step, arrival) in enumerate(visits):
         if index == 0 and step.distance:
             arriving = exchange.fetch("visitors", arrival, payload)
@@ -273,20 +273,20 @@ def _circulate(
 
 
 @lru_cache(maxsize=128)
-def _visits(attention: Attention, visitor: Visitor, shapes: tuple[Shape, ...]) -> list[tuple[Step, Round]]:
+def _visits(attention: Attention, rotating: Rotating, shapes: tuple[Shape, ...]) -> list[tuple[Step, Round]]:
     """The steps of a place, and how their visitors come, if what visits has these shapes at home."""
     found = []
-    for step in attention.plan.schedule(attention.place, visitor):
-        given: tuple[Given, ...] = ()
-        taken: tuple[Part, ...] = ()
+    for step in attention.plan.steps(attention.place, rotating):
+        given: tuple[Outgoing, ...] = ()
+        taken: tuple[Incoming, ...] = ()
         if step.send:
             peer, rows = attention.peers[step.send.peer], (step.send.start, step.send.stop)
-            given = tuple(Given(peer, index, *rows) for index in range(len(shapes)))
+            given = tuple(Outgoing(peer, index, *rows) for index in range(len(shapes)))
         if step.recv:
             tokens = attention.plan.sharding.tokens(step.recv.peer)
             theirs = tuple(((shape[0], tokens, *shape[2:]), dtype) for shape, dtype in shapes)
             peer, rows = attention.peers[step.recv.peer], (step.recv.start, step.recv.stop)
-            taken = tuple(Part(peer, theirs, index, *rows) for index in range(len(shapes)))
+            taken = tuple(Incoming(peer, theirs, index, *rows) for index in range(len(shapes)))
         found.append((step, Round(shapes, given, taken, 2 * step.distance)))
     return found
 
@@ -295,25 +295,25 @@ class _Returns:
     """The gradients of visitors on their way home, step by step.
 
     Args:
-        attention, exchange, visitor, home, lone_dtype: As in [`_circulate`].
+        attention, exchange, rotating, home, lone_dtype: As in [`_circulate`].
     """
 
     def __init__(
         self,
         attention: Attention,
         exchange: Exchange,
-        visitor: Visitor,
+        rotating: Rotating,
         home: Sequence[Summed],
         lone_dtype: torch.dtype | None,
     ) -> None:
         self.attention, self.exchange, self.home = attention, exchange, home
-        self.under_way: tuple[Transfer | None, Posted] | None = None
+        self.under_way: tuple[Transfer | None, Pending] | None = None
         self.following = 1  # the distance whose gradients are published next
         self.most = sum(total.row_nbytes for total in home) * attention.plan.sharding.most_tokens
         shapes = tuple((total.shape, total.dtype) for total in home)
-        self.rounds = _returns(attention, visitor, shapes, lone_dtype) if home else {}
+        self.rounds = _returns(attention, rotating, shapes, lone_dtype) if home else {}
 
-    def room(self, step: Step) -> Into:
+    def room(self, step: Step) -> OutputBuffers:
         """Where the gradients of a step may be written."""
         self._skip_to(step.distance)
         shapes = self.rounds[step.distance].shapes
@@ -355,7 +355,7 @@ class _Returns:
 
 @lru_cache(maxsize=128)
 def _returns(
-    attention: Attention, visitor: Visitor, shapes: tuple[Shape, ...], lone_dtype: torch.dtype | None
+    attention: Attention, rotating: Rotating, shapes: tuple[Shape, ...], lone_dtype: torch.dtype | None
 ) -> dict[int, Round]:
     """How the gradients of each distance go home, if those of a whole shard have these shapes and dtypes."""
 
@@ -367,16 +367,16 @@ def _returns(
         return tuple(found)
 
     rounds = {}
-    for step in attention.plan.schedule(attention.place, visitor):
-        given: tuple[Given, ...] = ()
-        taken: tuple[Part, ...] = ()
+    for step in attention.plan.steps(attention.place, rotating):
+        given: tuple[Outgoing, ...] = ()
+        taken: tuple[Incoming, ...] = ()
         own = returned(step.recv) if step.recv else ()
         if step.recv:
             peer = attention.peers[step.recv.peer]
-            given = tuple(Given(peer, index, 0, step.recv.rows) for index in range(len(own)))
+            given = tuple(Outgoing(peer, index, 0, step.recv.rows) for index in range(len(own)))
         if step.send:
             theirs, peer = returned(step.send), attention.peers[step.send.peer]
-            taken = tuple(Part(peer, theirs, index, 0, step.send.rows) for index in range(len(theirs)))
+            taken = tuple(Incoming(peer, theirs, index, 0, step.send.rows) for index in range(len(theirs)))
         rounds[step.distance] = Round(own, given, taken, 2 * step.distance + 1)
     return rounds
 

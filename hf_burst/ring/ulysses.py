@@ -12,11 +12,11 @@ from functools import lru_cache
 import torch
 
 from ..plan import Sharding
-from .exchange import Block, Exchange, Move, Moves, Posted, Shape
+from .exchange import Exchange, HeadBlock, HeadMove, HeadRound, Pending, Shape
 
 
 @dataclass(frozen=True, eq=False)
-class Mates:
+class UlyssesRanks:
     """The ranks that exchange heads; one object for all layers.
 
     Args:
@@ -59,9 +59,9 @@ class Mates:
 
 
 @lru_cache(maxsize=64)
-def mates_of(sharding: Sharding, together: Sharding, rank: int, ulysses: int) -> Mates:
-    """The [`Mates`]: one object for all layers and for batches that are cut alike."""
-    return Mates(sharding, together, rank, ulysses)
+def ulysses_ranks_of(sharding: Sharding, together: Sharding, rank: int, ulysses: int) -> UlyssesRanks:
+    """The [`UlyssesRanks`]: one object for all layers and for batches that are cut alike."""
+    return UlyssesRanks(sharding, together, rank, ulysses)
 
 
 class HeadsIn:
@@ -69,17 +69,17 @@ class HeadsIn:
 
     Args:
         exchange ([`Exchange`]): The messages.
-        mates ([`Mates`]): Who exchanges.
+        mates ([`UlyssesRanks`]): Who exchanges.
         tensors (sequence of `torch.Tensor` of shape `(B, n, H, D)`): What is exchanged.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(self, exchange: Exchange, mates: Mates, tensors: Sequence[torch.Tensor], slices: int) -> None:
+    def __init__(self, exchange: Exchange, mates: UlyssesRanks, tensors: Sequence[torch.Tensor], slices: int) -> None:
         self.exchange, self.mates, self.tensors, self.slices = exchange, mates, tensors, slices
         self.heads = tuple(tensor.shape[2] // mates.ulysses // slices for tensor in tensors)
         exchange.publish("heads in", tensors, sum(tensor.nbytes for tensor in tensors))
 
-    def fetch(self, index: int, into: Sequence[torch.Tensor], behind: bool) -> Posted:
+    def fetch(self, index: int, into: Sequence[torch.Tensor], behind: bool) -> Pending:
         """Starts to fetch a slice into tensors of shape `(B, N, H / ranks / slices, D)`: `behind` another kernel by few
         multiprocessors, else by all."""
         moves = _moves_in(self.mates, self.heads, self.slices, index)
@@ -91,14 +91,14 @@ class HeadsOut:
 
     Args:
         exchange ([`Exchange`]): The messages.
-        mates ([`Mates`]): Who exchanges.
+        mates ([`UlyssesRanks`]): Who exchanges.
         results (sequence of `torch.Tensor` of shape `(B, n, H, D)`): Where results go.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(self, exchange: Exchange, mates: Mates, results: Sequence[torch.Tensor], slices: int) -> None:
+    def __init__(self, exchange: Exchange, mates: UlyssesRanks, results: Sequence[torch.Tensor], slices: int) -> None:
         self.exchange, self.mates, self.results, self.slices = exchange, mates, results, slices
-        self.under_way: list[Posted] = []
+        self.under_way: list[Pending] = []
 
     def room(self, shapes: Sequence[Shape]) -> Sequence[torch.Tensor | None]:
         """Where the results of the next slice, of these shapes, may be written."""
@@ -121,7 +121,7 @@ class HeadsOut:
 
 
 @lru_cache(maxsize=256)
-def _moves_in(mates: Mates, heads: tuple[int, ...], slices: int, index: int) -> Moves:
+def _moves_in(mates: UlyssesRanks, heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
     """What each mate fetches of a slice; `heads` of every tensor are in it."""
     given, taken = [], []
     for mate, rank in enumerate(mates.ranks):
@@ -129,23 +129,23 @@ def _moves_in(mates: Mates, heads: tuple[int, ...], slices: int, index: int) -> 
             wanted = (mates.member * slices + index) * count
             offered = (mate * slices + index) * count
             for _, row, size in mates.spans(mates.rank):
-                given.append(Block(rank, which, (row, row + size), (offered, offered + count)))
+                given.append(HeadBlock(rank, which, (row, row + size), (offered, offered + count)))
             for there, row, size in mates.spans(rank):
-                source = Block(rank, which, (row, row + size), (wanted, wanted + count))
-                taken.append(Move(source, (there, there + size), (0, count)))
-    return Moves(tuple(given), tuple(taken))
+                source = HeadBlock(rank, which, (row, row + size), (wanted, wanted + count))
+                taken.append(HeadMove(source, (there, there + size), (0, count)))
+    return HeadRound(tuple(given), tuple(taken))
 
 
 @lru_cache(maxsize=256)
-def _moves_out(mates: Mates, heads: tuple[int, ...], slices: int, index: int) -> Moves:
+def _moves_out(mates: UlyssesRanks, heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
     """As [`_moves_in`], the other way round."""
     given, taken = [], []
     for mate, rank in enumerate(mates.ranks):
         for which, count in enumerate(heads):
             place = (mate * slices + index) * count
             for there, _, size in mates.spans(rank):
-                given.append(Block(rank, which, (there, there + size), (0, count)))
+                given.append(HeadBlock(rank, which, (there, there + size), (0, count)))
             for there, row, size in mates.spans(mates.rank):
-                source = Block(rank, which, (there, there + size), (0, count))
-                taken.append(Move(source, (row, row + size), (place, place + count)))
-    return Moves(tuple(given), tuple(taken))
+                source = HeadBlock(rank, which, (there, there + size), (0, count))
+                taken.append(HeadMove(source, (row, row + size), (place, place + count)))
+    return HeadRound(tuple(given), tuple(taken))

@@ -14,7 +14,7 @@ from .mask import Mask
 from .sharding import Sharding
 from .tiles import Tile, gathered_tiles, tiles_between
 
-Visitor = Literal["kv", "q"]
+Rotating = Literal["kv", "q"]
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Plan:
     masks: tuple[Mask, ...]
     sharding: Sharding
 
-    def schedule(self, rank: int, visitor: Visitor) -> tuple[Step, ...]:
-        """The steps of `rank` when `visitor` ("kv" or "q") travels, in order of distance; empty steps are left out."""
-        return _schedule(self, rank, visitor)
+    def steps(self, rank: int, rotating: Rotating) -> tuple[Step, ...]:
+        """The steps of `rank` when `rotating` ("kv" or "q") travels, in order of distance; empty steps are left out."""
+        return _schedule(self, rank, rotating)
 
     def gathered(self, rank: int) -> tuple[Tile, ...]:
         """What `rank` computes with the keys of the whole sequence; columns of the tiles are tokens."""
@@ -105,7 +105,7 @@ class Plan:
         for rank in range(self.sharding.ranks):
             runs = ", ".join(f"{run.start}-{run.stop}" for run in self.sharding.runs(rank))
             lines.append(f"rank {rank}: tokens {runs}")
-            for step in self.schedule(rank, "kv"):
+            for step in self.steps(rank, "kv"):
                 tiles = ", ".join(_describe(tile) for tile in step.tiles) or "nothing"
                 source = f" of rank {step.recv.peer}" if step.recv else ""
                 to = f"; sends {step.send.start}:{step.send.stop} to rank {step.send.peer}" if step.send else ""
@@ -126,30 +126,30 @@ def make_plan(masks: tuple[Mask, ...], sharding: Sharding) -> Plan:
 
 
 @lru_cache(maxsize=256)
-def _schedule(plan: Plan, rank: int, visitor: Visitor) -> tuple[Step, ...]:
+def _schedule(plan: Plan, rank: int, rotating: Rotating) -> tuple[Step, ...]:
     ranks = plan.sharding.ranks
     steps = []
     for distance in range(ranks):
         source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        arriving = _batch_tiles(plan, rank, source, visitor)
+        arriving = _batch_tiles(plan, rank, source, rotating)
         step = Step(distance, arriving)
         if distance:
-            leaving = _batch_tiles(plan, target, rank, visitor)
+            leaving = _batch_tiles(plan, target, rank, rotating)
             batch = len(plan.masks)
             step = Step(
                 distance,
                 arriving,
-                _transfer(leaving, target, visitor, batch),
-                _transfer(arriving, source, visitor, batch),
+                _transfer(leaving, target, rotating, batch),
+                _transfer(arriving, source, rotating, batch),
             )
         if step.tiles or step.send:
             steps.append(step)
     return tuple(steps)
 
 
-def _batch_tiles(plan: Plan, host: int, guest: int, visitor: Visitor) -> tuple[Tile, ...]:
+def _batch_tiles(plan: Plan, host: int, guest: int, rotating: Rotating) -> tuple[Tile, ...]:
     """The tiles that `host` computes with the visiting block of `guest`, rows of the batch with one mask together."""
-    q_rank, k_rank = (host, guest) if visitor == "kv" else (guest, host)
+    q_rank, k_rank = (host, guest) if rotating == "kv" else (guest, host)
     return _of_batch(plan.masks, lambda mask: tiles_between(mask, plan.sharding, q_rank, k_rank))
 
 
@@ -170,9 +170,9 @@ def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ..
     return tuple(tiles)
 
 
-def _transfer(tiles: tuple[Tile, ...], peer: int, visitor: Visitor, batch: int) -> Transfer | None:
+def _transfer(tiles: tuple[Tile, ...], peer: int, rotating: Rotating, batch: int) -> Transfer | None:
     if not tiles:
         return None
-    ranges = [tile.k if visitor == "kv" else tile.q for tile in tiles]
+    ranges = [tile.k if rotating == "kv" else tile.q for tile in tiles]
     lone = len(tiles) == 1 and tiles[0].batch == (0, batch)
     return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), lone)
