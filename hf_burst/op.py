@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .calibrate import machine_for
 from .config import BurstConfig, Schedule
 from .errors import BatchError, ConfigError, KernelError, ShardingError
-from .kernels import Kernel, Scores, select_kernel
+from .kernels import Kernel, KernelRequest, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
 from .plan import Layer, Machine, Mask, MaskPattern, Shapes, Sharding, assign, choose, cut, name_of
@@ -546,9 +546,10 @@ def _kernel(
     requested: Any, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, softcap: float, window: bool
 ) -> Kernel:
     """The kernel for an attention; under torch's deterministic mode one that is."""
-    return select_kernel(
-        *(requested, device.type, dtype, sizes.head_dim, sizes.value_dim, softcap > 0, _deterministic(), window)
+    request = KernelRequest(
+        device.type, dtype, sizes.head_dim, sizes.value_dim, softcap > 0, _deterministic(), window
     )
+    return select_kernel(requested, request)
 
 
 def prepare(schedule: str, kernel: str, device: torch.device, group: ContextGroup) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from ..config import Schedule
-from ..kernels import project_out
+from ..kernels import BackwardInputs, project_out
 from ..plan import head_slices
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
 from .loop import Attention
@@ -77,7 +77,7 @@ def gather_backward(
         dk, dv = (Summed(tuple(tensor.shape), q.dtype, q.device) for tensor in (all_k, all_v))
         for tile in attention.plan.gathered(attention.place):
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
-            gradients = attention.kernel.backward(
+            inputs = BackwardInputs(
                 dout[batch, rows, heads],
                 some[batch, rows],
                 all_k[batch, columns],
@@ -85,9 +85,8 @@ def gather_backward(
                 None if out is None else out[batch, rows, heads],
                 lse[batch, rows, heads],
                 None if delta is None else delta[batch, rows, heads],
-                attention.band(tile),
-                attention.scores,
             )
+            gradients = attention.kernel.backward(inputs, attention.band(tile), attention.scores)
             for total, gradient, place in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):
                 total.add(tile.batch, place, gradient)
         dqs.append(dq.result())

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from ..kernels import Band, Kernel, OutputBuffers, Scores, project_out
+from ..kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores, project_out
 from ..plan import Plan, Step, Tile, Transfer
 from ..plan.steps import Rotating, goes_ahead
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
@@ -128,7 +128,7 @@ def backward(
         out (`torch.Tensor` of shape `(B, n, Hq, Dv)`, *optional*): Its output, if `rowsum(dout * out) = delta`.
         lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
         delta (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): `rowsum(dout * out)` less the gradient of `lse`; may
-            be left out if `out` is there, `rotating` is `"kv"` and the card of the kernel says `derives_delta`.
+            be left out if `out` is there, `rotating` is `"kv"` and the kernel's capabilities say `derives_delta`.
         into (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, if one tile is all.
 
     Returns:
@@ -205,7 +205,7 @@ def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into:
     """Adds the gradients of a step's tiles to the sums of its blocks; those of a lone tile may be written `into`."""
     for tile in step.tiles:
         q_place, k_place = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
-        gradients = attention.kernel.backward(
+        inputs = BackwardInputs(
             _cut(rows.dout, *q_place),
             _cut(rows.q, *q_place),
             _cut(keys.k, *k_place),
@@ -213,10 +213,8 @@ def _add_tiles(attention: Attention, step: Step, rows: _Rows, keys: _Keys, into:
             None if rows.out is None else _cut(rows.out, *q_place),
             _cut(rows.lse, *q_place),
             None if rows.delta is None else _cut(rows.delta, *q_place),
-            attention.band(tile),
-            attention.scores,
-            into,
         )
+        gradients = attention.kernel.backward(inputs, attention.band(tile), attention.scores, into)
         for total, gradient, (batch, (start, stop), first) in zip(
             (rows.dq, keys.dk, keys.dv), gradients, (q_place, k_place, k_place), strict=True
         ):
