@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import hf_burst.op
-from hf_burst.kernels import Band, Kernel, OutputBuffers, Scores
+from hf_burst.kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Traffic
 from hf_burst.ring import routes, symmetric
@@ -173,16 +173,19 @@ class InPlace:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: OutputBuffers | None = None,
+        buffers: OutputBuffers | None = None,
     ) -> list[torch.Tensor]:
-        return self._put("forward", self.kernel.forward(q, k, v, band, scores), into)
+        return self._put("forward", self.kernel.forward(q, k, v, band, scores), buffers)
 
-    def backward(self, *arguments: Any) -> list[torch.Tensor]:
-        into = arguments[9] if len(arguments) > 9 else None
-        return self._put("backward", self.kernel.backward(*arguments[:9]), into)
+    def backward(
+        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> list[torch.Tensor]:
+        return self._put("backward", self.kernel.backward(inputs, band, scores), buffers)
 
-    def _put(self, direction: str, results: Sequence[torch.Tensor], into: OutputBuffers | None) -> list[torch.Tensor]:
-        places = [None] * len(results) if into is None else into
+    def _put(
+        self, direction: str, results: Sequence[torch.Tensor], buffers: OutputBuffers | None
+    ) -> list[torch.Tensor]:
+        places = [None] * len(results) if buffers is None else buffers
         self.written[direction] += sum(place is not None for place in places)
         return [result if place is None else place.copy_(result) for result, place in zip(results, places, strict=True)]
 

@@ -24,7 +24,7 @@ import hf_burst.ring.sharded
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Schedule
 from hf_burst.errors import KernelError
-from hf_burst.kernels import Scores, select_kernel
+from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.plan import (
     Mask,
     MaskPattern,
@@ -435,7 +435,7 @@ def direct(plan: Plan, rank: int, size: int, rotating: str, heads: tuple[int, in
     case = Case(tuple(mask.documents for mask in plan.masks), heads=heads, dims=dims, dtype=dtype)
     rows = torch.cat([torch.arange(run.start, run.stop) for run in sharding.runs(rank)])
     q, k, v, dout, dlse = (tensor[:, rows] for tensor in case.tensors().values())
-    kernel = select_kernel("cpu_flash", "cpu", dtype, *dims)
+    kernel = select_kernel("cpu_flash", KernelRequest("cpu", dtype, *dims))
     attention = Attention(plan, rank, tuple(range(size)), kernel, Scores(dims[0] ** -0.5))
     group = context_group(size)
     there, back = PeerToPeer(group, q.device), PeerToPeer(group, q.device)
@@ -798,7 +798,7 @@ def ask_for_room(rank: int, size: int, case: Case) -> list:
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     q, k, v, dout = (layout.shard(case.tensors()[name], rank) for name in ("q", "k", "v", "dout"))
     masks = layout.masks(MaskPattern(case.causal, case.window))
-    kernel = select_kernel(case.kernel, "cpu", case.dtype, *case.dims)
+    kernel = select_kernel(case.kernel, KernelRequest("cpu", case.dtype, *case.dims))
     route = Schedule.parse(case.schedule, size)
     routed = ShardedAttention(route, context_group(size), masks, layout.sharding, kernel, Scores(1.0))
     exchange = Asked(routed.group, q.device)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels import Kernel, select_kernel
+from ..kernels import Kernel, KernelRequest, select_kernel
 from ..layout import SequenceLayout
 from ..plan import Machine
 from ..ring import HeadSizes, ShardedAttention
@@ -87,9 +87,16 @@ def kernel_for(
         same_bits (`bool`): Whether two runs must give the same bits.
     """
     softcap = request.scores is not None and request.scores.softcap > 0
-    return select_kernel(
-        request.kernel, device.type, dtype, sizes.head_dim, sizes.value_dim, softcap, same_bits, windowed
+    wanted = KernelRequest(
+        device=device.type,
+        dtype=dtype,
+        head_dim=sizes.head_dim,
+        value_dim=sizes.value_dim,
+        softcap=softcap,
+        deterministic=same_bits,
+        window=windowed,
     )
+    return select_kernel(request.kernel, wanted)
 
 
 def deterministic() -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..config import BurstConfig, Chunking, Schedule
 from ..errors import ConfigError
-from ..kernels import explain_kernels, select_kernel
+from ..kernels import KernelRequest, explain_kernels, select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
@@ -241,7 +241,8 @@ def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
         return Sent(source="not counted: those of the schedule that was chosen, see `said`")
     ulysses = route.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
+    request = KernelRequest(case.device.type, case.dtype, case.head_dim, case.head_dim)
+    kernel = select_kernel(case.kernel, request)
     returned = accumulator if kernel.capabilities.wide else itemsize
     heads, dims = (case.q_heads // ulysses, case.kv_heads // ulysses), (case.head_dim, case.head_dim)
     shapes = Shapes(*heads, *dims, itemsize, accumulator, returned)
@@ -298,7 +299,7 @@ def choose_native(
             return Native(name, attend), refusals
         refusals.append(f"{name}: {failure}")
     if not refusals:
-        lacks = dict(explain_kernels(ranks.device.type, dtype, head_dim, head_dim)).get(requested)
+        lacks = dict(explain_kernels(KernelRequest(ranks.device.type, dtype, head_dim, head_dim))).get(requested)
         lacks = lacks or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
         refusals = [f"{requested} {lacks}"]
     known = [name for name, _ in _natives(ranks.device)]
