@@ -23,7 +23,7 @@ from .errors import BatchError, ConfigError, KernelError, ShardingError
 from .kernels import Kernel, Scores, select_kernel
 from .layout import SequenceLayout
 from .mesh import ContextGroup, group_by_name
-from .plan import Layer, Machine, Mask, MaskPattern, Shapes, Sharding, assign, choose, cut, name_of
+from .plan import Machine, Mask, MaskPattern, Sharding, assign, choose, cut, name_of
 from .ring import Exchange, HeadSizes, ShardedAttention, accumulation_dtype, kept_shapes, open_exchange, row_products
 from .ring.replay import Pass, recorded, recurs
 from .ring.symmetric import Symmetric
@@ -118,9 +118,8 @@ def schedule_for(
     group: ContextGroup,
     mask: tuple[bool, int | None, int | None],
 ) -> str:
-    """The schedule to ask the operator for: the one of the config, or for `"auto"` what the cost model prefers for one
-    whole document of that length, unless another one is cheaper by a tenth for the documents of this batch and the
-    owners of its chunks.
+    """The schedule to ask the operator for: the one of the config, or for `"auto"` what the rule names for the documents
+    of this batch and the owners of its chunks.
 
     While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then goes
     by one whole document.
@@ -138,13 +137,8 @@ def schedule_for(
         return config.schedule
     machine = _machine("auto", config.kernel, q.device, group)
     assert machine is not None, "there are several ranks, and they choose"
-    masks, (causal, window, chunk) = layout.masks(MaskPattern(*mask)), mask
-    settings = (causal, -1 if window is None else window, chunk or 0)
-    sizes, (rows, tokens) = _sizes(q, k, v), q.shape[:2]
-    usual = _route("auto", config.transport, sizes, rows, tokens, q.dtype, settings, group, machine)
-    if any(len(one.documents) > 2 for one in masks):
-        usual = _chosen(config.transport, sizes, masks, layout.sharding, q.dtype, machine, group, usual)
-    return name_of(usual, group.size)
+    masks = layout.masks(MaskPattern(*mask))
+    return name_of(_chosen(_sizes(q, k, v), masks, layout.sharding, machine, group), group.size)
 
 
 _before = globals().get("_library")
@@ -583,8 +577,8 @@ def _route(
     members: ContextGroup,
     machine: Machine | None,
 ) -> Schedule:
-    """The schedule asked for, or the one that the cost model prefers for one whole document of that length, where the
-    documents of a batch are not known."""
+    """The schedule asked for, or the one that the rule names for one whole document of that length, where the documents
+    of a batch are not known."""
     if schedule != "auto":
         return _named(schedule, sizes, members.size)
     if machine is None:
@@ -593,7 +587,7 @@ def _route(
     causal, window, chunk = mask
     back = min([reach for reach in (window, chunk - 1) if reach >= 0], default=None)
     masks = (Mask(tokens * members.size, causal, back),) * batch
-    return _chosen(transport, sizes, masks, cut(masks[0].length, assign(masks, members.size)), dtype, machine, members)
+    return _chosen(sizes, masks, cut(masks[0].length, assign(masks, members.size)), machine, members)
 
 
 @lru_cache(maxsize=64)
@@ -610,25 +604,15 @@ def _named(schedule: str, sizes: HeadSizes, ranks: int) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _chosen(
-    transport: str,
-    sizes: HeadSizes,
-    masks: tuple[Mask, ...],
-    sharding: Sharding,
-    dtype: torch.dtype,
-    machine: Machine,
-    members: ContextGroup,
-    usual: Schedule | None = None,
+    sizes: HeadSizes, masks: tuple[Mask, ...], sharding: Sharding, machine: Machine, members: ContextGroup
 ) -> Schedule:
-    shapes = Shapes(*sizes, dtype.itemsize, accumulation_dtype(dtype).itemsize)
-    choice = choose("auto", Layer(masks, sharding, shapes), machine, transport, usual=usual)
+    choice = choose(masks, sharding, sizes.q_heads, sizes.kv_heads, machine.ranks_per_host)
     if members.rank == 0:
-        _announce(choice.route, choice.reason, choice.table, masks, sizes, members)
-    return choice.route
+        _announce(choice.schedule, choice.reason, masks, sizes, members)
+    return choice.schedule
 
 
-def _announce(
-    route: Schedule, reason: str, table: str, masks: tuple[Mask, ...], sizes: HeadSizes, members: ContextGroup
-) -> None:
+def _announce(route: Schedule, reason: str, masks: tuple[Mask, ...], sizes: HeadSizes, members: ContextGroup) -> None:
     """Logs a choice, that of packed documents quietly: there is one for every batch."""
     documents = sum(len(mask.documents) - 1 for mask in masks)
     logger.log(
@@ -636,7 +620,6 @@ def _announce(
         "hf_burst runs %s for %d x %d tokens, %d query and %d key heads, documents: %d (%s)",
         *(name_of(route, members.size), len(masks), masks[0].length, sizes.q_heads, sizes.kv_heads, documents, reason),
     )
-    logger.debug("%s", table)
 
 
 def _device_of(q: Any, group: ContextGroup) -> torch.device:
