@@ -12,7 +12,9 @@ from ..config import RingKind, Schedule
 from .mask import Mask
 from .sharding import Sharding
 
-_AT_HOME = 0.1  # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
+_AT_HOME = (
+    0.1  # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
+)
 
 
 @dataclass(frozen=True)

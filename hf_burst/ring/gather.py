@@ -110,7 +110,9 @@ class _Gathered:
     ) -> None:
         self.attention, self.exchange = attention, exchange
         places, heads = attention.plan.sharding.ranks, (q_heads, k.shape[2])
-        self.count = head_slices(Schedule("all_gather"), places, heads, k.shape[1], k.device.type)
+        self.count = head_slices(
+            Schedule("all_gather"), places, heads, k.shape[1], 2048 if k.device.type == "cuda" else 0
+        )
         cut = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [block.contiguous() for pair in cut for block in pair]
         rows = attention.plan.sharding.most_tokens

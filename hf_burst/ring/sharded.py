@@ -52,7 +52,9 @@ def kept_shapes(
     """What the forward pass of a route keeps instead of q, k and v, if it does."""
     if route.ulysses == 1:
         return []
-    slices = head_slices(route, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), device.type)
+    slices = head_slices(
+        route, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), 2048 if device.type == "cuda" else 0
+    )
     width = sum(heads * dim for heads, dim in sizes.piece(route.ulysses * slices))
     return [(batch, tokens * route.ulysses, width)] * slices
 
