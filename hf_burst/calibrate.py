@@ -306,7 +306,7 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
         block = torch.zeros(1, size, dtype=torch.uint8, device=device)
         shapes = ((tuple(block.shape), block.dtype),)
         which = Round(shapes, (Outgoing(peers[0], 0, 0, size),), (Incoming(peers[1], shapes, 0, 0, size),), 0)
-        return lambda: PeerToPeer(group, device).fetch("visitors", which, [block]).wait
+        return lambda: PeerToPeer(group, device).fetch("blocks", which, [block]).wait
 
     return transport
 

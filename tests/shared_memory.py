@@ -13,11 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import hf_burst.op
+from hf_burst import resources
+from hf_burst.attention import prepare
 from hf_burst.kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Traffic
-from hf_burst.ring import routes, symmetric
+from hf_burst.ring import symmetric
 
 
 class Mapped:
@@ -78,7 +79,7 @@ class Table:
             for source, place, index in pairs
         ]
 
-    def run(self, into: Sequence[torch.Tensor], behind: bool) -> None:
+    def run(self, into: Sequence[torch.Tensor], beside_kernel: bool) -> None:
         for source, shape, strides, ahead, index in self.copies:
             into[index].as_strided(shape, strides, into[index].storage_offset() + ahead).copy_(source)
 
@@ -205,7 +206,7 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
         "is_current_stream_capturing": lambda: False,
     }
     kernels: list[InPlace] = []
-    select = hf_burst.op.select_kernel
+    select = prepare.select_kernel
 
     def in_place(*wanted: Any) -> InPlace:
         kernels.append(InPlace(select(*wanted)))
@@ -227,10 +228,11 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
         mock.patch.multiple(torch.cuda, **fakes),
         mock.patch.object(torch.Tensor, "record_stream"),
         mock.patch.object(torch.Tensor, "copy_", noted),
-        mock.patch.object(hf_burst.op, "select_kernel", in_place),
+        mock.patch.object(prepare, "select_kernel", in_place),
     ):
-        hf_burst.op._prepared.cache_clear()
+        prepare._prepared.cache_clear()
         pool = symmetric.SymmetricPool(group, torch.device("cpu"), 10_000)
-        with mock.patch.object(routes, "open_pool", return_value=pool):
+        with mock.patch.object(resources, "open_pool", return_value=pool):
             yield kernels
-    hf_burst.op._prepared.cache_clear()
+        resources.resources_of(group).close()
+    prepare._prepared.cache_clear()

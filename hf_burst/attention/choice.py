@@ -55,7 +55,9 @@ def with_schedule(
     return replace(request, schedule=name_of(schedule, group.size))
 
 
-def schedule_of(request: AttentionRequest, sizes: HeadSizes, batch: int, tokens: int, machine: Machine | None) -> Schedule:
+def schedule_of(
+    request: AttentionRequest, sizes: HeadSizes, batch: int, tokens: int, machine: Machine | None
+) -> Schedule:
     """The schedule that the operator executes; for `"auto"` that of one whole document of this length.
 
     Args:
@@ -114,7 +116,7 @@ def _chosen(
     ranks_per_host: int,
     group: ContextGroup,
 ) -> Schedule:
-    """The choice, and a line in the log of rank 0; a quiet one for packed documents, as there is one for every batch."""
+    """The choice. Rank 0 logs it, quietly for packed documents, as there is one for every batch."""
     choice = choose(masks, sharding, q_heads, kv_heads, ranks_per_host)
     if group.rank == 0:
         documents = sum(len(mask.documents) - 1 for mask in masks)

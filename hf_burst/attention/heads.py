@@ -12,9 +12,7 @@ from ..resources import resources_of
 from ..ring import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 
-def tokens_to_heads(
-    x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto"
-) -> torch.Tensor:
+def tokens_to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
     """Gives this rank's tokens of most heads away, and gets all tokens of its own heads.
 
     Args:
@@ -32,12 +30,10 @@ def tokens_to_heads(
         ShardingError: If shapes, sharding and group do not fit.
     """
     _check(x, sharding, group, x.shape[1] if x.ndim == 4 else 0, x.shape[2] if x.ndim == 4 else 0)
-    return x if group.size == 1 else _TokensToHeads.apply(x, sharding, group, transport)  # type: ignore[no-any-return]
+    return x if group.size == 1 else _TokensToHeads.apply(x, sharding, group, transport)
 
 
-def heads_to_tokens(
-    x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto"
-) -> torch.Tensor:
+def heads_to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
     """The inverse of [`tokens_to_heads`].
 
     Args:
@@ -52,7 +48,7 @@ def heads_to_tokens(
     """
     own = sharding.tokens(group.rank) if x.ndim == 4 and x.shape[1] == sharding.length else -1
     _check(x, sharding, group, own, group.size)
-    return x if group.size == 1 else _HeadsToTokens.apply(x, sharding, group, transport)  # type: ignore[no-any-return]
+    return x if group.size == 1 else _HeadsToTokens.apply(x, sharding, group, transport)
 
 
 def _check(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:

@@ -1,4 +1,4 @@
-"""`AttentionRequest`: one value that says what an attention is. Built once, handed on whole, flattened at the operator."""
+"""`AttentionRequest`, one value that says what an attention is: built once, and flattened only at the operator."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +14,7 @@ SCHEMA = (
     "bool causal, int window, int attention_chunk_size, float scale, float softcap, str kernel, str schedule, "
     "str transport, str group"
 )
+_ONE_PROCESS, _CAUSAL = ContextGroup(), MaskPattern()
 Flat = tuple[bool, int, int, float, float, str, str, str, str]
 
 
@@ -30,8 +31,8 @@ class AttentionRequest:
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
     """
 
-    group: ContextGroup = ContextGroup()
-    pattern: MaskPattern = MaskPattern()
+    group: ContextGroup = _ONE_PROCESS
+    pattern: MaskPattern = _CAUSAL
     scores: Scores | None = None
     kernel: str = "auto"
     schedule: str = "auto"

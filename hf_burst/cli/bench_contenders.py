@@ -24,7 +24,7 @@ from ..mesh import ContextGroup
 from ..op import burst_attention
 from ..plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
 from ..plan.traffic import Pass
-from ..plan.work import gathered_calls, rotating_of
+from ..plan.work import gathered_rows, rotating_of
 from ..ring import accumulation_dtype
 from .bench_ranks import Ranks
 
@@ -252,7 +252,7 @@ def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     scalars = case.batch * case.tokens * case.q_heads * accumulator
     exchanged = {"forward": inputs + outputs + scalars, "backward": outputs + 2 * scalars + inputs}
     forward, backward = (
-        max(_around(route, plan, place, direction, shapes) for place in range(plan.sharding.ranks))
+        max(_around(route, plan, place, direction, shapes) for place in range(plan.queries.ranks))
         + exchanged[direction] * (ulysses - 1) // ulysses
         for direction in _PASSES
     )
@@ -265,7 +265,7 @@ def _around(route: Schedule, plan: Plan, place: int, direction: Pass, shapes: Sh
     if route.ring != "all_gather":
         return rank_traffic(plan, place, direction, rotating_of(route, direction), shapes).bytes
     row = len(plan.masks) * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    _, fetched, given = gathered_calls(plan, place)
+    fetched, given = gathered_rows(plan, place)
     returned = fetched * shapes.accumulator_itemsize if direction == "backward" else 0
     return row * (given * shapes.itemsize + returned)
 

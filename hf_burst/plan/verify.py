@@ -6,7 +6,6 @@ from ..errors import PlanError
 from .sharding import Sharding
 from .steps import Plan, Rotating, Step
 
-
 # for every row of the batch and every query, the intervals of keys that were computed
 Seen = list[dict[int, list[tuple[int, int]]]]
 

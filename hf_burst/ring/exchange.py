@@ -158,9 +158,7 @@ class Exchange(Protocol):
 
     sent: Traffic
 
-    def output_buffers(
-        self, channel: Channel, shapes: Sequence[Shape], capacity: int
-    ) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
         """Buffers into which a kernel may write the tensors that are published next, so that they are not copied then.
 
         Args:

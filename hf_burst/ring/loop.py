@@ -267,9 +267,7 @@ def _rotate(
 
 
 @lru_cache(maxsize=128)
-def _block_rounds(
-    attention: RingAttention, rotating: Rotating, shapes: tuple[Shape, ...]
-) -> list[tuple[Step, Round]]:
+def _block_rounds(attention: RingAttention, rotating: Rotating, shapes: tuple[Shape, ...]) -> list[tuple[Step, Round]]:
     """The steps of this rank, and how their blocks come, if this rank's block has these shapes."""
     shardings, rounds = attention.plan.blocks(rotating), []
     for step in attention.plan.steps(attention.ring_rank, rotating):
@@ -359,8 +357,7 @@ def _return_rounds(
         wide = [accumulation_dtype(dtype) for _, dtype in shapes]
         dtypes = [lone_dtype if transfer.lone and lone_dtype else dtype for dtype in wide]
         return tuple(
-            ((batch, transfer.rows, *rest), dtype)
-            for ((batch, _, *rest), _), dtype in zip(shapes, dtypes, strict=True)
+            ((batch, transfer.rows, *rest), dtype) for ((batch, _, *rest), _), dtype in zip(shapes, dtypes, strict=True)
         )
 
     rounds = {}

@@ -134,9 +134,7 @@ class ShardedAttention:
         leaving.finish()
         return out, lse, kept
 
-    def exchanged(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def exchanged(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         """The tensors that [`ShardedAttention.forward`] keeps where heads are exchanged, without the attention. They
         may be under way until the next pass begins."""
         kept, _, pending = self._fetch_heads(exchange, q, k, v, waits=False)
@@ -198,7 +196,7 @@ class ShardedAttention:
         self._use_current_stream(exchange, slices)
         arriving = TokensToHeads(exchange, (owner,) * 3, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         key_tokens = self.keys.tokens(self.group.rank)
-        dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(*dout.shape[:2], key_tokens))
+        dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(dout.shape[0], dout.shape[1], key_tokens))
         owners = (owner, self._key_owner, self._key_owner)
         leaving = HeadsToTokens(exchange, owners, (dq, dk, dv), slices)
         parts = self.schedule.ulysses * slices

@@ -172,9 +172,7 @@ class Symmetric:
         self.own_stream = False
         torch.cuda.current_stream(self.pool.device).wait_stream(self.pool.stream)
 
-    def output_buffers(
-        self, channel: Channel, shapes: Sequence[Shape], capacity: int
-    ) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
         """See [`Exchange.output_buffers`]."""
         segments = self.pool.segments(channel, _segment_bytes(capacity))
         if segments.count < 3:
