@@ -546,9 +546,7 @@ def _kernel(
     requested: Any, device: torch.device, dtype: torch.dtype, sizes: HeadSizes, softcap: float, window: bool
 ) -> Kernel:
     """The kernel for an attention; under torch's deterministic mode one that is."""
-    request = KernelRequest(
-        device.type, dtype, sizes.head_dim, sizes.value_dim, softcap > 0, _deterministic(), window
-    )
+    request = KernelRequest(device.type, dtype, sizes.head_dim, sizes.value_dim, softcap > 0, _deterministic(), window)
     return select_kernel(requested, request)
 
 
