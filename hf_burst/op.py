@@ -118,8 +118,8 @@ def schedule_for(
     group: ContextGroup,
     mask: tuple[bool, int | None, int | None],
 ) -> str:
-    """The schedule to ask the operator for: the one of the config, or for `"auto"` what the rule names for the documents
-    of this batch and the owners of its chunks.
+    """The schedule to ask the operator for: the one of the config, or for `"auto"` the one that the rule names for the
+    documents of this batch and the owners of its chunks.
 
     While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then goes
     by one whole document.

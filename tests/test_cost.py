@@ -1,5 +1,5 @@
-"""The cost model: pairs and bytes are those of the plan and of the wire, times those that were measured, and nothing that
-makes a machine better makes a schedule slower. And the rule for schedules."""
+"""The rule for schedules, and the cost model: pairs and bytes are those of the plan and of the wire, times those that
+were measured, and nothing that makes a machine better makes a schedule slower."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,7 @@
-"""`hf-burst doctor`: versions, devices, kernels, and the schedule of an example with predicted seconds. Made to be pasted
-into an issue."""
+"""`hf-burst doctor`: versions, devices, kernels, and the schedule of an example with predicted seconds.
+
+Made to be pasted into an issue.
+"""
 
 import argparse
 import os
