@@ -559,6 +559,7 @@ def prepare(schedule: str, kernel: str, device: torch.device, group: ContextGrou
     _machine(schedule, kernel, device, group)
 
 
+@lru_cache(maxsize=16)
 def _machine(schedule: str, kernel: str, device: torch.device, group: ContextGroup) -> Machine | None:
     """By what a schedule is chosen, if it is: the machine, with the rates of the kernel that was asked for."""
     if schedule != "auto" or group.size == 1:
