@@ -48,30 +48,27 @@ def test_the_doctor_in_one_process(tmp_path):
     assert "  torch_flash: runs on cuda, not on cpu" in report
     assert "  cpu_flash: can" in report
     assert "cost model: built in" in report
-    assert "hf-burst doctor --calibrate" in report
-    assert "8 query and 2 key heads of 64, 1 x 4096 tokens in 1 document over 4 ranks, 4 a host" in report
+    assert "hf-burst calibrate" in report
+    assert "8 query and 2 key heads of 64, 1 x 4096 tokens in 1 document over 4 ranks, 4 a host takes " in report
+    assert "4 a host takes ulysses_2+kv_ring: 2 ranks of one host divide" in report
     for name in ("kv_ring", "burst", "all_gather", "ulysses_2+kv_ring"):
         assert re.search(rf"^  {re.escape(name)} +[\d.]+ ms", report, re.MULTILINE), name
-    assert report.count("taken: ") == 1
-    assert "key heads cannot be spread over 4 ranks" in report
+    assert len(re.findall(r" taken$", report, re.MULTILINE)) == 1
+    assert len(re.findall(r" \d\.\d\dx$", report, re.MULTILINE)) == 5
     assert report.splitlines()[-1] == "Usable."
     assert not (tmp_path / "hf_burst").exists()  # nothing is measured unasked
 
 
-def test_the_doctor_on_two_ranks_measures_and_remembers(tmp_path):
+def test_two_ranks_are_measured_and_the_doctor_remembers(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    measured = call("doctor", "--calibrate", *SHORT, home=tmp_path, launcher=launcher)
+    measured = call("calibrate", home=tmp_path, launcher=launcher)
     assert measured.returncode == 0, measured.stderr
-    assert measured.stdout.count("Usable.") == 1  # rank 0 alone prints
-    assert "ranks: 2 in this launch" in measured.stdout
+    assert measured.stdout.count("cost model: measured on") == 1  # rank 0 alone prints
     (profile,) = (tmp_path / "hf_burst").iterdir()
     assert re.search(rf"cost model: measured on \d{{4}}-\d\d-\d\d, {re.escape(str(profile))}", measured.stdout)
     remembered = call("doctor", "--ranks", "2", *SHORT, home=tmp_path)
     assert remembered.returncode == 0, remembered.stderr
-    numbers = [re.search(r"cost model: .*?Usable", done.stdout, re.DOTALL) for done in (measured, remembered)]
-    assert numbers[0] is not None
-    assert numbers[1] is not None
-    assert numbers[0][0] == numbers[1][0]
+    assert measured.stdout in remembered.stdout
 
 
 @pytest.mark.parametrize(
@@ -114,7 +111,9 @@ def test_a_schedule_that_is_asked_for_is_compared(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     assert main(["doctor", *SHORT, "--ranks", "4", "--schedule", "burst", "--window", "100"]) == 0
-    assert re.search(r"^  burst .*taken: asked for$", capsys.readouterr().out, re.MULTILINE)
+    report = capsys.readouterr().out
+    assert "4 a host takes burst: asked for" in report
+    assert re.search(r"^  burst .* taken$", report, re.MULTILINE)
 
 
 def test_the_table_is_for_the_documents_that_are_given(monkeypatch, tmp_path, capsys):
@@ -126,9 +125,8 @@ def test_the_table_is_for_the_documents_that_are_given(monkeypatch, tmp_path, ca
         assert main(["doctor", *options, *documents]) == 0
         report = capsys.readouterr().out
         assert f"in {'228 documents' if documents else '1 document'} over 4 ranks" in report
-        taken.append(re.search(r"^  (\S+) .*taken: ", report, re.MULTILINE)[1])
-    assert taken[0] == "ulysses"
-    assert taken[1] in ("kv_ring", "burst")  # which differ by what nobody sends
+        taken.append(re.search(r"^  (\S+) .* taken$", report, re.MULTILINE)[1])
+    assert taken == ["ulysses", "kv_ring"]
 
 
 def test_words_that_mean_nothing_end_with_how_to_call_it(capsys):

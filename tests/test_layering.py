@@ -36,8 +36,8 @@ WITHIN = {
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "cli": [
-        *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan"),
-        "__init__",
+        *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "calibrate"),
+        *("plan", "__init__"),
     ],
     "hf": [
         *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
