@@ -1,4 +1,4 @@
-"""`hf-burst bench attention` and the side-by-side recipe: what is written is right, and nothing that fails hangs."""
+"""The benchmarks: results are right, and a failure of one contender neither hangs nor ends the others."""
 
 import argparse
 import json
@@ -23,18 +23,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from hf_burst.cli import bench
-from hf_burst.cli.bench_contenders import Case, Documents, Native, exact_attention, hf_burst
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, row_products
+from recipes.benchmarks import attention
+from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
+from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.native import Native, exact_attention
 from recipes.benchmarks.peers import flex_attention_over
+from recipes.benchmarks.report import table
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
+SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
 BALANCERS = ("head-tail", "per-document", "ptrr")
 PEERS_ON_GPUS = {
     *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
@@ -46,11 +50,11 @@ PEERS_ON_GPUS = {
 FAILING = """
 import argparse, sys, time
 import torch, torch.distributed as dist
-from hf_burst.cli.bench import add_attention_arguments, benchmark
-from hf_burst.cli.bench_contenders import Contender, Prepared, hf_burst
+from recipes.benchmarks.attention import add_arguments, benchmark
+from recipes.benchmarks.contenders import Contender, Prepared, hf_burst
 
 SETTINGS = argparse.ArgumentParser()
-add_attention_arguments(SETTINGS)
+add_arguments(SETTINGS)
 
 def spoiled(name, spoil, when="call", family="spoiled"):
     def build(case):
@@ -320,15 +324,15 @@ def test_what_the_heads_do_not_allow_is_not_built() -> None:
 
 def arguments(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(["attention", *TINY, *options])
+    attention.add_arguments(parser)
+    return parser.parse_args([*TINY, *options])
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
     options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--documents", "4", "16", "--out", str(out)]
-    assert bench.run(arguments(*options)) == 0
+    assert attention.benchmark(arguments(*options)) == 0
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
@@ -350,8 +354,118 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_settings_that_cannot_be_used(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.run(arguments("--lengths", "64", *options)) == 2
+    assert attention.benchmark(arguments("--lengths", "64", *options)) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--schedules", "burst", "nonsense"], "There is no schedule 'nonsense'"),
+        (["--burst", "zig=3"], "BurstConfig has no setting zig"),
+        (["--burst", "attention_keep=0.3"], "BurstConfig.attention_keep is 0.3"),
+        (["--burst", "logits_limit_gib=much"], "BurstConfig.logits_limit_gib is 'much'"),
+        (["--burst", "schedule=burst"], "--burst schedule=burst is not taken; give --schedules burst"),
+        (["--burst", "chunking=zigzag"], "--burst chunking=zigzag is not taken; give --chunkings zigzag"),
+        (["--contenders", "hf_bust*", "ring"], "--contenders 'hf_bust*' 'ring' is none of 'limit', 'hf_burst auto'"),
+        (["--kernel", "reference"], "reference is none of the limit's (--burst kernel=reference sets that of"),
+        (["--kernel", "flash_attn_2"], "flash_attn_2 runs on cuda, not on cpu. Known here: cpu_flash."),
+        (["--out", "folder"], "--out is folder, where no result can be written"),
+        (["--out", "file/result.json"], "--out is file/result.json, where no result can be written"),
+        (["--seconds", "nan"], "--seconds is nan"),
+        (["--seconds", "inf"], "--seconds is inf"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--timeout", "1e300"], "--timeout is 1e+300; it must be at most 86400 seconds"),
+        (["--warmup", "-1"], "--warmup is -1; it must be at least 0"),
+        (["--lengths", "64", "63"], "--lengths: 63 tokens cannot be cut into 2 x 1 equal chunks; give a multiple of 2"),
+        (["--check-length", "31"], "--check-length: 31 tokens cannot be cut into 2 x 1 equal chunks"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_is_refused_before_it_starts(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert attention.benchmark(arguments(*SHORTEST, *words)) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert "results of" not in told.err  # nothing was begun
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_benchmark_that_is_refused_leaves_the_result_before_it(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    out.write_text("before")
+    assert attention.benchmark(arguments(*SHORTEST, "--kernel", "reference", "--out", str(out))) == 2
+    assert out.read_text() == "before"
+
+
+def test_variables_of_no_launcher_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert attention.benchmark(arguments(*SHORTEST)) == 2
+    assert "attention.py: The environment variable WORLD_SIZE is 'abc'" in capsys.readouterr().err
+
+
+def test_lengths_that_were_not_given_fit_any_number_of_ranks() -> None:
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    for size in (1, 3, 4, 7):
+        options = parser.parse_args([])
+        attention.set_lengths(options, types.SimpleNamespace(size=size))
+        lengths, least = [*options.lengths, options.check_length], [*attention.LENGTHS, 2048]
+        assert all(length % (16 * size) == 0 for length in lengths)
+        assert all(0 <= length - shortest < 16 * size for length, shortest in zip(lengths, least, strict=True))
+    options = parser.parse_args(["--lengths", "8192"])
+    with pytest.raises(ConfigError, match=r"--lengths: 8192 tokens .* give a multiple of 6, such as 8190"):
+        attention.set_lengths(options, types.SimpleNamespace(size=3))
+
+
+def spoiled(name: str, when: str) -> Contender:
+    """A contender that raises an error or computes a wrong result at some time."""
+
+    def build(case: Case) -> Prepared:
+        good = hf_burst("burst").build(case)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if when == "call":
+                raise RuntimeError("not today")
+            return good.attend(q, k, v) * (1.01 if when == "result" else 1.0)
+
+        if when == "build":
+            raise ImportError("not installed")
+        return Prepared(attend, good.cut, good.sent)
+
+    return Contender(name, "spoiled", build)
+
+
+@pytest.mark.parametrize(
+    ("words", "when", "status"),
+    [
+        (["--schedules", "burst"], "build", 0),
+        (["--schedules", "burst"], "call", 1),
+        (["--schedules", "burst"], "result", 1),
+        (["--schedules", "burst"], "never", 0),
+        (["--schedules", "ulysses_2+burst", "burst"], "never", 0),  # which one rank cannot do
+        (["--schedules", "ulysses_2+burst"], "never", 1),
+        (["--contenders", "limit"], "never", 0),
+        (["--contenders", "peer"], "build", 1),
+    ],
+)
+def test_the_status_of_a_benchmark(words: list[str], when: str, status: int) -> None:
+    assert attention.benchmark(arguments(*SHORTEST, *words), [spoiled("peer", when)]) == status
+
+
+def test_columns_of_a_table_stand_apart() -> None:
+    row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
+    row |= {"contender": "hf_burst all_gather", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
+    rows = [row | {"length": length} for length in (1024, 2048)]
+    lines = table({"hardware": {"device": "x"}, "results": rows, "checks": []}).splitlines()
+    assert "hf_burst all_gather 0.00012 (156%) 0.00012 (156%)" in lines
+    assert re.fullmatch(r" +1K +2K", lines[1])
+    assert len(lines[1]) == len(lines[2])
 
 
 def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
@@ -568,8 +682,7 @@ def test_the_results_of_training_are_what_was_measured() -> None:
                 assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])
 
 
-@pytest.mark.parametrize("readme", ["README.md", "recipes/benchmarks/README.md"])
-def test_every_step_of_the_readme_was_measured(readme: str) -> None:
+def test_every_step_of_the_texts_was_measured() -> None:
     """Each "1.30 s, 20.5 GiB" is a result."""
     rows = [
         row
@@ -577,15 +690,16 @@ def test_every_step_of_the_readme_was_measured(readme: str) -> None:
         for row in json.loads(path.read_text())["results"]
         if "median_s" in row
     ]
-    told = re.findall(r"([\d.]+) s, ([\d.]+) GiB", (ROOT / readme).read_text())
-    assert len(told) > 10
-    for pair in told:
+    texts = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/benchmarks/README.md"]
+    steps = [(text.name, pair) for text in texts for pair in re.findall(r"([\d.]+) s, ([\d.]+) GiB", text.read_text())]
+    assert len(steps) > 10
+    for name, pair in steps:
         decimals = [len(text.partition(".")[2]) for text in pair]
         assert any(
             abs(row["median_s"] - float(pair[0])) <= 0.5001 * 10 ** -decimals[0]
             and abs(row["peak_memory_gib"] - float(pair[1])) <= 0.5001 * 10 ** -decimals[1]
             for row in rows
-        ), pair
+        ), (name, pair)
 
 
 def test_balance_is_measured(tmp_path: Path) -> None:

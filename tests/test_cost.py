@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_burst.cli.bench_contenders import Documents
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import Scores, select_kernel
@@ -41,6 +40,7 @@ from hf_burst.plan import (
 from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.work import band_pairs, busiest, gathered_calls, lag, pairs_of_ranks, rounds
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention
+from recipes.benchmarks.documents import Documents
 from tests.oracle import admitted_pairs
 from tests.test_plan import plans
 

@@ -115,7 +115,7 @@ def compiled_graphs() -> int:
 
 
 def summary(
-    rows: Sequence[dict[str, Any]], work: float, limits: dict[str, float], ranks: Ranks
+    rows: Sequence[dict[str, Any]], work: float, limit_seconds: dict[str, float], ranks: Ranks
 ) -> list[dict[str, Any]]:
     """Adds medians, rates, and ratios to the other contenders to the rows."""
     medians = {
