@@ -401,7 +401,7 @@ def test_a_benchmark_that_is_refused_leaves_the_result_before_it(tmp_path: Path)
     assert out.read_text() == "before"
 
 
-def test_variables_of_no_launcher_are_named(
+def test_variables_of_no_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "abc")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipes.benchmarks.clock import Clock
 from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared, for_group
 from recipes.benchmarks.native import exact_attention
 from recipes.benchmarks.ranks import Ranks
@@ -233,32 +234,9 @@ def _call(measured: Measured, ranks: Ranks) -> None:
         measured.seconds[name].append(seconds / measured.calls)
 
 
-class _Clock:
-    """Marks the moments before, between and after the two passes, on GPUs by events on the stream."""
-
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if not self.cuda:
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def seconds(self) -> tuple[float, float, float]:
-        """Seconds of the forward pass, the backward pass and both. The device must have finished."""
-        first, middle, last = self.marks
-        if self.cuda:
-            return (first.elapsed_time(middle) / 1e3, middle.elapsed_time(last) / 1e3, first.elapsed_time(last) / 1e3)
-        return middle - first, last - middle, last - first
-
-
-def _timed(attend: Attend, inputs: Sequence[torch.Tensor], calls: int, cuda: bool) -> _Clock:
+def _timed(attend: Attend, inputs: Sequence[torch.Tensor], calls: int, cuda: bool) -> Clock:
     q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
-    clock = _Clock(cuda)
+    clock = Clock(cuda)
     clock.mark()
     outs = [attend(q, k, v) for _ in range(calls)]
     clock.mark()
