@@ -401,9 +401,7 @@ def test_a_benchmark_that_is_refused_leaves_the_result_before_it(tmp_path: Path)
     assert out.read_text() == "before"
 
 
-def test_variables_of_no_launcher(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_variables_of_no_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "abc")
     assert attention.benchmark(arguments(*SHORTEST)) == 2
     assert "attention.py: The environment variable WORLD_SIZE is 'abc'" in capsys.readouterr().err
@@ -727,3 +725,67 @@ def test_balance_is_measured(tmp_path: Path) -> None:
         assert 0 < row["seconds_of_auto"]["median"] <= row["seconds_of_auto"]["worst"]
     committed = json.loads((ROOT / "recipes/benchmarks/results/balance.json").read_text())
     assert committed["log_uniform"][0].keys() == result["log_uniform"][0].keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype", "float32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--documents", "8", "50"],
+        pytest.param(["--model", "tiny", "--layers", "1", "--width", "32"], marks=pytest.mark.full),
+    ],
+    ids=["attention", "model"],
+)
+def test_two_versions_take_turns(tmp_path: Path, options: list[str]) -> None:
+    """The same checkout twice, so that all results are the same."""
+    out = tmp_path / "versions.json"
+    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", ".", "--after", str(ROOT)]
+    command += ["--ranks", "2", "--device", "cpu", "--lengths", "128", "--rounds", "3", "--warmup", "1", *options]
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    result = json.loads(out.read_text())
+    assert set(result) == {"command", "git_commits", "hardware", "versions", "settings", "results"}
+    assert set(result["git_commits"]) == {"before", "after"}
+    assert len(result["results"]) == (1 if "--model" in options else 2)
+    for row in result["results"]:
+        assert all(row["same_bits"].values()), row["same_bits"]
+        for part, ratio in row["ratio"].items():
+            before, after = (row["seconds"][version][part] for version in ("before", "after"))
+            assert len(before) == len(after) == 3
+            assert ratio == statistics.median(after) / statistics.median(before)
+        assert row["peak_memory_bytes"] == {"before": None, "after": None}
+    assert "| after / before |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--before", "tests"], "--before is tests, which holds no hf_burst package"),
+        (["--rounds", "0"], "--rounds is 0; it must be above 0"),
+        (["--layers", "2"], "--layers and --width are for --model"),
+        (["--model", "huge"], "--model is 'huge'; it must be one of llama-8b"),
+        (["--model", "tiny", "--width", "33"], "--width is 33, to which the heads of tiny cannot be scaled"),
+        (["--out", "tests"], "--out is tests, a folder"),
+    ],
+)
+def test_versions_that_cannot_be_compared(
+    options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.benchmarks import versions
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        versions.read_arguments(["--before", ".", "--after", ".", "--device", "cpu", *options])
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_version_that_fails_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "hf_burst").mkdir()
+    (tmp_path / "hf_burst" / "__init__.py").write_text("raise ImportError('an old torch')")
+    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", str(tmp_path), "--after", "."]
+    command += ["--device", "cpu", "--lengths", "64"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "an old torch" in done.stderr
+    assert "versions.py: rank 0 of before failed" in done.stderr

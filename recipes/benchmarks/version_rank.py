@@ -105,9 +105,10 @@ class Attention:
         return {"forward": forward, "backward": backward, "both": both}
 
     def _forward(self) -> torch.Tensor:
-        return hf_burst.burst_attention(
+        out, _ = hf_burst.burst_attention(
             *self.inputs, self.layout, self.group, causal=True, window=self.window, config=self.config, check=False
-        )[0]
+        )
+        return out
 
 
 class Training:
@@ -181,10 +182,12 @@ def _bits(tensor: torch.Tensor) -> str:
 
 def _align(device: torch.device) -> None:
     """Lets all ranks of this version start together."""
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        dist.all_reduce(torch.zeros(1, device=device))
+    if device.type == "cpu":
+        dist.barrier()
+        return
+    dist.barrier(device_ids=[device.index])
+    torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1, device=device))
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def read_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="timed turns of each version")
     parser.add_argument("--warmup", type=int, default=5, help="turns before them")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that processes wait for each other")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that processes wait for each other")
     parser.add_argument("--commits", nargs=2, metavar=("BEFORE", "AFTER"), help="of folders that are no git checkouts")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args(words)
