@@ -272,9 +272,9 @@ def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
 )
 def test_the_bytes_that_are_written_down_are_those_sent(ranks: Any, schedule: str) -> None:
     sent = ranks(4).run(count_bytes, schedule)
-    told = hf_burst(schedule).build(case_of(0, 4)).sent
-    assert (told.forward, told.backward) == tuple(map(max, zip(*sent, strict=True)))
-    assert told.source == "plan"
+    planned = hf_burst(schedule).build(case_of(0, 4)).sent
+    assert (planned.forward, planned.backward) == tuple(map(max, zip(*sent, strict=True)))
+    assert planned.source == "plan"
 
 
 def attend_by_flex(rank: int, size: int, documents: Documents | None, window: int | None) -> dict[str, list[float]]:
@@ -284,7 +284,7 @@ def attend_by_flex(rank: int, size: int, documents: Documents | None, window: in
     shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (8, 4, 4, 8)]
     whole = [torch.randn(shape, generator=generator, dtype=case.dtype) for shape in shapes]
     exact = exact_attention(*whole, case.mask)
-    found = {}
+    errors = {}
     with torch.compiler.set_stance("force_eager"), mock.patch.object(flex_attention, "_validate_device"):
         for balancer in BALANCERS:
             if balancer == "per-document" and documents is None:
@@ -294,9 +294,10 @@ def attend_by_flex(rank: int, size: int, documents: Documents | None, window: in
             leaves = [leaf.requires_grad_() for leaf in leaves]
             out = prepared.attend(*leaves)
             results = [out, *torch.autograd.grad(out, leaves, dout)]
-            wanted = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
-            found[balancer] = [float((one - other).norm()) for one, other in zip(results, wanted, strict=True)]
-    return found
+            expected = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
+            differences = [result - exact_result for result, exact_result in zip(results, expected, strict=True)]
+            errors[balancer] = [float(difference.norm()) for difference in differences]
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -312,8 +313,8 @@ def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | N
     ):
         if not hasattr(private, name):
             pytest.skip(f"torch {torch.__version__} has no {name}")
-    for found in ranks(2).run(attend_by_flex, documents, window):
-        assert all(error < 1e-10 for errors in found.values() for error in errors), found
+    for errors in ranks(2).run(attend_by_flex, documents, window):
+        assert all(error < 1e-10 for of_balancer in errors.values() for error in of_balancer), errors
 
 
 def test_what_the_heads_do_not_allow_is_not_built() -> None:
@@ -388,9 +389,9 @@ def test_a_benchmark_that_cannot_be_is_refused_before_it_starts(
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     assert attention.benchmark(arguments(*SHORTEST, *words)) == 2
-    told = capsys.readouterr()
-    assert said in told.err
-    assert "results of" not in told.err  # nothing was begun
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "results of" not in errors  # nothing was begun
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
@@ -499,10 +500,10 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
         assert check == pytest.approx(checks[0], rel=1e-5)
     limits = result["limits"]["250"]
     assert limits["nothing recomputed"] < limits["attention saved"] < limits["all recomputed"]
-    wanted = {"attention saved": "attention saved", "attention recomputed": "all recomputed"}
+    of_contender = {"attention saved": "attention saved", "attention recomputed": "all recomputed"}
     for name, row in ours.items():
         assert row["median_s"] == row["steps"][0]["seconds"]
-        limit = limits[wanted.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
+        limit = limits[of_contender.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
         assert row["share_of_limit"] == limit / row["median_s"]
         assert len(row["times_as_fast_as"]) == len(checks) - 1
     draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
@@ -631,8 +632,8 @@ def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
     ]
     events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
     parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
-    wanted = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
-    assert parts == pytest.approx(wanted, abs=1e-6)
+    expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
+    assert parts == pytest.approx(expected, abs=1e-6)
     (first, second, third) = training_profile.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
     assert [part["kind"] for part in (first, second, third)] == ["attention", "matrix products", "messages"]
     assert [part["start_ms"] for part in (first, second, third)] == pytest.approx([0, 0, 5], abs=1e-3)
@@ -674,7 +675,7 @@ def test_the_results_of_training_are_what_was_measured() -> None:
         result = json.loads(path.read_text())
         assert len(result["git_commit"]) == 40
         for row in result["results"]:
-            first = next(other for other in result["results"] if other["length"] == row["length"])
+            first = next(earlier for earlier in result["results"] if earlier["length"] == row["length"])
             assert row["check"] == pytest.approx(first["check"], rel=2e-2)
             if row["steps"]:  # the time of a run may be up before
                 assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])

@@ -84,7 +84,7 @@ def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
 
 
 def _label(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
-    """Names right of the lines, moved apart where they would overlap, each tied to the end of its line."""
+    """Writes names right of the lines, moves overlapping names apart, and ties each name to the end of its line."""
     ordered = sorted(ends, key=lambda end: end[1])
     heights = spread([share for _, share, *_ in ordered], LABEL_GAP, 1.05)
     right = max((end[0] for end in ends), default=1) * 1.35
@@ -110,17 +110,17 @@ def _label(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> Non
         )
 
 
-def spread(wanted: Sequence[float], gap: float, ceiling: float) -> list[float]:
-    """Ascending numbers moved apart to `gap` and under `ceiling`, by as little as possible (isotonic regression)."""
+def spread(desired: Sequence[float], gap: float, ceiling: float) -> list[float]:
+    """Moves ascending numbers apart to `gap` and below `ceiling`, by as little as possible (isotonic regression)."""
     blocks: list[list[float]] = []  # sum and count of neighbours that move together, each height less its gaps
-    for index, height in enumerate(wanted):
+    for index, height in enumerate(desired):
         blocks.append([height - index * gap, 1])
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
             total, count = blocks.pop()
             blocks[-1][0] += total
             blocks[-1][1] += count
     heights = [total / count for total, count in blocks for _ in range(int(count))]
-    highest = ceiling - gap * (len(wanted) - 1)
+    highest = ceiling - gap * (len(desired) - 1)
     return [min(height, highest) + index * gap for index, height in enumerate(heights)]
 
 

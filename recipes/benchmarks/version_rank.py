@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import hf_burst  # of PYTHONPATH, before the path of this checkout comes first
 
@@ -57,7 +58,7 @@ class Turns:
 
 
 class Subject(Protocol):
-    """What is timed in one case."""
+    """A timed subject: attention or training of one case."""
 
     def results(self) -> dict[str, str]:
         """Names of results, and their bits as text. Of the first call, which compiles."""
@@ -82,8 +83,10 @@ class Attention:
         heads = (settings["q_heads"], case["kv_heads"], case["kv_heads"], settings["q_heads"])
         shapes = [(1, length // task.ranks, count, settings["head_dim"]) for count in heads]
         dtype = getattr(torch, settings["dtype"])
-        q, k, v, dout = (torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes)
-        self.inputs, self.dout = [tensor.requires_grad_() for tensor in (q, k, v)], dout
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(shape, generator=generator, dtype=dtype, device=device) for shape in shapes
+        )
+        self.inputs = [tensor.requires_grad_() for tensor in (self.q, self.k, self.v)]
 
     def results(self) -> dict[str, str]:
         """The bits of out, dq, dk and dv."""
@@ -106,7 +109,15 @@ class Attention:
 
     def _forward(self) -> torch.Tensor:
         out, _ = hf_burst.burst_attention(
-            *self.inputs, self.layout, self.group, causal=True, window=self.window, config=self.config, check=False
+            self.q,
+            self.k,
+            self.v,
+            self.layout,
+            self.group,
+            causal=True,
+            window=self.window,
+            config=self.config,
+            check=False,
         )
         return out
 
@@ -122,7 +133,7 @@ class Training:
         dtype = torch.bfloat16 if self.cuda else torch.float32
         self.model = make_model(settings["model"], length, dtype, device, settings["changes"])
         checkpoint_layers(self.model)
-        mesh = dist.init_device_mesh(device.type, (task.ranks,), mesh_dim_names=("cp",))
+        mesh = init_device_mesh(device.type, (task.ranks,), mesh_dim_names=("cp",))
         shard(self.model, self.model, mesh)
         config = hf_burst.BurstConfig(schedule=case["schedule"], kernel=settings["kernel"])
         hf_burst.patch_model(self.model, config, mesh)

@@ -1,4 +1,4 @@
-"""What versions.py tells a process that it starts. Needs nothing of hf_burst."""
+"""The task that versions.py gives to each of its processes. Needs nothing of hf_burst."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +12,7 @@ VERSIONS = ("before", "after")
 
 @dataclass(frozen=True)
 class Task:
-    """What a process of versions.py does.
+    """The task of one process of versions.py.
 
     Args:
         version (`str`): `"before"` or `"after"`.
@@ -20,7 +20,7 @@ class Task:
         rank, ranks (`int`): This rank, and how many ranks each version has.
         host (`str`), port (`int`): Where the store of all processes listens.
         settings (`dict`): The options of versions.py.
-        cases (`list[dict]`): What is measured, one after another.
+        cases (`list[dict]`): The cases to measure, one after another.
     """
 
     version: str
