@@ -135,6 +135,8 @@ class Training:
         checkpoint_layers(self.model)
         mesh = init_device_mesh(device.type, (task.ranks,), mesh_dim_names=("cp",))
         shard(self.model, self.model, mesh)
+        if self.cuda:
+            torch.cuda.empty_cache()  # the whole model's, since the other version needs the memory
         config = hf_burst.BurstConfig(schedule=case["schedule"], kernel=settings["kernel"])
         hf_burst.patch_model(self.model, config, mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=self.cuda)
