@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_burst.cli.bench_contenders import Documents
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
@@ -42,6 +41,7 @@ from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.tiles import Tile
 from hf_burst.plan.work import band_pairs, busiest, gathered_rows, lag, pairs_of_ranks, tile_pairs
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention
+from recipes.benchmarks.documents import Documents
 from tests.oracle import admitted_pairs
 from tests.test_plan import plans
 

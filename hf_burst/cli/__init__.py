@@ -1,4 +1,4 @@
-"""The command line: `hf-burst doctor`, `hf-burst calibrate`, `hf-burst plan` and `hf-burst bench attention`.
+"""The command line: `hf-burst doctor`, `hf-burst calibrate` and `hf-burst plan`.
 
 A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code; it is imported when it is
 called for.
@@ -16,7 +16,6 @@ from ..errors import BurstError
 _COMMANDS = {
     "doctor": "what hf_burst can do on this machine, which schedule it takes, and the seconds that it predicts",
     "calibrate": "measure kernel, memory and links of this launch, and remember them",
-    "bench": "time attention over the ranks of this launch",
     "plan": "show which rank computes which part of a mask in which step, as a table and a picture",
 }
 
