@@ -18,7 +18,7 @@ import hf_burst
 from hf_burst import op
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import support
-from hf_burst.hf.batch import fingerprint
+from hf_burst.hf.sharded import fingerprint
 from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models
