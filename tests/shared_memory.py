@@ -232,6 +232,7 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
     ):
         prepare._prepared.cache_clear()
         pool = symmetric.SymmetricPool(group, torch.device("cpu"), 10_000)
+        resources.resources_of(group).close()  # tests before may have found that there is no symmetric memory
         with mock.patch.object(resources, "open_pool", return_value=pool):
             yield kernels
         resources.resources_of(group).close()

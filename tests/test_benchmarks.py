@@ -255,14 +255,22 @@ def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
     """What leaves a rank of the executed schedule, forward and backward."""
     case = case_of(rank, size)
     layout, kernel = case.layout(), select_kernel("auto", KernelRequest("cpu", case.dtype, 16, 16))
-    route, group = Schedule.parse(schedule, size), ContextGroup.from_mesh(None)
-    routed = ShardedAttention(route, group, layout.masks(MaskPattern()), layout.sharding, kernel, Scores(1.0))
+    group = ContextGroup.from_mesh(None)
+    attention = ShardedAttention(
+        schedule=Schedule.parse(schedule, size),
+        group=group,
+        masks=layout.masks(MaskPattern()),
+        queries=layout.sharding,
+        keys=layout.sharding,
+        kernel=kernel,
+        scores=Scores(1.0),
+    )
     shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
     q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
     there, back = (PeerToPeer(group, case.device) for _ in range(2))
-    out, lse, kept = routed.forward(there, q, k, v)
+    out, lse, kept = attention.forward(there, q, k, v)
     delta = row_products(dout, out, None)
-    routed.backward(back, HeadSizes(8, 4, 16, 16), dout, kept or [q, k, v], out, lse, delta)
+    attention.backward(back, HeadSizes(8, 4, 16, 16), kept or [q, k, v], dout, out, lse, delta)
     return there.sent.bytes, back.sent.bytes
 
 

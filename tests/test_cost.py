@@ -170,18 +170,25 @@ class Counted(PeerToPeer):
         return posted
 
 
-def count_bytes(rank: int, size: int, route: Schedule, length: int, kv_heads: int) -> int:
-    """What leaves a rank of the executed route, or arrives if that is more, forward and backward, in fp32."""
+def count_bytes(rank: int, size: int, schedule: Schedule, length: int, kv_heads: int) -> int:
+    """What leaves a rank of the executed schedule, or arrives if that is more, forward and backward, in fp32."""
     layout = SequenceLayout.for_batch([(0, length)], size)
     kernel = select_kernel("auto", KernelRequest("cpu", torch.float32, 8, 8))
-    routed = ShardedAttention(
-        route, ContextGroup.from_mesh(None), layout.masks(MaskPattern()), layout.sharding, kernel, Scores(1.0)
+    attention = ShardedAttention(
+        schedule=schedule,
+        group=ContextGroup.from_mesh(None),
+        masks=layout.masks(MaskPattern()),
+        queries=layout.sharding,
+        keys=layout.sharding,
+        kernel=kernel,
+        scores=Scores(1.0),
     )
     q, dout = (torch.randn(1, length // size, 8, 8) for _ in range(2))
     k, v = (torch.randn(1, length // size, kv_heads, 8) for _ in range(2))
-    exchange = Counted(routed.group, torch.device("cpu"))
-    out, lse, kept = routed.forward(exchange, q, k, v)
-    routed.backward(exchange, HeadSizes(8, kv_heads, 8, 8), dout, kept or [q, k, v], out, lse, (dout * out).sum(-1))
+    exchange = Counted(attention.group, torch.device("cpu"))
+    out, lse, kept = attention.forward(exchange, q, k, v)
+    sizes = HeadSizes(8, kv_heads, 8, 8)
+    attention.backward(exchange, sizes, kept or [q, k, v], dout, out, lse, (dout * out).sum(-1))
     return max(exchange.sent.bytes, exchange.received)
 
 

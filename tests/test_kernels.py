@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst import AttentionRequest, BurstConfig, ContextGroup, MaskPattern, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
 from hf_burst.kernels import (
     KERNELS,
@@ -715,12 +715,12 @@ def test_project_out_survives_gradients_whose_square_underflows():
 def test_gradcheck_of_the_operator(kernel, causal, window, loss):
     generator = torch.Generator().manual_seed(7)
     layout = SequenceLayout.for_batch([(0, 1, 5, 7), (0, 7)], 1)
-    config = BurstConfig(kernel=kernel.capabilities.name)
+    request = AttentionRequest(pattern=MaskPattern(causal, window), kernel=kernel.capabilities.name)
     shapes = ((2, 7, 4, 3), (2, 7, 2, 3), (2, 7, 2, 3))
     inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
     def attend(q, k, v):
-        out, lse = burst_attention(q, k, v, layout, ContextGroup(), causal=causal, window=window, config=config)
+        out, lse = burst_attention(q, k, v, layout, request)
         if loss == "out and lse":
             return torch.cat([out, lse.unsqueeze(-1)], -1)
         return out if loss == "out" else lse
@@ -731,7 +731,7 @@ def test_gradcheck_of_the_operator(kernel, causal, window, loss):
 def test_a_second_derivative_is_refused():
     layout = SequenceLayout.for_batch([(0, 5)], 1)
     q, k, v = (torch.randn(1, 5, 2, 4, dtype=torch.float64, requires_grad=True) for _ in "qkv")
-    out, _ = burst_attention(q, k, v, layout, ContextGroup())
+    out, _ = burst_attention(q, k, v, layout, AttentionRequest())
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(KernelError, match="hf_burst::attention_backward is not differentiable"):
         dq.sum().backward()

@@ -545,8 +545,8 @@ def train_by_documents(
             assert set(asked.found) == {name}
     with SchedulesAsked() as asked:
         q = torch.randn(1, length // group.size, 4, 8, dtype=torch.float64)
-        hf_burst.burst_attention(q, q, q, short, group)
-        hf_burst.burst_attention(q, q, q, short, group, config=hf_burst.BurstConfig(schedule="burst"))
+        hf_burst.burst_attention(q, q, q, short, hf_burst.AttentionRequest(group))
+        hf_burst.burst_attention(q, q, q, short, hf_burst.AttentionRequest(group, schedule="burst"))
     assert asked.found == [wanted[1], "burst"]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst import AttentionRequest, BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import select_kernel
@@ -174,10 +174,16 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
     def build(case: Case) -> Prepared:
         config = BurstConfig.from_dict({"kernel": case.kernel, **settings, "schedule": schedule})
         layout = case.layout(config.chunking_over(case.ranks))
-        members = ContextGroup.from_mesh(case.group) if case.group else ContextGroup()
+        request = AttentionRequest(
+            group=ContextGroup.from_mesh(case.group) if case.group else ContextGroup(),
+            pattern=MaskPattern(window=case.window),
+            kernel=config.kernel,
+            schedule=config.schedule,
+            transport=config.transport,
+        )
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return burst_attention(q, k, v, layout, members, window=case.window, config=config, check=False)[0]
+            return burst_attention(q, k, v, layout, request, check=False)[0]
 
         if layout.padding:
             raise ConfigError(f"{case.length} tokens cannot be cut into {len(layout.owners)} equal chunks.")

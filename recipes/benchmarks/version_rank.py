@@ -108,18 +108,18 @@ class Attention:
         return {"forward": forward, "backward": backward, "both": both}
 
     def _forward(self) -> torch.Tensor:
-        out, _ = hf_burst.burst_attention(
-            self.q,
-            self.k,
-            self.v,
-            self.layout,
-            self.group,
-            causal=True,
-            window=self.window,
-            config=self.config,
-            check=False,
+        q, k, v = self.inputs
+        if not hasattr(hf_burst, "AttentionRequest"):  # a version before it
+            settings = {"causal": True, "window": self.window, "config": self.config, "check": False}
+            return hf_burst.burst_attention(q, k, v, self.layout, self.group, **settings)[0]
+        request = hf_burst.AttentionRequest(
+            group=self.group,
+            pattern=hf_burst.MaskPattern(window=self.window),
+            kernel=self.config.kernel,
+            schedule=self.config.schedule,
+            transport=self.config.transport,
         )
-        return out
+        return hf_burst.burst_attention(q, k, v, self.layout, request, check=False)[0]
 
 
 class Training:
