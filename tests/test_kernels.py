@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_burst import AttentionRequest, BurstConfig, ContextGroup, MaskPattern, SequenceLayout, burst_attention
+from hf_burst import AttentionRequest, MaskPattern, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
 from hf_burst.kernels import (
     KERNELS,
@@ -40,6 +40,7 @@ from hf_burst.kernels.head_size import PaddedHeads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
 from hf_burst.kernels.torch_flash import TorchFlashKernel
+from hf_burst.plan import MaskPattern
 from hf_burst.ring import accumulation_dtype, merge_
 from tests import flash_libraries
 from tests.oracle import relative_error, softmax_attention
@@ -380,17 +381,21 @@ def test_inputs_of_a_kernel_stay_as_they_are(kernel, dtype):
 
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
 @pytest.mark.parametrize("segments", [(), (0, 5, 64)], ids=["dense", "documents"])
-def test_results_may_be_put_where_they_are_wanted(kernel, dtype, segments):
+def test_results_may_be_written_to_buffers(kernel, dtype, segments):
     """A kernel writes there or elsewhere, the same values; and one that derives delta needs none beside `out`."""
     spare(kernel, dtype)
     shape = Shape(64, 64, Band(0, None, segments), batch=1)
     device = device_of(kernel)
     kernel = kernel.for_sizes(64, 64) if isinstance(kernel, PaddedHeads) else kernel
     t = make_tensors(shape, dtype, 64).to(device=device)
-    places = [torch.full_like(tensor, torch.nan) for tensor in (t.dout, t.q, t.k, t.v)]
-    lse_place = torch.full((1, 4, 64), torch.nan, device=device).transpose(1, 2)
+    own_buffers = [torch.full_like(tensor, torch.nan) for tensor in (t.dout, t.q, t.k, t.v)]
+    lse_buffer = torch.full((1, 4, 64), torch.nan, device=device).transpose(1, 2)
     results = []
-    for buffers, gradient_buffers in ((None, None), ((places[0], lse_place), (None, *places[2:])), (None, places[1:])):
+    for buffers, gradient_buffers in (
+        (None, None),
+        ((own_buffers[0], lse_buffer), (None, *own_buffers[2:])),
+        (None, own_buffers[1:]),
+    ):
         out, lse = kernel.forward(t.q, t.k, t.v, shape.band, t.scores, buffers)
         delta = None if kernel.capabilities.derives_delta else product(t.dout, out)
         inputs = t.backward_inputs(out.to(dtype), lse, delta)
@@ -400,8 +405,8 @@ def test_results_may_be_put_where_they_are_wanted(kernel, dtype, segments):
         for own, buffer in zip(results[0], written, strict=True):
             assert torch.allclose(own.double(), buffer.double(), rtol=1e-2, atol=1e-2)
     if kernel.capabilities.name.startswith("flash_attn_4"):
-        assert [tensor.data_ptr() for tensor in results[2][2:]] == [place.data_ptr() for place in places[1:]]
-        assert segments or results[1][0].data_ptr() == places[0].data_ptr()
+        assert [tensor.data_ptr() for tensor in results[2][2:]] == [buffer.data_ptr() for buffer in own_buffers[1:]]
+        assert segments or results[1][0].data_ptr() == own_buffers[0].data_ptr()
 
 
 @pytest.mark.parametrize("given_out", ["true", "none or projected"])

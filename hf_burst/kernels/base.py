@@ -145,9 +145,7 @@ class BackwardInputs(NamedTuple):
 
     Args:
         dout (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`): Gradient of the merged output, in the dtype of q.
-        q (`torch.Tensor` of shape `(B, Sq, Hq, D)`): Queries, any strides.
-        k (`torch.Tensor` of shape `(B, Sk, Hkv, D)`): Keys.
-        v (`torch.Tensor` of shape `(B, Sk, Hkv, Dv)`): Values.
+        q, k, v (`torch.Tensor`): As in [`Kernel.forward`].
         out (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`, *optional*): With `rowsum(dout * out) = delta`, in the dtype
             of dout. Needed if the capabilities say `wants_out`; other kernels may read it instead of delta.
         lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles, in fp32 (fp64 for fp64 inputs). Like

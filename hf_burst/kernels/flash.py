@@ -17,10 +17,12 @@ from torch import Tensor
 from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores, from_host
 from .pieces import Piece, PiecewiseKernel, crop
 
-# cu_seqlens of q and k, longest of q and k; causal, window to the left, window to the right
+# cu_seqlens of q and k, longest of q and k
 Lengths = tuple[Tensor | None, Tensor | None, int, int]
+# causal, window to the left, window to the right; `None` is unbounded
 Window = tuple[bool, int | None, int | None]
 
+# how the packages call `Lengths`
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # capabilities that most FlashAttention libraries share
 FLASH = Capabilities(
@@ -195,8 +197,14 @@ def _dense_calls(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tu
     """The calls that compute a band without segments."""
     pieces = kernel.cut(Piece(slice(0, rows), slice(0, columns), band))
     return tuple(
-        FlashCall(p.rows, p.columns, p.band, (None, None, p.height, p.width), window_of(p.band, p.width - p.height))
-        for p in pieces
+        FlashCall(
+            rows=piece.rows,
+            columns=piece.columns,
+            band=piece.band,
+            lengths=(None, None, piece.height, piece.width),
+            window=window_of(piece.band, ahead=piece.width - piece.height),
+        )
+        for piece in pieces
     )
 
 

@@ -91,8 +91,8 @@ class PiecewiseKernel(Generic[AnyPiece]):
                 return self.backward_piece(piece, inputs, scores, buffers)
             gradients = self.backward_piece(piece, inputs.cut(rows, columns), scores)
             sums = sums or _wide_zeros(q, k, v)
-            for total, gradient, place in zip(sums, gradients, (rows, columns, columns), strict=True):
-                total[:, place] += gradient
+            for total, gradient, span in zip(sums, gradients, (rows, columns, columns), strict=True):
+                total[:, span] += gradient
         return sums or _wide_zeros(q, k, v)
 
 

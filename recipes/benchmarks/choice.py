@@ -15,13 +15,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from recipes.benchmarks.documents import Documents
-
 from hf_burst.config import Schedule
 from hf_burst.layout import SequenceLayout
 from hf_burst.plan import Layer, MaskPattern, Shapes, candidates, choose, estimate, name_of
 from hf_burst.plan.choose import fetched_share
 from hf_burst.plan.machine import h200
+from recipes.benchmarks.documents import Documents
 
 RESULTS = Path(__file__).parent / "results"
 HOST = 8  # ranks of the simulated hosts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_burst import AttentionRequest, BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import select_kernel
+from hf_burst.kernels import KernelRequest, select_kernel
 from hf_burst.plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
 from hf_burst.plan.traffic import Pass
 from hf_burst.plan.work import gathered_calls, rotating_of
@@ -209,7 +209,8 @@ def planned_bytes(name: str, case: Case, layout: SequenceLayout) -> Sent:
         return Sent(source="not counted: those of the schedule that was chosen, see `said`")
     ulysses = schedule.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
+    request = KernelRequest(case.device.type, case.dtype, case.head_dim, case.head_dim)
+    kernel = select_kernel(case.kernel, request)
     shapes = Shapes(
         q_heads=case.q_heads // ulysses,
         kv_heads=case.kv_heads // ulysses,

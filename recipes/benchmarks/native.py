@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import explain_kernels
+from hf_burst.kernels import KernelRequest, explain_kernels
 from hf_burst.plan import Mask
 from recipes.benchmarks.ranks import Ranks
 
@@ -68,7 +68,8 @@ def choose_native(
             return Native(name, attend), refusals
         refusals.append(f"{name}: {failure}")
     if not refusals:
-        reason = dict(explain_kernels(ranks.device.type, dtype, head_dim, head_dim)).get(requested)
+        request = KernelRequest(ranks.device.type, dtype, head_dim, head_dim)
+        reason = dict(explain_kernels(request)).get(requested)
         reason = reason or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
         refusals = [f"{requested} {reason}"]
     known = [name for name, _ in _natives(ranks.device)]
