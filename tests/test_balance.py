@@ -15,7 +15,7 @@ from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.support import layer_patterns
 from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_steps
-from hf_burst.plan.sharding import pattern
+from hf_burst.plan.queries import pattern
 from tests.oracle import admitted_pairs
 from tests.test_plan import masks_of
 

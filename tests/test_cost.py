@@ -95,8 +95,8 @@ def pairs_of(tiles: tuple[Tile, ...]) -> int:
 @given(plan=plans())
 def test_the_work_of_every_rank_is_that_of_its_mask(plan):
     seen = [admitted_pairs(mask.length, mask.causal, mask.window, mask.documents) for mask in plan.masks]
-    for rank in range(plan.sharding.ranks):
-        own = [token for run in plan.sharding.runs(rank) for token in range(run.start, run.stop)]
+    for rank in range(plan.queries.ranks):
+        own = [token for run in plan.queries.runs(rank) for token in range(run.start, run.stop)]
         by_query = sum(sum(row[query]) for row in seen for query in own)
         by_key = sum(line[key] for row in seen for line in row for key in own)
         assert pairs_of_ranks(plan)[rank] == by_query
@@ -106,8 +106,8 @@ def test_the_work_of_every_rank_is_that_of_its_mask(plan):
         fetched, given = gathered_rows(plan, rank)
         assert pairs_of(plan.gathered(rank)) == by_query
         start, stop = plan.reach(rank)
-        assert fetched == sum(start <= token < stop and token not in own for token in range(plan.sharding.length))
-        spans = [plan.reach(other) for other in range(plan.sharding.ranks) if other != rank]
+        assert fetched == sum(start <= token < stop and token not in own for token in range(plan.queries.length))
+        spans = [plan.reach(other) for other in range(plan.queries.ranks) if other != rank]
         assert given == sum(start <= token < stop for start, stop in spans for token in own)
     assert pairs_of_ranks(plan)[busiest(plan, "kv")] == max(pairs_of_ranks(plan))
 
@@ -283,7 +283,7 @@ def test_a_better_machine_is_never_slower(machine, layer, what, factor, data):
 @settings(max_examples=60)
 @given(plan=plans())
 def test_the_share_of_keys_that_ranks_fetch_is_that_of_the_mask(plan):
-    sharding, counted = plan.sharding, 0
+    sharding, counted = plan.queries, 0
     if sharding.ranks == 1:
         return
     for rank in range(sharding.ranks):
@@ -365,7 +365,7 @@ def test_the_built_in_h200_gives_what_was_measured_of_uneven_steps(name, directi
 @settings(max_examples=100)
 @given(plan=plans(), rotating=st.sampled_from(["kv", "q"]))
 def test_the_time_that_ranks_wait_is_that_of_the_pairs_of_each_step(plan, rotating):
-    sharding = plan.sharding
+    sharding = plan.queries
     owner = [sharding.owner(token) for token in range(sharding.length)]
     counted = [[0] * sharding.ranks for _ in range(sharding.ranks)]
     for mask in plan.masks:
