@@ -274,7 +274,7 @@ def test_chunks_that_were_swapped_for_even_rounds_are_exact(ranks, size):
         owners = assign.__wrapped__(masks, size)
     dealt_only = balance._dealt_out(balance._work(masks, (), len(owners)), size, 1)
     assert owners != dealt_only
-    assert imbalance_of_steps(masks, owners) < imbalance_of_rounds(masks, dealt_only)
+    assert imbalance_of_steps(masks, owners) < imbalance_of_steps(masks, dealt_only)
     many = [Case((documents,), chunking=owners, schedule=name) for name in (*SCHEDULES, *PRODUCTS[size])]
     many = fitting(size, many)
     for case, found in zip(many, whole_results(ranks, size, many), strict=True):
