@@ -35,7 +35,6 @@ from hf_burst.plan import (
     make_sharding,
     name_of,
     rank_traffic,
-    slices_of,
 )
 from hf_burst.plan.choose import fetched_share
 from hf_burst.plan.machine import cpu, h200
@@ -460,10 +459,16 @@ def test_the_memory_of_gathered_keys():
 
 
 def test_slices_divide_the_key_heads_of_a_rank():
-    assert slices_of(RING, 4, 8) == slices_of(BURST, 4, 8) == slices_of(Schedule(), 1, 8) == [1]
-    assert slices_of(GATHER, 4, 8) == [1, 2, 4]
-    assert slices_of(Schedule("kv_ring", 2), 4, 12) == [1, 2, 3]
-    assert slices_of(Schedule("kv_ring", 4), 4, 4) == [1]
+    def most(schedule, ranks, kv_heads):
+        return head_slices(schedule, ranks, (32, kv_heads), 1, 0)
+
+    assert [most(schedule, ranks, 8) for schedule, ranks in ((RING, 4), (BURST, 4), (GATHER, 1), (GATHER, 4))] == [
+        1,
+        1,
+        1,
+        4,
+    ]
+    assert [most(Schedule("kv_ring", 2), 4, kv_heads) for kv_heads in (2, 4, 10, 12)] == [1, 2, 1, 3]
     ulysses = Schedule("kv_ring", 4)
     assert [head_slices(ulysses, 4, (32, 32), tokens, 2048) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
     assert [head_slices(ulysses, 4, (32, 8), tokens, 2048) for tokens in (4096, 65536)] == [1, 2]
