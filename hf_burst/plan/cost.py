@@ -79,8 +79,8 @@ def estimate(
         transport = "symmetric" if within else "p2p"
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
     count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks)
-    forward = _Pass(schedule, layer, machine, transport, count, "forward")
-    backward = _Pass(schedule, layer, machine, transport, count, "backward")
+    forward = _PassCost(schedule, layer, machine, transport, count, "forward")
+    backward = _PassCost(schedule, layer, machine, transport, count, "backward")
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,
@@ -128,7 +128,7 @@ class _Messages:
 _SILENCE = _Messages()
 
 
-class _Pass:
+class _PassCost:
     """One pass as it adds up, in seconds and bytes: first of one slice of the heads, at the end of all of them.
 
     Args:
