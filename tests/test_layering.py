@@ -26,8 +26,12 @@ WITHIN = {
         "__init__",
     ],
     "hf": [
-        *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
-        *("head", "experts", "outputs", "positions", "rope", "patch"),
+        *("__init__", "accelerate", "task", "checkpointing", "call", "documents", "cutting", "sharded", "collator"),
+        *("served", "support", "attention", "head", "positions", "parts", "patch"),
+    ],
+    "hf/parts": [
+        *("__init__", "base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "outputs"),
+        "dropout",
     ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}
@@ -54,26 +58,25 @@ def test_every_module_has_its_place() -> None:
     for path in modules():
         parts = path.relative_to(ROOT).with_suffix("").parts
         assert parts[0] in ORDER, path
-        assert len(parts) == 1 or parts[1] in WITHIN[parts[0]], path
+        for depth in range(1, len(parts)):
+            assert parts[depth] in WITHIN["/".join(parts[:depth])], path
 
 
 def test_imports_point_down() -> None:
     for path in modules():
         parts = path.relative_to(ROOT).with_suffix("").parts
-        layer = parts[0]
+        package = list(parts[:-1])
         for level, module in imports(path):
             if level == 0:
                 allowed = ONLY_IN.get(module.split(".")[0])
-                assert allowed is None or layer in allowed, f"{path} imports {module}"
+                assert allowed is None or parts[0] in allowed, f"{path} imports {module}"
                 continue
-            package = [layer] if len(parts) == 2 else []
-            target = [*package[: len(package) + 1 - level], *module.split(".")] if level <= len(package) + 1 else []
-            assert target, f"{path} imports {'.' * level}{module}"
-            if target[0] != layer:
-                assert ORDER.index(target[0]) < ORDER.index(layer), f"{path} imports {'.'.join(target)}"
-            elif len(target) > 1 and target[1] in WITHIN[layer]:
-                order = WITHIN[layer]
-                assert order.index(target[1]) < order.index(parts[1]), f"{path} imports {'.'.join(target)}"
+            assert level <= len(parts), f"{path} imports {'.' * level}{module}"
+            target = [*package[: len(parts) - level], *module.split(".")]
+            depth = next(depth for depth, name in enumerate(parts) if target[depth : depth + 1] != [name])
+            order = WITHIN["/".join(parts[:depth])] if depth else ORDER
+            if target[depth:] and (depth == 0 or target[depth] in order):
+                assert order.index(target[depth]) < order.index(parts[depth]), f"{path} imports {'.'.join(target)}"
 
 
 def test_planning_needs_no_torch() -> None:
