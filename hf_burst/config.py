@@ -78,8 +78,10 @@ class BurstConfig:
             home in the backward pass and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv
             2403.09347), `"all_gather"` collects K and V of all ranks, some heads at a time, `"ulysses"` exchanges heads
             for tokens, and `"ulysses_2+kv_ring"` (any number, any of the first three) is a product of two. `"auto"`
-            takes the fastest by the cost model, and logs why: for one whole document, or for the documents of a batch
-            where that saves a tenth or more (not under `torch.compile`).
+            takes a ring over two ranks and where documents mostly stay at home, else exchanges heads over as many ranks
+            of one host as the heads allow, and logs why. It goes by the documents of every batch (under
+            `torch.compile`, by one whole document). The ring is `"burst"` where there are as many key heads as query
+            heads: its backward pass then sends less.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile: `"flash_attn_4"` (the package `flash-attn-4`), `"flash_attn_3"` (the module
             `flash_attn_interface`), `"flash_attn_2"` (the package `flash-attn`), `"torch_flash"` (the FlashAttention-2
@@ -89,10 +91,6 @@ class BurstConfig:
         transport (`str`, defaults to `"auto"`):
             How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory),
             `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.
-        record (`bool`, defaults to `False`):
-            Whether short passes over whole sequences that recur with the same shapes are recorded and replayed as CUDA
-            graphs, where the transport is symmetric memory: they would wait for the host otherwise. Costs the memory of
-            at most eight such passes. Experimental.
         attention_keep (`float`, defaults to `1.0`):
             How much of what attention found is kept in checkpointed layers instead of being computed again, from the
             end of the sequence: 1.0 for all of it (the memory of one more hidden state a layer), 0.0 for nothing, or
@@ -107,7 +105,6 @@ class BurstConfig:
     schedule: str = "auto"
     kernel: KernelName = "auto"
     transport: Transport = "auto"
-    record: bool = False
     attention_keep: float = 1.0
     logits_limit_gib: float = 4.0
 
@@ -126,8 +123,6 @@ class BurstConfig:
                 f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of "
                 f"{', '.join(map(str, _KEEP))}."
             )
-        if not isinstance(self.record, bool):
-            raise ConfigError(f"BurstConfig.record is {self.record!r}; it must be True or False (true, false in JSON).")
         if not (isinstance(self.logits_limit_gib, int | float) and self.logits_limit_gib > 0):
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
 

@@ -118,18 +118,18 @@ class Documents:
             out[rows], lse[:, rows] = (part[0] for part in attend(*inputs, seen, *scores))
         return out, lse
 
-    def backward(self, given: Tensors, lse: torch.Tensor, delta: torch.Tensor, window, *scores: float) -> Tensors:
-        dout, q, k, v = given
+    def backward(self, inputs: Tensors, lse: torch.Tensor, delta: torch.Tensor, window, *scores: float) -> Tensors:
+        dout, q, k, v = inputs
         if not self.packed:
-            return gradients(*given, lse, delta, seen_from_bottom_right(q.shape[1], k.shape[1], *window), *scores)
-        found = [torch.full_like(tensor, torch.nan) for tensor in (q, k, v)]
+            return gradients(*inputs, lse, delta, seen_from_bottom_right(q.shape[1], k.shape[1], *window), *scores)
+        totals = [torch.full_like(tensor, torch.nan) for tensor in (q, k, v)]
         for rows, columns in self.spans:
             seen = seen_from_bottom_right(rows.stop - rows.start, columns.stop - columns.start, *window)
-            inputs = (t[None, span] for t, span in ((dout, rows), (q, rows), (k, columns), (v, columns)))
-            parts = gradients(*inputs, lse[None, :, rows], delta[None, :, rows], seen, *scores)
-            for total, part, span in zip(found, parts, (rows, columns, columns), strict=True):
+            document = (t[None, span] for t, span in ((dout, rows), (q, rows), (k, columns), (v, columns)))
+            parts = gradients(*document, lse[None, :, rows], delta[None, :, rows], seen, *scores)
+            for total, part, span in zip(totals, parts, (rows, columns, columns), strict=True):
                 total[span] = part[0]
-        return tuple(found)
+        return tuple(totals)
 
 
 def check_rows(q: torch.Tensor, packed: bool, *stats: torch.Tensor) -> None:
@@ -168,11 +168,14 @@ class FlashAttn4:
         lse=None,
     ):
         documents = Documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        q, k, v = self._given(documents, q, k, v)
+        q, k, v = self._checked(documents, q, k, v)
         assert return_lse
         window = self._window(causal, window_size_left, window_size_right)
-        found = documents.forward(q, k, v, window, softmax_scale, softcap or 0.0, -torch.inf)
-        out, lse = (one if place is None else place.copy_(one) for one, place in zip(found, (out, lse), strict=True))
+        results = documents.forward(q, k, v, window, softmax_scale, softcap or 0.0, -torch.inf)
+        out, lse = (
+            result if buffer is None else buffer.copy_(result)
+            for result, buffer in zip(results, (out, lse), strict=True)
+        )
         return out, lse, None, None, None
 
     def _flash_attn_bwd(
@@ -201,21 +204,21 @@ class FlashAttn4:
         self.backward_calls.append({"out": out, "dlse": dlse, "lse": lse, "deterministic": deterministic})
         documents = Documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         assert out.shape == dout.shape
-        q, k, v, out, dout = self._given(documents, q, k, v, out, dout)
+        q, k, v, out, dout = self._checked(documents, q, k, v, out, dout)
         check_rows(q, documents.packed, lse, *(() if dlse is None else (dlse,)))
         if q.shape[-2] != k.shape[-2]:
             assert q.shape[-1] == v.shape[-1], "GQA backward requires head_dim == head_dim_v"
         delta = delta_of(dout, out) if dlse is None else delta_of(dout, out) - dlse
         window = self._window(causal, window_size_left, window_size_right)
-        found = documents.backward((dout, q, k, v), lse, delta, window, softmax_scale, softcap)
-        for place, gradient, like in zip((dq, dk, dv), found, (q, k, v), strict=True):
-            assert place.is_contiguous()
-            assert place.shape == like.shape
-            place.copy_(gradient)
+        results = documents.backward((dout, q, k, v), lse, delta, window, softmax_scale, softcap)
+        for buffer, gradient, like in zip((dq, dk, dv), results, (q, k, v), strict=True):
+            assert buffer.is_contiguous()
+            assert buffer.shape == like.shape
+            buffer.copy_(gradient)
         return dq, dk, dv
 
     @staticmethod
-    def _given(documents: Documents, *tensors: torch.Tensor) -> Tensors:
+    def _checked(documents: Documents, *tensors: torch.Tensor) -> Tensors:
         """It copies what is not aligned, and takes strides of 0."""
         sizes = {tensor.shape[-1] for tensor in tensors}
         assert all(64 <= size <= 256 for size in sizes)
@@ -255,7 +258,7 @@ class FlashAttn2:
         return (*documents.forward(q, k, v, window, scale, softcap, torch.inf), None, None)
 
     def _backward(
-        self, dout, q, k, v, out, lse, places, lengths, dropout_p, scale, causal, left, right, softcap, alibi
+        self, dout, q, k, v, out, lse, buffers, lengths, dropout_p, scale, causal, left, right, softcap, alibi
     ):
         assert (dropout_p, alibi) == (0.0, None)
         documents = Documents(q, k, *lengths)
@@ -263,10 +266,10 @@ class FlashAttn2:
         check_rows(q, documents.packed, lse)
         assert lse.is_contiguous(), "its strides are not asked for"
         window = flash2_window(causal, left, right, lengths[3] or k.shape[1])
-        found = documents.backward((dout, q, k, v), lse, delta_of(dout, out), window, scale, softcap)
-        for place, gradient in zip(places, found, strict=True):
-            assert place.stride(-1) == 1
-            place.copy_(gradient)
+        results = documents.backward((dout, q, k, v), lse, delta_of(dout, out), window, scale, softcap)
+        for buffer, gradient in zip(buffers, results, strict=True):
+            assert buffer.stride(-1) == 1
+            buffer.copy_(gradient)
 
     def _flash_attn_forward(
         self,
@@ -444,9 +447,9 @@ class FlashAttn3:
         assert softmax_lse.is_contiguous()
         sizes = (max_seqlen_q or q.shape[1], max_seqlen_k or k.shape[1])
         window = flash3_window(is_causal, window_size_left, window_size_right, *sizes)
-        found = documents.backward((dout, q, k, v), softmax_lse, delta_of(dout, out), window, softmax_scale, softcap)
-        for place, gradient in zip((dq, dk, dv), found, strict=True):
-            place.copy_(gradient)
+        results = documents.backward((dout, q, k, v), softmax_lse, delta_of(dout, out), window, softmax_scale, softcap)
+        for buffer, gradient in zip((dq, dk, dv), results, strict=True):
+            buffer.copy_(gradient)
 
 
 class OldFlashAttn3(FlashAttn3):
@@ -527,12 +530,12 @@ class Aten:
         window = (
             -1 if scores[f"window_size_{side}"] is None else scores[f"window_size_{side}"] for side in ("left", "right")
         )
-        places = tuple(map(torch.empty_like, (q, k, v)))
+        buffers = tuple(map(torch.empty_like, (q, k, v)))
         lengths = (cu_q, cu_k, max_q, max_k)
         self.flash2._backward(
-            dout, q, k, v, out, lse, places, lengths, dropout, scores["scale"], causal, *window, 0.0, None
+            dout, q, k, v, out, lse, buffers, lengths, dropout, scores["scale"], causal, *window, 0.0, None
         )
-        return places
+        return buffers
 
     def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, with_lse, dropout, causal, debug, *, scale):
         assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
@@ -549,8 +552,8 @@ class Aten:
         assert lse.is_contiguous(), "the plan is not looked up by its strides"
         dout, q, k, v, out = self._cudnn_tensors(dout, q, k, v, out)
         seen = seen_from_top_left(max_q, max_k, causal)
-        found = gradients(dout, q, k, v, lse.squeeze(-1), delta_of(dout, out), seen, scale, 0.0)
-        return tuple(gradient.transpose(1, 2) for gradient in found)
+        results = gradients(dout, q, k, v, lse.squeeze(-1), delta_of(dout, out), seen, scale, 0.0)
+        return tuple(gradient.transpose(1, 2) for gradient in results)
 
     @staticmethod
     def _cudnn_tensors(*tensors: torch.Tensor) -> Tensors:

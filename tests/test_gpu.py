@@ -22,7 +22,7 @@ import hf_burst
 from hf_burst import linear_loss
 from hf_burst.config import Schedule
 from hf_burst.loss import token_loss_sum
-from hf_burst.ring import replay, symmetric
+from hf_burst.plan import MaskPattern
 from tests import models, test_ring
 from tests.ranks import RankPool
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by
@@ -30,6 +30,7 @@ from tests.test_wrappers import Case, assert_half_as_close, compare, flat, packe
 
 GPUS = torch.cuda.device_count()
 Ranks = Callable[[int], RankPool]
+WHOLE = MaskPattern()
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
@@ -99,8 +100,8 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
     layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size, dealt if kind == "packed" else "balanced")
     for schedule, transport in ways(size, heads):
         leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
-        config = config_for(schedule, transport)
-        out, _ = hf_burst.burst_attention(*leaves, layout, group, causal=causal, window=window, config=config)
+        request = request_for(group, schedule, transport, MaskPattern(causal, window))
+        out, _ = hf_burst.burst_attention(*leaves, layout, request)
         found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
         for name, mine, wanted, plain in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
             assert mine.dtype == dtype
@@ -117,11 +118,13 @@ def ways(size: int, heads: tuple[int, int]) -> list[tuple[str, str]]:
     return [(schedule, transport) for schedule in allowed for transport in transports]
 
 
-def config_for(schedule: str, transport: str, **settings: bool) -> hf_burst.BurstConfig:
-    """The kernel that is chosen by itself, which may write in place. Gathered keys and products have many kinds of
+def request_for(
+    group: hf_burst.ContextGroup, schedule: str, transport: str, pattern: MaskPattern = WHOLE
+) -> hf_burst.AttentionRequest:
+    """With the kernel that is chosen by itself, which may write in place. Gathered keys and products have many kinds of
     tiles: there one that compiles nothing."""
     kernel = "auto" if schedule in ("auto", "ulysses", "kv_ring", "burst") else "torch_flash"
-    return hf_burst.BurstConfig(schedule=schedule, transport=transport, kernel=kernel, **settings)
+    return hf_burst.AttentionRequest(group, pattern, kernel=kernel, schedule=schedule, transport=transport)
 
 
 def gathered_on_gpu(shard: torch.Tensor) -> list[torch.Tensor]:
@@ -165,9 +168,9 @@ def test_any_mask_is_as_close_as_plain_bf16(gpus: Ranks, size: int) -> None:
     every_case_is_close()
 
 
-def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
-    """Passes of one shape, three layers at once, each with inputs of its own: what is recorded and replayed is what is
-    run as it is, and nothing that was returned is overwritten. Batches of other sizes and dtypes come in between."""
+def change_shapes(rank: int, size: int, heads: tuple[int, int]) -> None:
+    """Passes of several shapes and dtypes in turns, three layers at once, each with inputs of its own: nothing that was
+    returned is overwritten. Both transports give the same, after an evaluation in inference mode, too."""
     device = torch.device("cuda", rank)
     group = hf_burst.ContextGroup.from_mesh(None)
     generator = torch.Generator(device).manual_seed(rank)
@@ -177,51 +180,38 @@ def recur(rank: int, size: int, heads: tuple[int, int], monkeyed: int) -> None:
         return torch.randn(batch, length // size, count, 64, device=device, generator=generator).to(dtype)
 
     def attend(schedule: str, way: str, layers: list, douts: list, layout: hf_burst.SequenceLayout) -> list:
-        config = config_for(schedule, way, record=True)
+        request = request_for(group, schedule, way)
         leaves = [[tensor.clone().requires_grad_() for tensor in layer] for layer in layers]
-        outs = [hf_burst.burst_attention(*layer, layout, group, config=config)[0] for layer in leaves]
+        outs = [hf_burst.burst_attention(*layer, layout, request)[0] for layer in leaves]
         for out, dout in reversed(list(zip(outs, douts, strict=True))):
             out.backward(dout)
         return [*outs, *(tensor.grad for layer in leaves for tensor in layer)]
 
-    def recordings() -> int:
-        pool = symmetric.open_pool(group, device)
-        assert isinstance(pool, symmetric.SymmetricPool), pool
-        return sum(known.graph is not None for known in pool.passes.values())
-
-    before = recordings()
-    named = [name for name in dict.fromkeys(name for name, _ in ways(size, heads)) if name != "auto"]
-    with mock.patch.multiple(replay, _SIGHTINGS=monkeyed, _MOST=1000):
-        for schedule in named:
-            with torch.inference_mode():  # an evaluation before training
-                layout = hf_burst.SequenceLayout.for_batch([(0, 1024)], size)
-                inputs = [normal(count, *kinds[0]) for count in (heads[0], heads[1], heads[1])]
-                if heads[0] == heads[1]:  # what is recorded has q, k and v in common, later passes do not
-                    inputs = inputs[:1] * 3
-                config = config_for(schedule, "symmetric", record=True)
-                for _ in range(monkeyed + 1):
-                    hf_burst.burst_attention(*inputs, layout, group, config=config)
-            for step in range(3):
-                for batch, length, dtype in kinds:
-                    layout = hf_burst.SequenceLayout.for_batch([(0, length)] * batch, size)
-                    shapes = (heads[0], heads[1], heads[1])
-                    layers = [[normal(count, batch, length, dtype) for count in shapes] for _ in range(3)]
-                    douts = [normal(heads[0], batch, length, dtype) for _ in range(2)]
-                    douts.append(torch.ones((), device=device, dtype=dtype).expand(layers[0][0].shape))
-                    if rank == size - 1 and not step:
-                        time.sleep(0.1)  # a rank that comes late
-                    found = [attend(schedule, way, layers, douts, layout) for way in ("symmetric", "p2p")]
-                    for one, other in zip(*found, strict=True):
-                        assert one.dtype == dtype
-                        # kernels that want an output are given another one with the same product with its gradient
-                        assert relative(one, other.float()) < 5e-3, (schedule, step, batch, length, dtype)
-        assert recordings() == before + 2 * len(named) * len(kinds), "not all were recorded"
+    for schedule in dict.fromkeys(name for name, _ in ways(size, heads) if name != "auto"):
+        with torch.inference_mode():  # an evaluation before training
+            layout = hf_burst.SequenceLayout.for_batch([(0, 1024)], size)
+            inputs = [normal(count, *kinds[0]) for count in (heads[0], heads[1], heads[1])]
+            hf_burst.burst_attention(*inputs, layout, request_for(group, schedule, "symmetric"))
+        for step in range(3):
+            for batch, length, dtype in kinds:
+                layout = hf_burst.SequenceLayout.for_batch([(0, length)] * batch, size)
+                shapes = (heads[0], heads[1], heads[1])
+                layers = [[normal(count, batch, length, dtype) for count in shapes] for _ in range(3)]
+                douts = [normal(heads[0], batch, length, dtype) for _ in range(2)]
+                douts.append(torch.ones((), device=device, dtype=dtype).expand(layers[0][0].shape))
+                if rank == size - 1 and not step:
+                    time.sleep(0.1)  # a rank that comes late
+                results = [attend(schedule, way, layers, douts, layout) for way in ("symmetric", "p2p")]
+                for symmetric, p2p in zip(*results, strict=True):
+                    assert symmetric.dtype == dtype
+                    # kernels that want an output are given another one with the same product with its gradient
+                    assert relative(symmetric, p2p.float()) < 5e-3, (schedule, step, batch, length, dtype)
 
 
 @pytest.mark.parametrize("size", [size for size in (2, 4) if size <= GPUS])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_recorded_passes_are_what_they_record(gpus: Ranks, size: int, heads: tuple[int, int]) -> None:
-    gpus(size).run(recur, heads, 3)
+def test_shapes_that_come_and_go(gpus: Ranks, size: int, heads: tuple[int, int]) -> None:
+    gpus(size).run(change_shapes, heads)
 
 
 def attend_twice_alike(rank: int, size: int) -> None:
@@ -235,12 +225,12 @@ def attend_twice_alike(rank: int, size: int) -> None:
             packed = torch.randn(1, length // size, 8, 3 * 64, device=device, generator=generator).bfloat16()
             dout = torch.randn(1, length // size, 8, 64, device=device, generator=generator).bfloat16()
             for schedule, transport in ways(size, (8, 8)):
-                config = config_for(schedule, transport)
+                request = request_for(group, schedule, transport)
                 results = []
                 for _ in range(4):
                     leaf = packed.clone().requires_grad_()
                     q, k, v = leaf.chunk(3, 3)  # not contiguous
-                    out, _ = hf_burst.burst_attention(q, k, v, layout, group, config=config)
+                    out, _ = hf_burst.burst_attention(q, k, v, layout, request)
                     out.backward(dout)
                     results.append((out.detach(), leaf.grad))
                 for out, gradient in results[1:]:
@@ -263,14 +253,14 @@ def attend_on_streams(rank: int, size: int) -> None:
     generator = torch.Generator(device).manual_seed(rank)
 
     def layers(schedule: str, transport: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        config = config_for(schedule, transport)
+        request = request_for(group, schedule, transport)
         found = []
         for index, tensor in enumerate(inputs):
             stream = streams[index % 2]
             stream.wait_stream(streams[1 - index % 2])
             with torch.cuda.stream(stream):
                 leaf = (tensor * 1.0).requires_grad_()
-                out, _ = hf_burst.burst_attention(*leaf.split([8, 4, 4], 2), layout, group, config=config)
+                out, _ = hf_burst.burst_attention(*leaf.split([8, 4, 4], 2), layout, request)
                 (gradient,) = torch.autograd.grad(out, leaf, out.detach())
                 found += [out.detach(), gradient]
                 del out, leaf
@@ -303,12 +293,14 @@ def attend_without_waiting(rank: int, size: int) -> None:
     cuts = [(0, length), (0, 1500, 1501, 3000, length), (0, 700, 1111, 2600, length), (0, 99, 2000, 3900, length)]
     layouts = [hf_burst.SequenceLayout.for_batch([cut, (0, 1000, length)], size) for cut in cuts]
     for schedule, transport in ways(size, (8, 8)):
-        config = hf_burst.BurstConfig(schedule=schedule, transport=transport, kernel="torch_flash")
+        request = hf_burst.AttentionRequest(
+            group, kernel="torch_flash", schedule=schedule, transport=transport
+        )
         for index, layout in enumerate(layouts):
             leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
             try:
-                out, _ = hf_burst.burst_attention(*leaves, layout, group, config=config, check=False)
+                out, _ = hf_burst.burst_attention(*leaves, layout, request, check=False)
                 out.backward(dout)
             except RuntimeError as error:
                 raise AssertionError(f"{schedule} over {transport}: {error}") from error
@@ -326,11 +318,11 @@ def capture_a_packed_call(rank: int, size: int) -> None:
     q, k, v, dout = (torch.randn(1, 1024, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    group, config = hf_burst.ContextGroup.from_mesh(None), hf_burst.BurstConfig(kernel="torch_flash")
+    request = hf_burst.AttentionRequest(kernel="torch_flash")
 
     def attend(cut: int) -> list[torch.Tensor]:
         layout = hf_burst.SequenceLayout.for_batch([(0, cut, 1024)], 1)
-        out, _ = hf_burst.burst_attention(q, k, v, layout, group, config=config)
+        out, _ = hf_burst.burst_attention(q, k, v, layout, request)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
     stream = torch.cuda.Stream()
@@ -363,13 +355,13 @@ def lose_a_rank(rank: int, port: int, transport: str) -> None:
     group = hf_burst.ContextGroup.from_mesh(None)
     layout = hf_burst.SequenceLayout.for_batch([(0, 256)], 2)
     q, k, v = (torch.randn(1, 128, 4, 64, device=f"cuda:{rank}").bfloat16() for _ in range(3))
-    config = hf_burst.BurstConfig(schedule="kv_ring", transport=transport, kernel="torch_flash")
+    request = hf_burst.AttentionRequest(group, schedule="kv_ring", transport=transport, kernel="torch_flash")
     for _ in range(4):
-        hf_burst.burst_attention(q, k, v, layout, group, config=config, check=False)
+        hf_burst.burst_attention(q, k, v, layout, request, check=False)
     torch.cuda.synchronize()
     if rank == 1:
         os._exit(0)
-    hf_burst.burst_attention(q, k, v, layout, group, config=config, check=False)
+    hf_burst.burst_attention(q, k, v, layout, request, check=False)
     torch.cuda.synchronize()  # NCCL may give up the messages first and end the process then
     time.sleep(100)
     os._exit(0)  # which must not be reached
@@ -402,7 +394,7 @@ def large_messages(rank: int, size: int, schedule: str) -> float:
     generator = torch.Generator(device).manual_seed(rank)
     shape = (1, 2 * chunk, 8, 128)
     leaves = [torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
-    out, _ = hf_burst.burst_attention(*leaves, layout, group, config=hf_burst.BurstConfig(schedule=schedule))
+    out, _ = hf_burst.burst_attention(*leaves, layout, hf_burst.AttentionRequest(group, schedule=schedule))
     out.float().square().sum().backward()
     return float(sum(leaf.grad.float().norm() for leaf in leaves))
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import hf_burst
-from hf_burst import op
+from hf_burst import resources
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import support
 from hf_burst.hf.sharded import fingerprint
-from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
+from hf_burst.plan import MaskPattern, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models
 from tests.ranks import RankError, RankPool
@@ -506,7 +506,7 @@ class SchedulesAsked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.hf_burst.attention.default, torch.ops.hf_burst.attention_backward.default):
-            self.found.append(args[-4])
+            self.found.append(args[-3])
         return func(*args, **(kwargs or {}))
 
 
@@ -519,12 +519,13 @@ def choose_by_documents(rank: int, size: int) -> None:
     short = hf_burst.SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
     group = hf_burst.ContextGroup.from_mesh(None)
     machine = replace(cpu(), ranks_per_host=size)
-    layers = [Layer(one.masks(MaskPattern()), one.sharding, Shapes(4, 4, 8, 8, 8, 8)) for one in (whole, short)]
-    usual = choose("auto", layers[0], machine).route
-    wanted = [name_of(route, size) for route in (usual, choose("auto", layers[1], machine, usual=usual).route)]
-    assert wanted == ["ulysses", "kv_ring"]
-    with mock.patch.object(op, "machine_for", return_value=machine):  # what tests before have measured may differ
+    choices = [choose(layout.masks(MaskPattern()), layout.sharding, 4, 4, size) for layout in (whole, short)]
+    wanted = [name_of(choice.schedule, size) for choice in choices]
+    assert wanted == ["ulysses", "burst"]
+    resources.resources_of(group).close()  # tests before may have measured another machine
+    with mock.patch.object(resources, "machine_for", return_value=machine):
         train_by_documents(model, group, (whole, short), wanted)
+    resources.resources_of(group).close()
 
 
 def train_by_documents(
@@ -544,8 +545,8 @@ def train_by_documents(
             assert set(asked.found) == {name}
     with SchedulesAsked() as asked:
         q = torch.randn(1, length // group.size, 4, 8, dtype=torch.float64)
-        hf_burst.burst_attention(q, q, q, short, group)
-        hf_burst.burst_attention(q, q, q, short, group, config=hf_burst.BurstConfig(schedule="burst"))
+        hf_burst.burst_attention(q, q, q, short, hf_burst.AttentionRequest(group))
+        hf_burst.burst_attention(q, q, q, short, hf_burst.AttentionRequest(group, schedule="burst"))
     assert asked.found == [wanted[1], "burst"]
 
 

@@ -8,8 +8,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...attention import machine_of_group
 from ...errors import ConfigError, UnsupportedModelError
-from ...op import prepare as prepare_attention
 from ..attention import NAME, LazyMask, register
 from ..call import CALL_KEY
 from .base import ForwardPass, Part
@@ -53,7 +53,7 @@ class Attention(Part):
             )
 
     def begin(self, run: ForwardPass) -> None:
-        prepare_attention(run.config.schedule, run.config.kernel, run.device, run.group)
+        machine_of_group(run.group, run.device, run.config.kernel)
         self.under_way = True
 
     def end(self) -> None:
