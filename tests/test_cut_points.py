@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 import hf_burst
 from hf_burst.errors import BatchError
 from hf_burst.hf import cutting, patch
-from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.cutting import TOKEN_INPUTS, CutPoint, TokenInput, cut_inputs, cut_point_of
 from hf_burst.hf.documents import documents_of
 from hf_burst.hf.parts.base import ForwardPass, Part
 from hf_burst.hf.task import CAUSAL, MASKED
 from tests import models
 from tests.ranks import RankError, RankPool
-from tests.test_patch import group_mean
+from tests.test_patch import group_mean, part_of
 
 Ranks = Callable[[int], RankPool]
 IDS = torch.ones(1, 8, dtype=torch.long)
@@ -240,10 +239,10 @@ class Recorder(Part):
 def add_a_part(rank: int, size: int) -> None:
     batch, model = models.make_batch("plain"), models.make_model("llama").train()
     wanted = models.plain_loss(model, batch)
-    parts = patch._parts
-    with mock.patch.object(patch, "_parts", lambda *arguments: (*parts(*arguments), Recorder())):
+    parts = patch.make_parts
+    with mock.patch.object(patch, "make_parts", lambda *arguments: (*parts(*arguments), Recorder())):
         hf_burst.patch_model(model)
-    recorder = getattr(model, PATCH).part(Recorder)
+    recorder = part_of(model, Recorder)
     batch["token_weights"] = torch.ones(2, 37)
     torch.testing.assert_close(model(**batch).loss, 2 * wanted)
     assert recorder.steps == ["install", "end", "prepare", "begin", "after", "end"]
