@@ -6,7 +6,6 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
-from hf_burst.plan.queries import pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaConfig, MistralConfig, Qwen2Config
@@ -16,6 +15,7 @@ from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.support import layer_patterns
 from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_steps
+from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs
 from tests.test_plan import masks_of
 

@@ -37,12 +37,12 @@ WITHIN = {
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "cli": ["launch", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
-        *("__init__", "accelerate", "task", "checkpointing", "call", "documents", "cutting", "sharded", "collator"),
+        *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *("served", "support", "attention", "head", "positions", "parts", "patch"),
     ],
     "hf/parts": [
-        *("__init__", "base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "outputs"),
-        "dropout",
+        *("base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "outputs", "dropout"),
+        "__init__",
     ],
 }
 ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}

@@ -18,6 +18,8 @@ import hf_burst
 from hf_burst import resources
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import support
+from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.parts.base import Part
 from hf_burst.hf.sharded import fingerprint
 from hf_burst.plan import MaskPattern, choose, name_of
 from hf_burst.plan.machine import cpu
@@ -28,6 +30,11 @@ LONGEST = ("llama_dynamic", "llama_longrope")
 KINDS = ("plain", "packed", "right", "left")
 SCHEDULES = ("burst", "auto")
 Ranks = Callable[[int], RankPool]
+
+
+def part_of(model: torch.nn.Module, kind: type[Part]) -> Part:
+    """The part of a patched model that is of a class."""
+    return next(part for part in getattr(model, PATCH).parts if isinstance(part, kind))
 
 
 def group_mean(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -147,7 +147,7 @@ def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple
     steps = ranks.copy()
     for host in range(plan.queries.ranks):
         for step in plan.steps(host, rotating):
-            guest = (host - step.order) % plan.queries.ranks
+            guest = step.source
             q_rank, k_rank = (host, guest) if rotating == "kv" else (guest, host)
             for tile in step.tiles:
                 if tile.batch[0] > 0:

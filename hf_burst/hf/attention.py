@@ -193,8 +193,7 @@ def attention_forward(
         schedule=config.schedule,
         transport=config.transport,
     )
-    saved = None if torch.compiler.is_compiling() else burst_call.saved
-    cache = None if saved is None else saved.cache
+    cache = None if torch.compiler.is_compiling() or burst_call.cache is None else burst_call.cache()
     out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)
     if burst_call.fully_masked is not None:
         out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)

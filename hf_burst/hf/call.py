@@ -1,18 +1,18 @@
 """How a forward pass is called: its arguments by name, and the value that travels through the model beside them."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..attention import AttentionCache
 from ..config import BurstConfig
 from ..errors import BatchError
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
-from .checkpointing import SavedAttention
 
 CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers
 TOKEN_KEYS = ("input_ids", "inputs_embeds")
@@ -31,7 +31,7 @@ class ForwardCall:
         positions (`torch.LongTensor` of shape `(batch, n)`, *optional*): The position ids of this rank's tokens; known
             from the cut point of the model on.
         fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
-        saved ([`SavedAttention`], *optional*): What checkpointed layers keep of their attention.
+        cache (`Callable`, *optional*): Returns the [`AttentionCache`] of the layer that runs, if it is checkpointed.
     """
 
     layout: SequenceLayout
@@ -41,7 +41,7 @@ class ForwardCall:
     causal: bool = True
     positions: torch.Tensor | None = None
     fully_masked: torch.Tensor | None = None
-    saved: SavedAttention | None = None
+    cache: Callable[[], AttentionCache | None] | None = None
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

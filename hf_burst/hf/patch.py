@@ -2,7 +2,7 @@
 
 A patched model takes full batches, the same on every rank of a group, and returns what one process would. To any
 trainer the ranks of a group look like data-parallel replicas that were given the same batch. All that is done for it is
-done by parts, see [`Part`]: a new capability is a new part and a line in `_parts`.
+done by parts, see [`Part`]; here they are run.
 """
 
 from collections.abc import Mapping
@@ -20,43 +20,14 @@ from ..errors import ConfigError
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
 from .call import CALL_KEY, bound_arguments
-from .cutting import CutPoint, cut_point_of
-from .parts.attention import Attention
-from .parts.base import ForwardPass, Part
-from .parts.checkpointing import Checkpointing
-from .parts.dropout import DropoutStreams
-from .parts.experts import RouterLogits
-from .parts.loss import Loss
-from .parts.outputs import Outputs
-from .parts.request import Request
-from .parts.rope import LongestPosition
-from .parts.tokens import Tokens
+from .cutting import cut_point_of
+from .parts import make_parts
+from .parts.base import ForwardPass
 from .sharded import is_sharded
 from .support import base_model, check_adapters, check_model
 from .task import task_of
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
-
-
-def _parts(
-    model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
-) -> tuple[Part, ...]:
-    """The parts of a patched model, in the order of their steps.
-
-    Outputs are gathered after the loss was computed from those of this rank. Dropout draws its seeds last, when nothing
-    stops the pass any more.
-    """
-    return (
-        Request(),
-        Attention(model),
-        Tokens(model, cut_point),
-        LongestPosition(model),
-        Checkpointing(config),
-        RouterLogits(model),
-        Loss(model, group),
-        Outputs(),
-        DropoutStreams(),
-    )
 
 
 def patch_model(
@@ -139,15 +110,11 @@ class _Patch:
         self.config, self.group, self.task = config, group, task_of(model)
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
-        self.parts = _parts(model, config, group, cut_point)
+        self.parts = make_parts(model, config, group, cut_point)
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.explicit = False
         self.run: ForwardPass | None = None
-
-    def part(self, kind: type[Part]) -> Part:
-        """The part of a class."""
-        return next(part for part in self.parts if isinstance(part, kind))
 
     def install(self, model: PreTrainedModel) -> None:
         """Changes the model."""

@@ -196,7 +196,7 @@ def gathered_rows(plan: Plan, rank: int) -> tuple[int, int]:
     fetch."""
 
     def rows(looking: int, home: int) -> int:
-        """Keys of `home` between the first and the last that queries of `looking` see: [`Plan.key_span`] without tiles."""
+        """Keys of `home` between the first and the last that queries of `looking` see, as [`Plan.key_span`] has it."""
         runs = plan.queries.runs(looking)
         start = min(mask.keys(runs[0].start)[0] for mask in plan.masks)
         stop = max(mask.keys(runs[-1].stop - 1)[1] for mask in plan.masks)

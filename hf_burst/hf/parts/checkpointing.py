@@ -1,37 +1,136 @@
-"""Checkpointed layers that keep their attention, see [`SavedAttention`]."""
+"""Activation checkpointing that does not compute attention a second time.
 
+A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. What it
+found the first time, its output and one number a row and head, is kept instead: whoever switches checkpointing on
+(Transformers, `Trainer`, accelerate's FSDP2) calls `torch.utils.checkpoint`, which is given contexts for both runs.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from threading import get_ident
+from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
 
-from ...config import BurstConfig
+from ...attention import AttentionCache
 from ...errors import BatchError
-from ..checkpointing import SavedAttention
 from .base import ForwardPass, Part
 
+# under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
+_OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
 
-class Checkpointing(Part):
-    """Sees to all modules that checkpoint by the time of a pass.
+
+class SavedAttention(Part):
+    """What the checkpointed layers of a model keep of their attention. Each run of a layer has an [`AttentionCache`] of
+    its own, which lives as long as the graph of that run.
 
     Args:
-        config ([`BurstConfig`]): How much of the attention they keep.
+        share (`float`): `BurstConfig.attention_keep`.
     """
 
-    def __init__(self, config: BurstConfig) -> None:
-        self.saved = SavedAttention(config.attention_keep)
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.under_way: dict[int, AttentionCache] = {}
 
     def prepare(self, run: ForwardPass) -> None:
-        modules = self.saved.install(run.model) if run.model.training else None
-        if modules and 0 < self.saved.share < 1 and run.layout.beginning(1 - self.saved.share) is None:
+        modules = self.wrap(run.model) if run.model.training else None
+        if modules and 0 < self.share < 1 and run.layout.beginning(1 - self.share) is None:
             raise BatchError(
-                f"BurstConfig(attention_keep={self.saved.share}) needs batches of which every rank holds as much of "
-                f"each part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
+                f"BurstConfig(attention_keep={self.share}) needs batches of which every rank holds as much of each "
+                f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
         run.facts["activation checkpointing"] = modules
 
     def begin(self, run: ForwardPass) -> None:
-        run.call = replace(run.call, saved=self.saved)
+        run.call = replace(run.call, cache=self.cache)
 
     def remove(self, model: PreTrainedModel) -> None:
-        self.saved.remove(model)
+        for module in model.modules():
+            for name in (_OF_LAYERS, _OF_WRAPPERS):
+                function = vars(module).get(name)
+                if isinstance(function, _Remembering):
+                    setattr(module, name, function.function)
+
+    def wrap(self, model: nn.Module) -> str | None:
+        """Sees to all modules that checkpoint by now. Returns how many they are, for the other ranks; `None` for
+        none."""
+        places = [
+            (module, name)
+            for module in model.modules()
+            for name in (_OF_LAYERS, _OF_WRAPPERS)
+            if name in vars(module) and (name == _OF_WRAPPERS or module.gradient_checkpointing)
+        ]
+        for module, name in places:
+            if self.share and not isinstance(vars(module)[name], _Remembering):
+                setattr(module, name, _Remembering(vars(module)[name], self))
+        remembering = [vars(module)[name].remembers for module, name in places if self.share]
+        return f"{len(places)} modules, {sum(remembering)} of which keep attention" if places else None
+
+    def cache(self) -> AttentionCache | None:
+        """That of the layer that this thread runs, if it is checkpointed."""
+        return self.under_way.get(get_ident())
+
+    def contexts(
+        self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]] = noop_context_fn
+    ) -> tuple["_Run", "_Run"]:
+        """For one run of a layer: the contexts of the forward pass and of every time it is run again, inside of those
+        of another `context_fn`."""
+        cache = AttentionCache(self.share)
+        first, again = theirs()
+        return _Run(self, cache, None, first), _Run(self, cache, 0, again)
+
+
+class _Run:
+    """The context in which a layer runs; may be entered again. No generator can."""
+
+    def __init__(
+        self, saved: SavedAttention, cache: AttentionCache, start: int | None, outer: AbstractContextManager[Any]
+    ) -> None:
+        self.saved, self.cache, self.start, self.outer = saved, cache, start, outer
+        self.before: list[AttentionCache | None] = []
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.before.append(self.saved.cache())
+        self.cache.position = self.start
+        self.saved.under_way[get_ident()] = self.cache
+
+    def __exit__(self, *error: Any) -> Any:
+        before = self.before.pop()
+        if before is None:
+            del self.saved.under_way[get_ident()]
+        else:
+            self.saved.under_way[get_ident()] = before
+        return self.outer.__exit__(*error)
+
+
+class _Remembering:
+    """A function that checkpoints, such as `functools.partial(torch.utils.checkpoint.checkpoint, ...)`, with contexts.
+    One that is reentrant takes none."""
+
+    def __init__(self, function: Callable[..., Any], saved: SavedAttention) -> None:
+        self.function, self.saved = function, saved
+        # in a compiled graph the operator's results are kept, those of other operators are not
+        self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the function takes contexts, as far as is known before it is called."""
+        return getattr(self.function, "keywords", {}).get("use_reentrant") is False
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = {**getattr(self.function, "keywords", {}), **kwargs}
+        if given.get("use_reentrant") is not False:
+            return self.function(run, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            if self.saved.share == 1 and "context_fn" not in given:
+                kwargs["context_fn"] = self.in_graphs
+            return self.function(run, *args, **kwargs)
+        kwargs["context_fn"] = partial(self.saved.contexts, given.get("context_fn", noop_context_fn))
+        return self.function(run, *args, **kwargs)

@@ -68,11 +68,11 @@ class Loss(Part):
             items = run.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
         if targets is not None and tokens == 0 and not items:
             raise BatchError(
-                f"All labels of the batch are {IGNORE_INDEX}{run.task.shifts}, so there is nothing to learn from. Drop "
-                "such batches, or check how the labels are masked."
+                f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
+                "Drop such batches, or check how the labels are masked."
             )
         self.run, self.targets = run, None if run.task.loss_in_model else targets
-        run.inputs |= run.task.arguments(use_cache=run.group.size == 1 and not run.model.training)
+        run.inputs |= run.task.overrides(use_cache=run.group.size == 1 and not run.model.training)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
         if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
