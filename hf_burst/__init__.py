@@ -9,33 +9,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention import AttentionRequest, burst_attention
     from .config import BurstConfig
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
     from .hf.patch import patch_model, unpatch_model
     from .layout import SequenceLayout
     from .mesh import ContextGroup
-    from .op import burst_attention
+    from .plan import MaskPattern
 
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "AttentionRequest": ".attention",
     "BurstCollator": ".hf.collator",
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.accelerate",
     "ContextGroup": ".mesh",
+    "MaskPattern": ".plan",
     "SequenceLayout": ".layout",
-    "burst_attention": ".op",
+    "burst_attention": ".attention",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.collator",
     "unpatch_model": ".hf.patch",
 }
 
 __all__ = [
+    "AttentionRequest",
     "BurstCollator",
     "BurstConfig",
     "BurstParallelismConfig",
     "ContextGroup",
+    "MaskPattern",
     "SequenceLayout",
     "burst_attention",
     "patch_model",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import RankMismatchError
-from .kernels import Band, Kernel, Scores, project_out, select_kernel
+from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
 from .ring import PeerToPeer
@@ -145,7 +145,7 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
 def default_kernel(device: torch.device) -> Kernel:
     """The kernel that is chosen by itself for heads of 128 on a device: in bf16 on GPUs, in fp32 elsewhere."""
     dtype = (_GPU if device.type == "cuda" else _CPU).dtype
-    return select_kernel("auto", device.type, dtype, 128, 128)
+    return select_kernel("auto", KernelRequest(device.type, dtype, 128, 128))
 
 
 def device_name(device: torch.device) -> str:
@@ -237,12 +237,13 @@ def _kernel_calls(
     band, scores = Band(low=0), Scores(sizes.head_dim**-0.5)
     out, lse = kernel.forward(q, k, v, band, scores)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    given = None
+    projected = None
     if kernel.capabilities.wants_out:
-        dout, given = project_out(dout, delta)
+        dout, projected = project_out(dout, delta)
+    inputs = BackwardInputs(dout, q, k, v, projected, lse, delta)
     return (
         lambda: kernel.forward(q, k, v, band, scores),
-        lambda: kernel.backward(dout, q, k, v, given, lse, delta, band, scores),
+        lambda: kernel.backward(inputs, band, scores),
     )
 
 
@@ -305,7 +306,7 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
         block = torch.zeros(1, size, dtype=torch.uint8, device=device)
         shapes = ((tuple(block.shape), block.dtype),)
         which = Round(shapes, (Outgoing(peers[0], 0, 0, size),), (Incoming(peers[1], shapes, 0, 0, size),), 0)
-        return lambda: PeerToPeer(group, device).fetch("visitors", which, [block]).wait
+        return lambda: PeerToPeer(group, device).fetch("blocks", which, [block]).wait
 
     return transport
 

@@ -89,10 +89,6 @@ class BurstConfig:
         transport (`str`, defaults to `"auto"`):
             How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory),
             `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.
-        record (`bool`, defaults to `False`):
-            Whether short passes over whole sequences that recur with the same shapes are recorded and replayed as CUDA
-            graphs, where the transport is symmetric memory: they would wait for the host otherwise. Costs the memory of
-            at most eight such passes. Experimental.
         attention_keep (`float`, defaults to `1.0`):
             How much of what attention found is kept in checkpointed layers instead of being computed again, from the
             end of the sequence: 1.0 for all of it (the memory of one more hidden state a layer), 0.0 for nothing, or
@@ -107,7 +103,6 @@ class BurstConfig:
     schedule: str = "auto"
     kernel: KernelName = "auto"
     transport: Transport = "auto"
-    record: bool = False
     attention_keep: float = 1.0
     logits_limit_gib: float = 4.0
 
@@ -126,8 +121,6 @@ class BurstConfig:
                 f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of "
                 f"{', '.join(map(str, _KEEP))}."
             )
-        if not isinstance(self.record, bool):
-            raise ConfigError(f"BurstConfig.record is {self.record!r}; it must be True or False (true, false in JSON).")
         if not (isinstance(self.logits_limit_gib, int | float) and self.logits_limit_gib > 0):
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
 

@@ -62,6 +62,14 @@ class ContextGroup:
         size = dist.get_world_size(mesh)
         return cls(dist.get_rank(mesh), size, mesh.group_name) if size > 1 else cls()
 
+    @classmethod
+    def from_name(cls, name: str) -> "ContextGroup":
+        """The group that torch.distributed knows by a name; one process for an empty one."""
+        if not name:
+            return cls()
+        group = group_by_name(name)
+        return cls(group.rank(), group.size(), name)
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The process group; only for `size > 1`."""

@@ -13,11 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import hf_burst.op
-from hf_burst.kernels import Band, Kernel, OutputBuffers, Scores
+from hf_burst import resources
+from hf_burst.attention import prepare
+from hf_burst.kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Traffic
-from hf_burst.ring import routes, symmetric
+from hf_burst.ring import symmetric
 
 
 class Mapped:
@@ -78,7 +79,7 @@ class Table:
             for source, place, index in pairs
         ]
 
-    def run(self, into: Sequence[torch.Tensor], behind: bool) -> None:
+    def run(self, into: Sequence[torch.Tensor], beside_kernel: bool) -> None:
         for source, shape, strides, ahead, index in self.copies:
             into[index].as_strided(shape, strides, into[index].storage_offset() + ahead).copy_(source)
 
@@ -173,16 +174,19 @@ class InPlace:
         v: torch.Tensor,
         band: Band,
         scores: Scores,
-        into: OutputBuffers | None = None,
+        buffers: OutputBuffers | None = None,
     ) -> list[torch.Tensor]:
-        return self._put("forward", self.kernel.forward(q, k, v, band, scores), into)
+        return self._put("forward", self.kernel.forward(q, k, v, band, scores), buffers)
 
-    def backward(self, *arguments: Any) -> list[torch.Tensor]:
-        into = arguments[9] if len(arguments) > 9 else None
-        return self._put("backward", self.kernel.backward(*arguments[:9]), into)
+    def backward(
+        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> list[torch.Tensor]:
+        return self._put("backward", self.kernel.backward(inputs, band, scores), buffers)
 
-    def _put(self, direction: str, results: Sequence[torch.Tensor], into: OutputBuffers | None) -> list[torch.Tensor]:
-        places = [None] * len(results) if into is None else into
+    def _put(
+        self, direction: str, results: Sequence[torch.Tensor], buffers: OutputBuffers | None
+    ) -> list[torch.Tensor]:
+        places = [None] * len(results) if buffers is None else buffers
         self.written[direction] += sum(place is not None for place in places)
         return [result if place is None else place.copy_(result) for result, place in zip(results, places, strict=True)]
 
@@ -202,7 +206,7 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
         "is_current_stream_capturing": lambda: False,
     }
     kernels: list[InPlace] = []
-    select = hf_burst.op.select_kernel
+    select = prepare.select_kernel
 
     def in_place(*wanted: Any) -> InPlace:
         kernels.append(InPlace(select(*wanted)))
@@ -224,10 +228,11 @@ def shared_memory(folder: Path, group: ContextGroup, accesses: list[Access] | No
         mock.patch.multiple(torch.cuda, **fakes),
         mock.patch.object(torch.Tensor, "record_stream"),
         mock.patch.object(torch.Tensor, "copy_", noted),
-        mock.patch.object(hf_burst.op, "select_kernel", in_place),
+        mock.patch.object(prepare, "select_kernel", in_place),
     ):
-        hf_burst.op._prepared.cache_clear()
+        prepare._prepared.cache_clear()
         pool = symmetric.SymmetricPool(group, torch.device("cpu"), 10_000)
-        with mock.patch.object(routes, "open_pool", return_value=pool):
+        with mock.patch.object(resources, "open_pool", return_value=pool):
             yield kernels
-    hf_burst.op._prepared.cache_clear()
+        resources.resources_of(group).close()
+    prepare._prepared.cache_clear()

@@ -27,7 +27,7 @@ from hf_burst.cli import bench
 from hf_burst.cli.bench_contenders import Case, Documents, Native, exact_attention, hf_burst
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import Scores, select_kernel
+from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, row_products
@@ -250,7 +250,7 @@ def case_of(rank: int, size: int) -> Case:
 def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
     """What leaves a rank of the executed schedule, forward and backward."""
     case = case_of(rank, size)
-    layout, kernel = case.layout(), select_kernel("auto", "cpu", case.dtype, 16, 16)
+    layout, kernel = case.layout(), select_kernel("auto", KernelRequest("cpu", case.dtype, 16, 16))
     route, group = Schedule.parse(schedule, size), ContextGroup.from_mesh(None)
     routed = ShardedAttention(route, group, layout.masks(MaskPattern()), layout.sharding, kernel, Scores(1.0))
     shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]

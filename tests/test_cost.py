@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_burst.cli.bench_contenders import Documents
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import Scores, select_kernel
+from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.layout import SequenceLayout
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import (
@@ -157,7 +157,7 @@ class Counted(PeerToPeer):
 def count_bytes(rank: int, size: int, route: Schedule, length: int, kv_heads: int) -> int:
     """What leaves a rank of the executed route, or arrives if that is more, forward and backward, in fp32."""
     layout = SequenceLayout.for_batch([(0, length)], size)
-    kernel = select_kernel("auto", "cpu", torch.float32, 8, 8)
+    kernel = select_kernel("auto", KernelRequest("cpu", torch.float32, 8, 8))
     routed = ShardedAttention(
         route, ContextGroup.from_mesh(None), layout.masks(MaskPattern()), layout.sharding, kernel, Scores(1.0)
     )

@@ -5,7 +5,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("errors", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "op", "loss", "linear_loss", "hf"),
+    *(
+        "errors",
+        "config",
+        "plan",
+        "mesh",
+        "layout",
+        "kernels",
+        "ring",
+        "calibrate",
+        "resources",
+        "attention",
+        "loss",
+        "linear_loss",
+        "hf",
+    ),
     *("cli", "__main__"),
 ]
 WITHIN = {
@@ -18,9 +32,9 @@ WITHIN = {
         *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": [
-        *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "replay"),
-        "__init__",
+        *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
+    "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "cli": [
         *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan"),
         "__init__",

@@ -28,7 +28,7 @@ from hf_burst.plan.steps import goes_ahead
 from hf_burst.plan.traffic import step_traffic
 from tests.oracle import admitted_pairs
 
-VISITORS = ("kv", "q")
+ROTATING = ("kv", "q")
 BF16_MHA = Shapes(q_heads=32, kv_heads=32, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
 BF16_GQA = Shapes(q_heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
 
@@ -70,7 +70,7 @@ def plans(draw) -> Plan:
 def test_every_plan_computes_its_masks_exactly_once(plan):
     brute_force = sum(count_pairs(mask) for mask in plan.masks)
     assert plan.pairs == brute_force
-    for rotating in VISITORS:
+    for rotating in ROTATING:
         assert verify_plan(plan, rotating) == brute_force
 
 
@@ -84,7 +84,7 @@ def test_the_keys_of_a_mask_are_the_pairs_of_its_definition(mask):
         assert first <= query < last
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("window", [None, 40])
 def test_64_ranks_on_a_laptop(rotating, window):
     length = 64 * 4 + 37
@@ -140,7 +140,8 @@ def test_a_plan_prints_what_every_rank_does():
 def test_plans_are_values():
     mask, sharding = Mask(13, True, None, (0, 5, 13)), make_sharding(13, 3)
     plan = make_plan((mask,), sharding)
-    same = Plan((Mask(13, True, None, (0, 5, 13)),), Sharding(sharding.boundaries, sharding.owners, 3))
+    again = Sharding(sharding.boundaries, sharding.owners, 3)
+    same = Plan((Mask(13, True, None, (0, 5, 13)),), again, again)
     assert plan == same
     assert hash(plan) == hash(same)
     assert make_plan((mask,), sharding) is plan
@@ -150,13 +151,13 @@ def test_plans_are_values():
 
 
 @settings(max_examples=60)
-@given(plan=plans(), direction=st.sampled_from(["forward", "backward"]), rotating=st.sampled_from(VISITORS))
+@given(plan=plans(), direction=st.sampled_from(["forward", "backward"]), rotating=st.sampled_from(ROTATING))
 def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rotating):
     if direction == "forward":
         rotating = "kv"
     batch, shapes = len(plan.masks), Shapes(6, 3, 5, 7, itemsize=2, accumulator_itemsize=4)
     keys, values, queries, outputs = 3 * 5, 3 * 7, 6 * 5, 6 * 7
-    for rank in range(plan.sharding.ranks):
+    for rank in range(plan.ranks):
         steps = plan.steps(rank, rotating)
         traffic = rank_traffic(plan, rank, direction, rotating, shapes)
         parts = [step_traffic(step, direction, rotating, batch, shapes) for step in steps]
@@ -175,16 +176,16 @@ def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rota
 
 
 @settings(max_examples=60)
-@given(plan=plans(), rotating=st.sampled_from(VISITORS))
+@given(plan=plans(), rotating=st.sampled_from(ROTATING))
 def test_what_is_sent_is_received(plan, rotating):
     sent, received = [], []
-    for rank in range(plan.sharding.ranks):
+    for rank in range(plan.ranks):
         for step in plan.steps(rank, rotating):
             if step.send:
-                sent.append((step.distance, rank, step.send.peer, step.send.start, step.send.stop))
-                assert 0 <= step.send.start < step.send.stop <= plan.sharding.tokens(rank)
+                sent.append((step.order, rank, step.send.peer, step.send.start, step.send.stop))
+                assert 0 <= step.send.start < step.send.stop <= plan.blocks(rotating).tokens(rank)
             if step.recv:
-                received.append((step.distance, step.recv.peer, rank, step.recv.start, step.recv.stop))
+                received.append((step.order, step.recv.peer, rank, step.recv.start, step.recv.stop))
     assert sorted(sent) == sorted(received)
 
 
@@ -205,17 +206,17 @@ def test_bytes_of_a_full_mask_are_those_of_the_design(shapes, chunking):
 def test_burst_sends_fewer_bytes_only_if_heads_are_not_shared():
     plan = one_document(96, 4, causal=False)
     for shapes, expected in ((BF16_MHA, "q"), (BF16_GQA, "kv"), (replace(BF16_MHA, kv_heads=16), "kv")):
-        costs = {rotating: rank_traffic(plan, 1, "backward", rotating, shapes).bytes for rotating in VISITORS}
+        costs = {rotating: rank_traffic(plan, 1, "backward", rotating, shapes).bytes for rotating in ROTATING}
         assert min(costs, key=costs.__getitem__) == expected
 
 
 def test_mha_saves_the_quarter_of_the_paper():
     plan = one_document(96, 4, causal=False)
-    costs = {rotating: rank_traffic(plan, 0, "backward", rotating, BF16_MHA).bytes for rotating in VISITORS}
+    costs = {rotating: rank_traffic(plan, 0, "backward", rotating, BF16_MHA).bytes for rotating in ROTATING}
     assert costs["q"] / costs["kv"] == pytest.approx(0.75 + 1 / 128)
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 def test_a_causal_mask_sends_only_what_is_seen(rotating):
     shapes = replace(BF16_GQA, kv_heads=32)
     causal, full = one_document(96, 4), one_document(96, 4, causal=False)
@@ -228,13 +229,13 @@ def test_a_causal_mask_sends_only_what_is_seen(rotating):
     assert hops == ([3, 2, 1, 0] if rotating == "kv" else [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_that_reach_no_other_rank_send_nothing(rotating, causal):
     documents = (0, 10, 24, 48, 50, 72, 96)
     plan = make_plan((Mask(96, causal, None, documents),), make_sharding(96, 4, "contiguous"))
     for rank in range(4):
-        assert [step.distance for step in plan.steps(rank, rotating)] == [0]
+        assert [step.order for step in plan.steps(rank, rotating)] == [0]
         assert rank_traffic(plan, rank, "backward", rotating, BF16_GQA) == Traffic()
     chunks = tuple(range(0, 97, 12))
     plan = make_plan((Mask(96, causal, None, chunks),), make_sharding(96, 4, "zigzag"))
@@ -247,7 +248,7 @@ def test_a_document_over_two_ranks_sends_its_own_tokens_only():
     assert moves == {(1, Transfer(2, 40 - 24, 24, True)), (2, Transfer(3, 53 - 48, 24, True))}
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 def test_a_window_within_a_chunk_talks_to_the_neighbour_only(rotating):
     window = 5
     for length in (8 * 16, 8 * 64):
@@ -287,7 +288,7 @@ def tampered(plan: Plan, index: int, **changes: Callable[[Step], object]) -> Pla
         new = replace(step, **{name: make(step) for name, make in changes.items()})
         return (*steps[:index], new, *steps[index + 1 :])
 
-    return type("TamperedHere", (Tampered,), {"change": staticmethod(change)})(plan.masks, plan.sharding)
+    return type("TamperedHere", (Tampered,), {"change": staticmethod(change)})(plan.masks, plan.queries, plan.keys)
 
 
 def first_tile(**changes: Callable[[object], object]) -> Callable[[Step], object]:
@@ -305,14 +306,14 @@ def transfer(name: str, **changes: Callable[[Transfer], object]) -> Callable[[St
 
 BREAKS = {
     "a tile dropped": (0, {"tiles": lambda step: step.tiles[1:]}),
-    "a rotating's tile dropped": (1, {"tiles": lambda step: ()}),
+    "the tile of a rotating block dropped": (1, {"tiles": lambda step: ()}),
     "a tile twice": (1, {"tiles": lambda step: (*step.tiles, step.tiles[0])}),
     "own tile twice": (0, {"tiles": lambda step: step.tiles * 2}),
     "a tile for the wrong rows of keys": (1, {"tiles": first_tile(k=lambda t: (t.k[0], t.k[1] - 1))}),
     "a tile for the wrong rows of queries": (1, {"tiles": first_tile(q=lambda t: (t.q[0] + 1, t.q[1]))}),
     "a band too wide": (0, {"tiles": first_tile(low=lambda t: -1)}),
     "a band too narrow": (0, {"tiles": first_tile(high=lambda t: 2)}),
-    "a band that leaves a row fully_masked": (1, {"tiles": first_tile(low=lambda t: 1)}),
+    "a band that leaves a row fully masked": (1, {"tiles": first_tile(low=lambda t: 1)}),
     "a document lost": (0, {"tiles": first_tile(segments=lambda t: (0, 3, t.q[1]))}),
     "another row of the batch": (0, {"tiles": first_tile(batch=lambda t: (0, 1))}),
     "a message no one expects": (1, {"send": transfer("send", peer=lambda t: (t.peer + 1) % 4)}),
@@ -321,11 +322,11 @@ BREAKS = {
     "a message that is not waited for": (1, {"recv": lambda step: None}),
     "a message of too few rows": (1, {"recv": transfer("recv", start=lambda t: t.start + 1)}),
     "gradients in another dtype": (1, {"recv": transfer("recv", lone=lambda t: not t.lone)}),
-    "a step at another distance": (1, {"distance": lambda step: step.distance + 1}),
+    "a step at another time": (1, {"order": lambda step: step.order + 1}),
 }
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_plan_is_found_out(name, rotating):
     mask = Mask(34, causal=True)
@@ -336,7 +337,7 @@ def test_a_broken_plan_is_found_out(name, rotating):
         verify_plan(tampered(plan, index, **changes), rotating)
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, rotating):
     plan = one_document(32, 4, causal=False)
@@ -345,7 +346,7 @@ def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, rotating):
         verify_plan(tampered(plan, 0, tiles=beyond), rotating)
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 def test_two_ends_that_agree_on_too_few_rows_are_found_out(rotating):
     class Short(Plan):
         def steps(self, rank, rotating):
@@ -358,7 +359,7 @@ def test_two_ends_that_agree_on_too_few_rows_are_found_out(rotating):
 
     plan = one_document(34, 4)
     with pytest.raises(PlanError, match="reads rows outside of"):
-        verify_plan(Short(plan.masks, plan.sharding), rotating)
+        verify_plan(Short(plan.masks, plan.queries, plan.keys), rotating)
 
 
 def test_a_plan_error_is_a_bug_and_not_an_input_error():
@@ -393,7 +394,7 @@ def test_a_plan_error_is_a_bug_and_not_an_input_error():
         (
             lambda: BurstConfig.from_dict({"kernal": "auto"}),
             ConfigError,
-            ["kernal", "chunking", "schedule", "kernel", "record"],
+            ["kernal", "chunking", "schedule", "kernel", "transport"],
         ),
     ],
 )
@@ -423,24 +424,24 @@ def rounds(plan: Plan, rank: int, rotating: str, returning: bool) -> list[tuple[
     def post(kind: str, step) -> None:
         peers = {transfer.peer for transfer in (step.send, step.recv) if transfer}
         if peers:
-            found.append((kind, step.distance, peers))
+            found.append((kind, step.order, peers))
 
     steps = plan.steps(rank, rotating)
     for index, step in enumerate(steps):
         following = steps[index + 1] if index + 1 < len(steps) else None
         ahead = following is not None and goes_ahead(step, following, returning)
         if ahead:
-            post("visitors", following)
-        if returning and step.distance:
+            post("blocks", following)
+        if returning and step.order:
             post("gradients", step)
         if following is not None and not ahead:
-            post("visitors", following)
+            post("blocks", following)
     return found
 
 
 def waits_for_ever(plan: Plan, rotating: str, returning: bool) -> bool:
     """Plays the rounds as NCCL carries them out: one after the other, a message passing when both ends are at it."""
-    queues = [rounds(plan, rank, rotating, returning) for rank in range(plan.sharding.ranks)]
+    queues = [rounds(plan, rank, rotating, returning) for rank in range(plan.ranks)]
     while any(queues):
         passed = False
         for rank, queue in enumerate(queues):

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hf_burst.ring.sharded
-from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Schedule
 from hf_burst.errors import KernelError
-from hf_burst.kernels import Scores, select_kernel
+from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
 from hf_burst.plan import (
     Mask,
     MaskPattern,
@@ -33,13 +33,13 @@ from hf_burst.plan import (
     Traffic,
     assign,
     balance,
-    imbalance_of_rounds,
+    imbalance_of_steps,
     make_plan,
     make_sharding,
     rank_traffic,
 )
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, accumulation_dtype, merge_
-from hf_burst.ring.loop import Attention, backward, forward
+from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.ranks import RankError, forked
 
@@ -51,7 +51,7 @@ PRODUCTS = {
     4: ("ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather", "ulysses_4+burst"),
     8: ("ulysses_2+kv_ring", "ulysses_4+burst", "ulysses_2+all_gather"),
 }
-VISITORS = ("kv", "q")
+ROTATING = ("kv", "q")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -84,9 +84,17 @@ class Case:
     def length(self) -> int:
         return self.documents[0][-1]
 
-    @property
-    def config(self) -> BurstConfig:
-        return BurstConfig(schedule=self.schedule, kernel=self.kernel, transport=self.transport)
+    def request(self, group: ContextGroup) -> AttentionRequest:
+        """What the case asks for."""
+        scale = self.dims[0] ** -0.5 if self.scale is None else self.scale
+        return AttentionRequest(
+            group=group,
+            pattern=MaskPattern(self.causal, self.window, self.chunk),
+            scores=Scores(scale, self.softcap),
+            kernel=self.kernel,
+            schedule=self.schedule,
+            transport=self.transport,
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """q, k, v, dout and dlse of the whole sequence."""
@@ -173,15 +181,7 @@ def attend(rank: int, size: int, case: Case, device: str = "cpu") -> list:
     sinks = [scores.detach().to(device).requires_grad_() for scores in case.sink_scores()]
     with poisoned_memory() if device == "cpu" else nullcontext():
         out, lse = burst_attention(
-            *inputs,
-            *(layout, context_group(size)),
-            causal=case.causal,
-            window=case.window,
-            attention_chunk_size=case.chunk,
-            scale=case.scale,
-            softcap=case.softcap,
-            sinks=sinks[0] if sinks else None,
-            config=case.config,
+            *inputs, layout, case.request(context_group(size)), sinks=sinks[0] if sinks else None
         )
         assert out.dtype == case.dtype
         assert lse.dtype == accumulation_dtype(case.dtype)
@@ -274,7 +274,7 @@ def test_chunks_that_were_swapped_for_even_rounds_are_exact(ranks, size):
         owners = assign.__wrapped__(masks, size)
     dealt_only = balance._dealt_out(balance._work(masks, (), len(owners)), size, 1)
     assert owners != dealt_only
-    assert imbalance_of_rounds(masks, owners) < imbalance_of_rounds(masks, dealt_only)
+    assert imbalance_of_steps(masks, owners) < imbalance_of_steps(masks, dealt_only)
     many = [Case((documents,), chunking=owners, schedule=name) for name in (*SCHEDULES, *PRODUCTS[size])]
     many = fitting(size, many)
     for case, found in zip(many, whole_results(ranks, size, many), strict=True):
@@ -431,18 +431,22 @@ def test_the_error_does_not_grow_from_1_to_8_ranks(ranks, dtype, schedule, kerne
 
 def direct(plan: Plan, rank: int, size: int, rotating: str, heads: tuple[int, int], dtype: torch.dtype) -> list:
     """One rank of a plan, executed without the operator: results, what it sent forward, and backward."""
-    sharding, dims = plan.sharding, (5, 5)
+    dims = (5, 5)
     case = Case(tuple(mask.documents for mask in plan.masks), heads=heads, dims=dims, dtype=dtype)
-    rows = torch.cat([torch.arange(run.start, run.stop) for run in sharding.runs(rank)])
-    q, k, v, dout, dlse = (tensor[:, rows] for tensor in case.tensors().values())
-    kernel = select_kernel("cpu_flash", "cpu", dtype, *dims)
-    attention = Attention(plan, rank, tuple(range(size)), kernel, Scores(dims[0] ** -0.5))
+    rows = torch.cat([torch.arange(run.start, run.stop) for run in plan.queries.runs(rank)])
+    key_rows = torch.cat([torch.arange(run.start, run.stop) for run in plan.keys.runs(rank)])
+    whole = case.tensors()
+    q, dout, dlse = (whole[name][:, rows] for name in ("q", "dout", "dlse"))
+    k, v = (whole[name][:, key_rows] for name in ("k", "v"))
+    kernel = select_kernel("cpu_flash", KernelRequest("cpu", dtype, *dims))
+    attention = RingAttention(plan, rank, tuple(range(size)), kernel, Scores(dims[0] ** -0.5))
     group = context_group(size)
     there, back = PeerToPeer(group, q.device), PeerToPeer(group, q.device)
     with poisoned_memory():
         out, lse = forward(attention, there, q, k, v)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
-        gradients = backward(attention, back, rotating, dout, q, k, v, None, lse, delta)
+        inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=None, lse=lse, delta=delta)
+        gradients = backward(attention, back, rotating, inputs)
     arrays = [tensor.double().numpy() for tensor in (out, lse, *gradients)]
     return [arrays, rows.numpy(), there.sent, back.sent]
 
@@ -466,7 +470,7 @@ def odd_plans(size: int) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_uneven_shards_and_a_mask_for_every_row_are_exact(ranks, size, rotating):
     plans = odd_plans(size)
@@ -487,7 +491,7 @@ def test_uneven_shards_and_a_mask_for_every_row_are_exact(ranks, size, rotating)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("rotating", VISITORS)
+@pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_messages_and_bytes_are_those_of_the_plan(ranks, size, rotating, dtype):
     plans, heads = odd_plans(size), (4, 2)
@@ -529,12 +533,12 @@ def attend_and_compare_inputs(rank: int, size: int, case: Case) -> list[str]:
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     kept = {name: layout.shard(tensor, rank) for name, tensor in case.tensors().items()}
     inputs = [kept[name].requires_grad_() for name in "qkv"]
-    out, lse = burst_attention(*inputs, layout, context_group(size), window=case.window, config=case.config)
+    out, lse = burst_attention(*inputs, layout, case.request(context_group(size)))
     kept |= {"out": out, "lse": lse}
     before = {name: tensor.detach().clone() for name, tensor in kept.items()}
     for _ in range(2):
         torch.autograd.grad([out, lse], inputs, [kept["dout"], kept["dlse"]], retain_graph=True)
-    burst_attention(*inputs, layout, context_group(size), window=case.window, config=case.config)
+    burst_attention(*inputs, layout, case.request(context_group(size)))
     return [name for name, tensor in kept.items() if not torch.equal(tensor, before[name])]
 
 
@@ -647,7 +651,7 @@ def operator_arguments(grad: bool, schedule: str = "burst") -> tuple:
     layout = SequenceLayout.for_batch(case.documents, 1)
     inputs = [whole[name].requires_grad_(grad) for name in "qkv"]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0][: inputs[0].shape[2]], dtype=inputs[0].dtype).requires_grad_(grad)
-    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, "auto", schedule, "auto", False, "")
+    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, "auto", schedule, "auto", "")
 
 
 OPCHECKS = (
@@ -736,7 +740,10 @@ def test_another_length_of_one_process_compiles_once_more_and_no_further():
 
 
 def test_the_module_of_the_operator_can_be_loaded_anew():
-    script = "import importlib, hf_burst.op; importlib.reload(hf_burst.op); import torch; torch.ops.hf_burst.attention"
+    script = (
+        "import importlib, torch, hf_burst.attention.operator as operator; importlib.reload(operator); "
+        "torch.ops.hf_burst.attention"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
@@ -790,32 +797,39 @@ class Asked(PeerToPeer):
         super().__init__(group, device)
         self.asked: list[tuple[str, int, bool]] = []
 
-    def publish(self, channel, tensors, most):
-        self.asked.append((channel, most, sum(tensor.nbytes for tensor in tensors) <= most))
+    def publish(self, channel, tensors, capacity):
+        self.asked.append((channel, capacity, sum(tensor.nbytes for tensor in tensors) <= capacity))
 
 
-def ask_for_room(rank: int, size: int, case: Case) -> list:
+def ask_for_capacity(rank: int, size: int, case: Case) -> list:
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     q, k, v, dout = (layout.shard(case.tensors()[name], rank) for name in ("q", "k", "v", "dout"))
     masks = layout.masks(MaskPattern(case.causal, case.window))
-    kernel = select_kernel(case.kernel, "cpu", case.dtype, *case.dims)
-    route = Schedule.parse(case.schedule, size)
-    routed = ShardedAttention(route, context_group(size), masks, layout.sharding, kernel, Scores(1.0))
-    exchange = Asked(routed.group, q.device)
-    out, lse, kept = routed.forward(exchange, q, k, v)
+    kernel = select_kernel(case.kernel, KernelRequest("cpu", case.dtype, *case.dims))
+    attention = ShardedAttention(
+        schedule=Schedule.parse(case.schedule, size),
+        group=context_group(size),
+        masks=masks,
+        queries=layout.sharding,
+        keys=layout.sharding,
+        kernel=kernel,
+        scores=Scores(1.0),
+    )
+    exchange = Asked(attention.group, q.device)
+    out, lse, kept = attention.forward(exchange, q, k, v)
     sizes = HeadSizes(*case.heads, *case.dims)
-    routed.backward(exchange, sizes, dout, kept or [q, k, v], out, lse, (dout * out).sum(-1))
+    attention.backward(exchange, sizes, kept or [q, k, v], dout, out, lse, (dout * out).sum(-1))
     return exchange.asked
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *PRODUCTS[4]])
-def test_all_ranks_publish_alike_and_ask_for_as_much_room(ranks, schedule):
+def test_all_ranks_publish_alike_and_ask_for_as_much_capacity(ranks, schedule):
     """Also where some of them leave rounds out: their buffers grow together, and their barriers meet."""
     for documents in (((0, 12, 40, 48, 64),), ((0, 64),), tuple(tuple(range(65)) for _ in range(2))):
         for window in (None, 3):
             for chunking in ("zigzag", "contiguous"):
                 case = Case(documents, window=window, chunking=chunking, schedule=schedule, heads=(8, 4))
-                first, *others = ranks(4).run(ask_for_room, case)
+                first, *others = ranks(4).run(ask_for_capacity, case)
                 assert all(asked == first for asked in others), case
                 assert all(fits for _, _, fits in first), case
 
@@ -830,7 +844,7 @@ def lose_a_rank(rank: int, port: int, schedule: str, pipe: Connection) -> None:
     if rank == 2:
         layout = SequenceLayout.for_batch(case.documents, 3)
         local = [layout.shard(case.tensors()[name], rank).requires_grad_() for name in "qkv"]
-        burst_attention(*local, layout, context_group(3), config=case.config)
+        burst_attention(*local, layout, case.request(context_group(3)))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         attend(rank, 3, case)

@@ -1,31 +1,29 @@
 """Attention through memory that ranks read of each other: segments that take turns, and what is written in place."""
 
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-import hf_burst.ring.sharded
-from hf_burst import BurstConfig, SequenceLayout, burst_attention
+from hf_burst import AttentionRequest, MaskPattern, SequenceLayout
+from hf_burst.attention import AttentionCache
 from hf_burst.config import Schedule
-from hf_burst.op import Memory
-from hf_burst.ring import replay, symmetric
+from hf_burst.kernels import Scores
+from hf_burst.resources import resources_of
+from hf_burst.ring import symmetric
 from tests.shared_memory import Access, InPlace, Stream, on, races, shared_memory
 from tests.test_ring import PRODUCTS, SCHEDULES, Case, assert_exact, attend, context_group, fitting, put_together
 
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
 
 
+@dataclass(frozen=True)
 class Shared(Case):
     """A case whose blocks travel through shared memory."""
 
-    @property
-    def config(self) -> BurstConfig:
-        return replace(super().config, transport="symmetric", record=False)
+    transport: str = "symmetric"
 
 
 def attend_again_and_again(rank: int, size: int, folder: Path, cases: list[Case]) -> tuple[list, dict]:
@@ -105,56 +103,6 @@ def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, sche
     assert not races(found)
 
 
-class Again(replay.Recorded):
-    """A recording on CPUs: a replay is the pass once more, in the memory of the recording."""
-
-    def __init__(self, pool, run, inputs):
-        super().__init__(pool, run, inputs)
-
-        def again() -> None:
-            pool.restart()
-            for output, result in zip(self.outputs, run(symmetric.Symmetric(pool), self.inputs), strict=True):
-                output.copy_(result)
-
-        self.graph.replay = again
-
-
-def replay_passes(rank: int, size: int, folder: Path, schedule: str) -> None:
-    """Passes of two lengths that recur, and others that do not; the one that is recorded has q, k and v in common."""
-    generator = torch.Generator().manual_seed(rank)
-    group = context_group(size)
-
-    def attend(inputs: list[torch.Tensor], transport: str) -> list[torch.Tensor]:
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-        if inputs[0] is inputs[1]:
-            leaves = leaves[:1] * 3
-        layout = SequenceLayout.for_batch([(0, size * inputs[0].shape[1])], size)
-        out, _ = burst_attention(
-            *leaves, layout, group, config=BurstConfig(schedule=schedule, transport=transport, record=True)
-        )
-        return [out, *torch.autograd.grad(out, leaves[:1] if inputs[0] is inputs[1] else leaves, out.detach())]
-
-    with (
-        shared_memory(folder, group) as kernels,
-        mock.patch.multiple(replay, _SIGHTINGS=3, Recorded=Again),
-        mock.patch.object(torch.cuda, "CUDAGraph", SimpleNamespace),
-        mock.patch.object(torch.cuda, "graph", return_value=nullcontext()),
-    ):
-        for length in range(20, 30, 2):  # seen once each, which takes no place from those that recur
-            attend([torch.randn(1, length, 4, 8, generator=generator) for _ in range(3)], "symmetric")
-        for turn in range(6):
-            for length in (16, 18):
-                inputs = [torch.randn(1, length, 4, 8, generator=generator) for _ in range(3)]
-                inputs = inputs[:1] * 3 if turn == 2 else inputs
-                found = [attend(inputs, transport) for transport in ("symmetric", "p2p")]
-                for one, other in zip(*found, strict=True):
-                    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=f"{schedule} {turn} {length}")
-        passes = symmetric_arena().passes
-        assert len(passes) == 4, len(passes)  # two lengths, forward and backward
-        assert all(isinstance(known, Again) for known in passes.values())
-    assert kernels
-
-
 def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
     """What was exchanged for a region that runs again is under way until the next pass, which waits for it: the
     backward pass of that region, or another one, where nobody asks for gradients."""
@@ -162,7 +110,8 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
     layout = SequenceLayout.for_batch([(0, 24)], size)
     numbers = [torch.randn(1, 24 // size, heads, 8, dtype=torch.float64, generator=generator) for heads in (8, 4, 4, 8)]
     leaves, dout = [one.requires_grad_() for one in numbers[:3]], numbers[3]
-    settings = (None, layout.encode(), True, -1, 0, 8**-0.5, 0.0, "reference", "ulysses", "symmetric", False)
+    request = AttentionRequest(group, MaskPattern(), Scores(8**-0.5), "reference", "ulysses", "symmetric")
+    rest = (None, layout.encode(), request)
     clocks: list[dict] = []
     backward = InPlace.backward
 
@@ -171,19 +120,19 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
         return backward(kernel, *arguments)
 
     with shared_memory(folder, group), mock.patch.object(InPlace, "backward", noted):
-        pool = symmetric_arena()
-        memory = Memory(1.0)
-        out = memory.attention(*leaves, *settings, group.name)
+        pool = resources_of(group).pool(torch.device("cpu"))
+        cache = AttentionCache(1.0)
+        out = cache.attention(*leaves, *rest)
         wanted = torch.autograd.grad(out, leaves, dout)
-        memory.next = 0
-        again = memory.attention(*leaves, *settings, group.name)
-        events = [posted.done for posted, _ in pool.left]
+        cache.position = 0
+        again = cache.attention(*leaves, *rest)
+        events = [pending.done for pending, _ in pool.pending]
         assert len(events) == 2  # slices
         copies = pool.stream.key
         assert all(Stream.current.clock.get(copies, 0) < event.clock[copies] for event in events)
         clocks.clear()
         if seen:
-            hf_burst.ring.sharded.open_exchange("symmetric", group, torch.device("cpu"))  # the next pass begins
+            resources_of(group).exchange(torch.device("cpu"), "symmetric")  # the next pass begins
             assert all(Stream.current.clock.get(copies, 0) >= event.clock[copies] for event in events)
             found = torch.autograd.grad(again, leaves, dout)
             for one, other in zip(found, wanted, strict=True):
@@ -191,10 +140,10 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
         else:
             del again
             with on(Stream()):
-                Memory(1.0).attention(*leaves, *settings, group.name)
+                AttentionCache(1.0).attention(*leaves, *rest)
                 clocks.append(Stream.current.clock)
             clocks.append(Stream.current.clock)
-        assert not pool.left
+        assert not pool.pending
         assert len(clocks) == 2  # of two slices, or of both streams
         for clock in clocks:
             assert all(clock.get(copies, 0) >= event.clock[copies] for event in events)
@@ -203,15 +152,6 @@ def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
 @pytest.mark.parametrize("seen", [True, False])
 def test_what_is_left_under_way_is_waited_for(ranks, seen, tmp_path):
     ranks(2).run(run_a_region_again, tmp_path, seen)
-
-
-def symmetric_arena() -> symmetric.SymmetricPool:
-    return hf_burst.ring.sharded.open_pool(None, None)
-
-
-@pytest.mark.parametrize("schedule", ["kv_ring", "burst", "ulysses", "all_gather"])
-def test_what_is_replayed_is_what_was_recorded(ranks, schedule, tmp_path):
-    ranks(2).run(replay_passes, tmp_path, schedule)
 
 
 def test_what_is_remembered_does_not_grow_for_ever():

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from ..config import BurstConfig, Chunking, Schedule
 from ..errors import ConfigError
-from ..kernels import explain_kernels, select_kernel
+from ..kernels import KernelRequest, explain_kernels, select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..op import burst_attention
 from ..plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
 from ..plan.traffic import Pass
-from ..plan.work import gathered_calls, rotating_of
+from ..plan.work import gathered_rows, rotating_of
 from ..ring import accumulation_dtype
 from .bench_ranks import Ranks
 
@@ -241,7 +241,8 @@ def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
         return Sent(source="not counted: those of the schedule that was chosen, see `said`")
     ulysses = route.ulysses
     itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    kernel = select_kernel(case.kernel, case.device.type, case.dtype, case.head_dim, case.head_dim)
+    request = KernelRequest(case.device.type, case.dtype, case.head_dim, case.head_dim)
+    kernel = select_kernel(case.kernel, request)
     returned = accumulator if kernel.capabilities.wide else itemsize
     heads, dims = (case.q_heads // ulysses, case.kv_heads // ulysses), (case.head_dim, case.head_dim)
     shapes = Shapes(*heads, *dims, itemsize, accumulator, returned)
@@ -251,7 +252,7 @@ def _planned(schedule: str, case: Case, layout: SequenceLayout) -> Sent:
     scalars = case.batch * case.tokens * case.q_heads * accumulator
     exchanged = {"forward": inputs + outputs + scalars, "backward": outputs + 2 * scalars + inputs}
     forward, backward = (
-        max(_around(route, plan, place, direction, shapes) for place in range(plan.sharding.ranks))
+        max(_around(route, plan, place, direction, shapes) for place in range(plan.queries.ranks))
         + exchanged[direction] * (ulysses - 1) // ulysses
         for direction in _PASSES
     )
@@ -264,7 +265,7 @@ def _around(route: Schedule, plan: Plan, place: int, direction: Pass, shapes: Sh
     if route.ring != "all_gather":
         return rank_traffic(plan, place, direction, rotating_of(route, direction), shapes).bytes
     row = len(plan.masks) * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    _, fetched, given = gathered_calls(plan, place)
+    fetched, given = gathered_rows(plan, place)
     returned = fetched * shapes.accumulator_itemsize if direction == "backward" else 0
     return row * (given * shapes.itemsize + returned)
 
@@ -298,7 +299,7 @@ def choose_native(
             return Native(name, attend), refusals
         refusals.append(f"{name}: {failure}")
     if not refusals:
-        lacks = dict(explain_kernels(ranks.device.type, dtype, head_dim, head_dim)).get(requested)
+        lacks = dict(explain_kernels(KernelRequest(ranks.device.type, dtype, head_dim, head_dim))).get(requested)
         lacks = lacks or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
         refusals = [f"{requested} {lacks}"]
     known = [name for name, _ in _natives(ranks.device)]

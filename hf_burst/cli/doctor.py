@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..calibrate import calibrate, default_kernel, machine_for, machine_of, profile_path
 from ..errors import BurstError, ConfigError
-from ..kernels import explain_kernels
+from ..kernels import KernelRequest, explain_kernels
 from ..mesh import ContextGroup
 from ..plan import Layer, Machine, Mask, Shapes, assign, choose, cut
 from .launch import launched
@@ -97,7 +97,7 @@ def _launched() -> Iterator[tuple[ContextGroup, torch.device]]:
 def _explained(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str | None]]:
     """The kernels, the fastest first, and why each cannot compute the example; `None` for those that can."""
     sizes = (arguments.head_dim, arguments.head_dim)
-    return explain_kernels(device.type, _dtype(device), *sizes, window=arguments.window is not None)
+    return explain_kernels(KernelRequest(device.type, _dtype(device), *sizes, window=arguments.window is not None))
 
 
 def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:

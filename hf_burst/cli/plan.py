@@ -101,15 +101,15 @@ def _check_picture(out: Path) -> None:
 def describe(plan: Plan, rotating: Rotating) -> str:
     """A table: for each rank its tokens, its share of the work, and the share of it in every step; then the balance, of
     all steps together and one after the other."""
-    ranks, work = plan.sharding.ranks, steps_of(plan, rotating)
+    ranks, work = plan.queries.ranks, steps_of(plan, rotating)
     total = sum(map(sum, work))
     lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
     for rank, steps in enumerate(work):
         own = sum(steps)
         parts = "  ".join(f"{distance}: {step / own:.0%}" for distance, step in enumerate(steps) if step)
-        lines.append(f"{rank:4}  {plan.sharding.tokens(rank):7}  {own / total:5.1%}   {parts}")
+        lines.append(f"{rank:4}  {plan.queries.tokens(rank):7}  {own / total:5.1%}   {parts}")
     most = max(map(sum, work))
-    lines.append(f"{plan.pairs:,} pairs of {plan.sharding.length:,} tokens; the busiest of {ranks} ranks has ")
+    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest of {ranks} ranks has ")
     lines[-1] += f"{most * ranks / total - 1:.1%} more than an even share."
     longest = sum(map(max, zip(*work, strict=True)))
     lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
@@ -118,14 +118,12 @@ def describe(plan: Plan, rotating: Rotating) -> str:
 
 def steps_of(plan: Plan, rotating: Rotating) -> list[list[int]]:
     """The pairs that each rank computes in each step."""
-    ranks = plan.sharding.ranks
+    ranks = plan.queries.ranks
     work = [[0] * ranks for _ in range(ranks)]
     for rank in range(ranks):
         for step in plan.steps(rank, rotating):
             batch = [tile.batch[1] - tile.batch[0] for tile in step.tiles]
-            work[rank][step.distance] = sum(
-                rows * tile_pairs(tile) for rows, tile in zip(batch, step.tiles, strict=True)
-            )
+            work[rank][step.order] = sum(rows * tile_pairs(tile) for rows, tile in zip(batch, step.tiles, strict=True))
     return work
 
 
@@ -144,15 +142,15 @@ def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple
     owners, rows = _homes(plan, tokens)
     ranks = np.full((len(tokens), len(tokens)), _NOBODY)
     steps = ranks.copy()
-    for host in range(plan.sharding.ranks):
+    for host in range(plan.queries.ranks):
         for step in plan.steps(host, rotating):
-            guest = (host - step.distance) % plan.sharding.ranks
+            guest = step.source
             q_rank, k_rank = (host, guest) if rotating == "kv" else (guest, host)
             for tile in step.tiles:
                 if tile.batch[0] > 0:
                     continue
                 for query, key in _drawn(tile, owners == q_rank, owners == k_rank, rows):
-                    ranks[query, key], steps[query, key] = host, step.distance
+                    ranks[query, key], steps[query, key] = host, step.order
     return ranks, steps
 
 
@@ -160,8 +158,8 @@ def _homes(plan: Plan, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The rank that holds each token, and its row there."""
     where = np.asarray(tokens)
     owners, rows = np.full(len(where), _NOBODY), np.full(len(where), _NOBODY)
-    for rank in range(plan.sharding.ranks):
-        for piece in plan.sharding.runs(rank):
+    for rank in range(plan.queries.ranks):
+        for piece in plan.queries.runs(rank):
             inside = (where >= piece.start) & (where < piece.stop)
             owners[inside], rows[inside] = rank, where[inside] - piece.start + piece.local
     return owners, rows
@@ -184,7 +182,7 @@ def draw(plan: Plan, rotating: Rotating) -> "Figure":
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 
-    ranks, length = plan.sharding.ranks, plan.sharding.length
+    ranks, length = plan.queries.ranks, plan.queries.length
     points = min(length, _POINTS)
     tokens = [(2 * index + 1) * length // (2 * points) for index in range(points)]
     owner, step = who_computes(plan, rotating, tokens)
@@ -194,7 +192,7 @@ def draw(plan: Plan, rotating: Rotating) -> "Figure":
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     mask, bars = figure.subplots(1, 2, width_ratios=[1.5, 1])
     mask.imshow(picture, extent=(0, length, length, 0), interpolation="nearest")
-    for boundary in plan.sharding.boundaries[1:-1] if ranks <= _RULED else ():
+    for boundary in plan.queries.boundaries[1:-1] if ranks <= _RULED else ():
         mask.axhline(boundary, color="#bbbbbb", linewidth=0.5)
         mask.axvline(boundary, color="#bbbbbb", linewidth=0.5)
     mask.set(xlabel="key", ylabel="query", title=f"Who computes what, over {ranks} ranks")
@@ -204,7 +202,7 @@ def draw(plan: Plan, rotating: Rotating) -> "Figure":
 
 def _bars(axes: "Axes", plan: Plan, rotating: Rotating, hues: Sequence[np.ndarray]) -> None:
     """The work of each rank, step by step, in even shares."""
-    work, ranks = steps_of(plan, rotating), plan.sharding.ranks
+    work, ranks = steps_of(plan, rotating), plan.queries.ranks
     even = sum(map(sum, work)) / ranks
     for rank, steps in enumerate(work):
         left = 0.0

@@ -15,8 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..attention import AttentionRequest, attend
 from ..errors import UnsupportedModelError
-from ..op import schedule_for
+from ..kernels import Scores
 from ..plan import MaskPattern
 from .batch import ForwardCall
 
@@ -186,23 +187,17 @@ def attention_forward(
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
-    arguments = (
-        *(q, k, v, s_aux),
-        burst_call.encoded,
-        pattern.causal,
-        -1 if pattern.window is None else pattern.window,
-        pattern.attention_chunk_size or 0,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap or 0.0,
-        config.kernel,
-        schedule_for(config, q, k, v, layout, group, (pattern.causal, pattern.window, pattern.attention_chunk_size)),
-        config.transport,
-        config.record,
-        group.name,
+    request = AttentionRequest(
+        group=group,
+        pattern=pattern,
+        scores=Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0),
+        kernel=config.kernel,
+        schedule=config.schedule,
+        transport=config.transport,
     )
     saved = None if torch.compiler.is_compiling() else burst_call.saved
-    memory = None if saved is None else saved.memory
-    out = torch.ops.hf_burst.attention(*arguments)[0] if memory is None else memory.attention(*arguments)
+    cache = None if saved is None else saved.cache
+    out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)
     if burst_call.fully_masked is not None:
         out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)
     return out, None

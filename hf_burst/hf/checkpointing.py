@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from ..op import Memory
+from ..attention import AttentionCache
 
 # under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
 
 
 class SavedAttention:
-    """What the checkpointed layers of a model remember of their attention. Each run of a layer has a [`Memory`] of its
-    own, which lives as long as the graph of that run.
+    """What the checkpointed layers of a model remember of their attention. Each run of a layer has an
+    [`AttentionCache`] of its own, which lives as long as the graph of that run.
 
     Args:
         share (`float`): `BurstConfig.attention_keep`.
@@ -31,7 +31,7 @@ class SavedAttention:
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.under_way: dict[int, Memory] = {}
+        self.under_way: dict[int, AttentionCache] = {}
 
     def install(self, model: nn.Module) -> str | None:
         """Sees to all modules that checkpoint by now. Returns how many they are, for the other ranks; `None` for
@@ -58,7 +58,7 @@ class SavedAttention:
                     setattr(module, name, function.function)
 
     @property
-    def memory(self) -> Memory | None:
+    def cache(self) -> AttentionCache | None:
         """That of the layer that this thread runs, if it is checkpointed."""
         return self.under_way.get(get_ident())
 
@@ -67,25 +67,25 @@ class SavedAttention:
     ) -> tuple["_Run", "_Run"]:
         """For one run of a layer: the contexts of the forward pass and of every time it is run again, inside of those
         of another `context_fn`."""
-        memory = Memory(self.share)
+        cache = AttentionCache(self.share)
         first, again = theirs()
-        return _Run(self, memory, None, first), _Run(self, memory, 0, again)
+        return _Run(self, cache, None, first), _Run(self, cache, 0, again)
 
 
 class _Run:
     """The context in which a layer runs; may be entered again. No generator can."""
 
     def __init__(
-        self, saved: SavedAttention, memory: Memory, start: int | None, outer: AbstractContextManager[Any]
+        self, saved: SavedAttention, cache: AttentionCache, start: int | None, outer: AbstractContextManager[Any]
     ) -> None:
-        self.saved, self.memory, self.start, self.outer = saved, memory, start, outer
-        self.before: list[Memory | None] = []
+        self.saved, self.cache, self.start, self.outer = saved, cache, start, outer
+        self.before: list[AttentionCache | None] = []
 
     def __enter__(self) -> None:
         self.outer.__enter__()
-        self.before.append(self.saved.memory)
-        self.memory.next = self.start
-        self.saved.under_way[get_ident()] = self.memory
+        self.before.append(self.saved.cache)
+        self.cache.position = self.start
+        self.saved.under_way[get_ident()] = self.cache
 
     def __exit__(self, *error: Any) -> Any:
         before = self.before.pop()

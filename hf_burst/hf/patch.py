@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from ..attention import machine_of_group
 from ..config import BurstConfig
 from ..errors import BatchError, ConfigError, UnsupportedModelError
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX
 from ..mesh import ContextGroup
-from ..op import prepare
 from .accelerate import PATCH, resolve_group
 from .attention import NAME, CallCarrier, register
 from .batch import (
@@ -249,7 +249,7 @@ class _Patch:
         mine = 0 if counted is None or error else int((counted != IGNORE_INDEX).sum())
         tokens = group.agree(facts, error, next(module.parameters()).device, tally=mine, content=content)
         assert call is not None, "agree raises this rank's error"
-        prepare(self.config.schedule, self.config.kernel, next(module.parameters()).device, group)
+        machine_of_group(group, next(module.parameters()).device, self.config.kernel)
         self.explicit = call.explicit
         items = facts[_ITEMS]
         if items is not None and not items > 0 and (tokens or items):

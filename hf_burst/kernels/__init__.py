@@ -1,13 +1,25 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import Band, Capabilities, Kernel, OutputBuffers, Scores, from_host, project_out
+from .base import (
+    BackwardInputs,
+    Band,
+    Capabilities,
+    Kernel,
+    KernelRequest,
+    OutputBuffers,
+    Scores,
+    from_host,
+    project_out,
+)
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
 __all__ = [
     "KERNELS",
+    "BackwardInputs",
     "Band",
     "Capabilities",
     "Kernel",
+    "KernelRequest",
     "OutputBuffers",
     "Scores",
     "explain_kernels",

@@ -1,4 +1,4 @@
-"""What a kernel is: two methods on one tile, and a card of what they can do. Kernels know nothing of ranks.
+"""The interface of a kernel: two methods on one tile, and its capabilities. Kernels know nothing of ranks.
 
 Shapes: B batch rows, Sq and Sk rows of the tile, Hq and Hkv heads (Hq a multiple of Hkv), D head size of q and k,
 Dv head size of v.
@@ -7,17 +7,18 @@ Dv head size of v.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-# where results may be written, in the order in which they are returned; `None` for memory of the kernel's own
-OutputBuffers = Sequence[torch.Tensor | None]
+# where results may be written, in the order in which they are returned; `None` where the kernel allocates
+OutputBuffers = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
 class Band:
-    """What a tile admits: `low <= row - column <= high`, inside of the squares between `segments` if there are any.
+    """The pairs that a tile admits: `low <= row - column <= high`, inside of the squares between `segments`, if any.
 
     With segments the diagonal is admitted (`low <= 0 <= high`): in a variable-length call every row sees something.
     """
@@ -31,7 +32,7 @@ class Band:
 
     @cached_property
     def _hash(self) -> int:
-        """Once: there may be thousands of segments."""
+        """Computed once, since there may be thousands of segments."""
         return hash((self.low, self.high, self.segments))
 
     def __post_init__(self) -> None:
@@ -43,86 +44,137 @@ class Scores:
     """How the score of a query and a key follows from their product.
 
     Args:
-        scale (`float`): Its factor.
-        softcap (`float`, defaults to 0.0): Where it saturates: `softcap * tanh(scale * product / softcap)` (Gemma 2,
-            arXiv 2408.00118, section 2); 0 is nowhere.
+        scale (`float`): The factor of the product.
+        softcap (`float`, defaults to 0.0): The largest score, `softcap * tanh(scale * product / softcap)` (Gemma 2,
+            arXiv 2408.00118, section 2); 0 is no limit.
     """
 
     scale: float
     softcap: float = 0.0
 
 
+class KernelRequest(NamedTuple):
+    """The properties of an attention that a choice of kernel depends on.
+
+    Args:
+        device (`str`): Type of the device.
+        dtype (`torch.dtype`): Dtype of q, k and v.
+        head_dim (`int`): Head size of q and k.
+        value_dim (`int`): Head size of v.
+        softcap (`bool`, defaults to `False`): Whether scores are soft-capped.
+        deterministic (`bool`, defaults to `False`): Whether the backward pass must give the same bits each time.
+        window (`bool`, defaults to `False`): Whether there is a sliding window.
+    """
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    softcap: bool = False
+    deterministic: bool = False
+    window: bool = False
+
+
 @dataclass(frozen=True)
 class Capabilities:
-    """What a kernel can do.
+    """The attention that a kernel can compute, on any machine.
 
     Args:
         name (`str`): Its name in [`BurstConfig`].
         devices (`tuple[str, ...]`): Types of devices.
         dtypes (`tuple[torch.dtype, ...]`): Dtypes of q, k and v.
         head_dims (`tuple[int, int]`): Smallest and largest head size.
-        head_multiple (`int`): What head sizes must be a multiple of.
-        own_value_dim (`bool`): Whether v may have any other head size than q and k.
-        wide (`bool`): Whether what it returns is in fp32 (fp64 for fp64 inputs) and not rounded to the dtype of the
-            inputs: then the error does not depend on how many tiles an attention is cut into.
-        wants_out (`bool`): Whether `backward` has to be given `out`, whose product with `dout` is `delta`.
+        head_multiple (`int`, defaults to 1): Head sizes are multiples of it.
+        head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, if they are few. `head_multiple` does not
+            count then.
+        own_value_dim (`bool`, defaults to `False`): Whether v may have any other head size than q and k.
+        value_dims (`tuple[tuple[int, int], ...]`, defaults to `()`): Pairs of different head sizes of q and k and of v
+            that it takes in spite of `own_value_dim`, where each query head has key heads of its own.
+        wide (`bool`, defaults to `False`): Whether results are in fp32 (fp64 for fp64 inputs), not rounded to the dtype
+            of the inputs. Then the error does not depend on the number of tiles of an attention.
+        wants_out (`bool`, defaults to `False`): Whether `backward` needs `out`.
+        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no `delta` beside `out`.
         softcap (`bool`, defaults to `False`): Whether scores may be capped.
         deterministic (`bool`, defaults to `False`): Whether its backward can give the same bits each time.
-        windows (`bool`, defaults to `True`): Whether it takes any band; if not, whole tiles and causal squares only.
-        value_dims (`tuple[tuple[int, int], ...]`, defaults to none): Pairs of different head sizes of q and k and of v
-            that it takes in spite of `own_value_dim`, where each query head has key heads of its own.
-        head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, where they are few; they go before
-            `head_multiple`.
-        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no delta where it is given `out`.
-        by_name (`str`, defaults to `""`): Why `"auto"` passes it over; empty if it does not.
+        windows (`bool`, defaults to `True`): Whether it takes any band, not only whole tiles and causal squares.
+        auto_refusal (`str`, defaults to `""`): Why `"auto"` passes it over; empty if it does not.
     """
 
     name: str
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     head_dims: tuple[int, int]
-    head_multiple: int
-    own_value_dim: bool
-    wide: bool
-    wants_out: bool
+    head_multiple: int = 1
+    head_sizes: tuple[int, ...] = ()
+    own_value_dim: bool = False
+    value_dims: tuple[tuple[int, int], ...] = ()
+    wide: bool = False
+    wants_out: bool = False
+    derives_delta: bool = False
     softcap: bool = False
     deterministic: bool = False
     windows: bool = True
-    value_dims: tuple[tuple[int, int], ...] = ()
-    head_sizes: tuple[int, ...] = ()
-    derives_delta: bool = False
-    by_name: str = ""
+    auto_refusal: str = ""
 
-    def refusal(
-        self,
-        device: str,
-        dtype: torch.dtype,
-        head_dim: int,
-        value_dim: int,
-        softcap: bool = False,
-        deterministic: bool = False,
-        window: bool = False,
-    ) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot compute such an attention; `None` if it can."""
         smallest, largest = self.head_dims
-        if device not in self.devices:
-            return f"runs on {', '.join(self.devices)}, not on {device}"
-        if dtype not in self.dtypes:
-            return f"takes {', '.join(map(str, self.dtypes))}, not {dtype}"
-        if softcap and not self.softcap:
+        sizes = head_dim, value_dim = request.head_dim, request.value_dim
+        if request.device not in self.devices:
+            return f"runs on {', '.join(self.devices)}, not on {request.device}"
+        if request.dtype not in self.dtypes:
+            return f"takes {', '.join(map(str, self.dtypes))}, not {request.dtype}"
+        if request.softcap and not self.softcap:
             return "knows no soft-capping of scores"
-        if deterministic and not self.deterministic:
+        if request.deterministic and not self.deterministic:
             return "cannot give the same bits each time"
-        if window and not self.windows:
+        if request.window and not self.windows:
             return "computes no windows"
-        if not self.own_value_dim and value_dim != head_dim and (head_dim, value_dim) not in self.value_dims:
+        if not self.own_value_dim and value_dim != head_dim and sizes not in self.value_dims:
             return f"needs one head size, got {head_dim} for q and k and {value_dim} for v"
-        for size in (head_dim, value_dim):
+        for size in sizes:
             if self.head_sizes and size not in self.head_sizes:
                 return f"takes head sizes {', '.join(map(str, self.head_sizes))}, not {size}"
             if not smallest <= size <= largest or size % self.head_multiple:
                 return f"takes head sizes {smallest} to {largest} in steps of {self.head_multiple}, not {size}"
         return None
+
+
+class BackwardInputs(NamedTuple):
+    """The tensors that a backward pass of a tile reads.
+
+    Args:
+        dout (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`): Gradient of the merged output, in the dtype of q.
+        q (`torch.Tensor` of shape `(B, Sq, Hq, D)`): Queries, any strides.
+        k (`torch.Tensor` of shape `(B, Sk, Hkv, D)`): Keys.
+        v (`torch.Tensor` of shape `(B, Sk, Hkv, Dv)`): Values.
+        out (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`, *optional*): With `rowsum(dout * out) = delta`, in the dtype
+            of dout. Needed if the capabilities say `wants_out`; other kernels may read it instead of delta.
+        lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles, in fp32 (fp64 for fp64 inputs). Like
+            delta it is passed on without a copy if it is stored by head, `(B, Hq, Sq)` in memory.
+        delta (`torch.Tensor` of shape `(B, Sq, Hq)`, *optional*): `rowsum(dout * out)` of the merged output, in the
+            dtype of lse. Not needed beside `out` if the capabilities say `derives_delta`.
+    """
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    lse: Tensor
+    delta: Tensor | None
+
+    def cut(self, rows: slice, columns: slice) -> "BackwardInputs":
+        """Views of some rows and columns."""
+        return BackwardInputs(
+            self.dout[:, rows],
+            self.q[:, rows],
+            self.k[:, columns],
+            self.v[:, columns],
+            None if self.out is None else self.out[:, rows],
+            self.lse[:, rows],
+            None if self.delta is None else self.delta[:, rows],
+        )
 
 
 class Kernel(Protocol):
@@ -131,29 +183,25 @@ class Kernel(Protocol):
     capabilities: Capabilities
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """What this machine lacks to compute such heads (a package, a GPU); `None` if nothing. Asked after the card,
-        since it may import the kernel's library."""
+        """The package or GPU that this machine lacks for such heads, as a sentence; `None` if it lacks nothing.
+
+        Asked after the capabilities, since it may import the kernel's library.
+        """
         ...
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        band: Band,
-        scores: Scores,
-        into: OutputBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attention of the rows of a tile over its columns.
 
         Args:
             q (`torch.Tensor` of shape `(B, Sq, Hq, D)`): Queries, any strides.
             k (`torch.Tensor` of shape `(B, Sk, Hkv, D)`): Keys.
             v (`torch.Tensor` of shape `(B, Sk, Hkv, Dv)`): Values.
-            band ([`Band`]): What is admitted.
+            band ([`Band`]): The pairs that are admitted.
             scores ([`Scores`]): Scale and soft-capping.
-            into (sequence of `torch.Tensor`, *optional*): Where `out` and `lse` may be written, laid out as flash
-                kernels have them; a kernel that cannot returns others.
+            buffers (sequence of `torch.Tensor`, *optional*): Where `out` and `lse` may be written, laid out as flash
+                kernels have them. A kernel that cannot write there returns other tensors.
 
         Returns:
             `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the
@@ -163,33 +211,16 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-        band: Band,
-        scores: Scores,
-        into: OutputBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the tile, given the log-sum-exp of each row over all tiles.
+        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the tile, from the log-sum-exp of each row over all tiles.
 
         Args:
-            dout (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`): Gradient of the merged output.
-            q, k, v (`torch.Tensor`): As in `forward`.
-            out (`torch.Tensor` of shape `(B, Sq, Hq, Dv)`, *optional*): With `rowsum(dout * out) = delta`, in the dtype
-                of dout. Needed if the card says `wants_out`; others may read it instead of delta.
-            lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles. Like delta it is passed on without
-                a copy if it is stored by head, `(B, Hq, Sq)` in memory.
-            delta (`torch.Tensor` of shape `(B, Sq, Hq)`, *optional*): `rowsum(dout * out)` of the merged output, in the
-                dtype of lse. Not needed beside `out` if the card says `derives_delta`.
-            band ([`Band`]): What is admitted.
+            inputs ([`BackwardInputs`]): Tensors of the tile.
+            band ([`Band`]): The pairs that are admitted.
             scores ([`Scores`]): As in `forward`.
-            into (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, in the dtype of q;
-                a kernel that cannot returns others.
+            buffers (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, in the dtype of
+                q. A kernel that cannot write there returns other tensors.
 
         Returns:
             `dq`, `dk` and `dv` in the shapes of q, k and v, in their dtypes or wider.
@@ -197,22 +228,21 @@ class Kernel(Protocol):
         ...
 
 
-def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Numbers as a tensor on a device. What follows on the current stream waits for the copy, the host does not.
+def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device. The current stream waits for the copy, the host does not.
 
-    A CUDA graph that is captured would copy them from where they no longer are when it is replayed: there kernels write
-    them, one number each.
+    While a CUDA graph is captured, kernels write the numbers one by one: its replay would copy from freed host memory.
     """
     host = torch.tensor(numbers, dtype=dtype, device="cpu")
     if device.type != "cuda":
         return host.to(device)
     if torch.cuda.is_current_stream_capturing():
-        each = [torch.full((), number, dtype=dtype, device=device) for number in host.flatten().tolist()]
-        return torch.stack(each).view(host.shape)
+        scalars = [torch.full((), number, dtype=dtype, device=device) for number in host.flatten().tolist()]
+        return torch.stack(scalars).view(host.shape)
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def project_out(dout: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def project_out(dout: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """An `out` for kernels that compute delta themselves: the multiple of `dout` with `rowsum(dout * out) = delta`.
 
     Of all outputs with that product it is the shortest, so the kernel's rounding of it weighs least. Rows are scaled by

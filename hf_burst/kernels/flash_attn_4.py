@@ -1,57 +1,54 @@
 """FlashAttention-4 (CuTe) from its package, `flash-attn-4`: the fastest on Hopper and Blackwell.
 
-Read in version 4.0.0b36, whose `_flash_attn_fwd` and `_flash_attn_bwd` are private: another version that names its
-parameters otherwise is refused, and so is the old copy of the same module that the package `flash-attn` brings along:
-install that one first. It compiles a kernel for each kind of call, in a second or two. Its backward takes the
-gradient of the log-sum-exp and subtracts it from `rowsum(dout * out)`, so `out` = 0 and `dlse` = -delta stand for a
-delta whose output is elsewhere; that `out` is one vector of zeros, expanded.
+Read in version 4.0.0b36, whose `_flash_attn_fwd` and `_flash_attn_bwd` are private. A version whose parameters have
+other names is refused. So is the old copy of the module inside the package `flash-attn`: install that package first.
+It compiles a kernel for each kind of call, in a second or two.
+
+Its backward subtracts `dlse`, the gradient of the log-sum-exp, from `rowsum(dout * out)`. So `out` = 0 and
+`dlse` = -delta replace an `out` that lies elsewhere; that `out` is one vector of zeros, expanded.
 """
 
+import warnings
+from dataclasses import replace
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .base import Capabilities, OutputBuffers
-from .flash import Call, FlashKernel, Given
-from .library import Calls, gpu_refusal, package_refusal
+from .base import BackwardInputs, OutputBuffers, Scores
+from .flash import FLASH, FlashCall, FlashKernel, gradient_buffers
+from .library import Signatures, gpu_refusal, package_refusal
 
-_MODULE = "flash_attn.cute.interface"
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _SCORES = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
 _GRADIENTS = ("dq", "dk", "dv")
-_CALLS: Calls = (
+_SIGNATURES: Signatures = (
     ("_flash_attn_fwd", ("q", "k", "v", *_LENGTHS, *_SCORES, "return_lse", "out", "lse")),
     (
         "_flash_attn_bwd",
         ("q", "k", "v", "out", "dout", "lse", *_LENGTHS, *_SCORES, *_GRADIENTS, "dlse", "deterministic"),
     ),
 )
+_COMPILER_WARNING = r"(?s).*aux_data \(position \d+\).*cannot be converted"
 
 
 class FlashAttn4Kernel(FlashKernel):
     """`_flash_attn_fwd` and `_flash_attn_bwd` of `flash_attn.cute.interface`.
 
-    Head sizes other than those of its card are padded: at 80 the gradient of the queries was wrong (version 4.0.0b36,
-    H200, bf16), and nothing says that the rest are tested. Other than equal ones only 192 for q and k and 128 for v
-    (DeepSeek) are taken, which its Hopper backward does only if no heads are shared.
+    Head sizes other than those of its capabilities are padded: at 80 the gradient of the queries was wrong (version
+    4.0.0b36, H200, bf16), and nothing says that the rest are tested. Of unequal sizes it takes 192 for q and k with 128
+    for v (DeepSeek) alone, which its Hopper backward does only if no heads are shared.
     """
 
-    capabilities = Capabilities(
+    module = "flash_attn.cute.interface"
+    capabilities = replace(
+        FLASH,
         name="flash_attn_4",
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 256),
-        head_multiple=8,
-        own_value_dim=False,
-        wide=False,
-        wants_out=False,
-        softcap=True,
-        deterministic=True,
-        derives_delta=True,
-        value_dims=((192, 128),),
         head_sizes=(64, 96, 128, 192, 256),
+        value_dims=((192, 128),),
+        wants_out=False,
     )
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
@@ -59,46 +56,51 @@ class FlashAttn4Kernel(FlashKernel):
         refusal = gpu_refusal((9, 0), (12, 0))
         if refusal is None and max(head_dim, value_dim) > 128 and torch.cuda.get_device_capability() >= (10, 0):
             refusal = f"takes head sizes up to 128 on Blackwell, not {max(head_dim, value_dim)}"
-        return refusal or package_refusal("flash-attn-4", _MODULE, _CALLS)
+        return refusal or package_refusal("flash-attn-4", self.module, _SIGNATURES)
 
     def load(self) -> Any:
-        """See [`FlashKernel.load`]."""
-        return import_module(_MODULE)
+        """See [`FlashKernel.load`]; ignores a warning of its compiler, a page for each kernel."""
+        warnings.filterwarnings("ignore", _COMPILER_WARNING, UserWarning)
+        return super().load()
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See [`FlashKernel.launch_forward`]; copies what is not aligned by itself."""
-        out, lse = into or (None, None)
-        out, lse, *_ = self.library._flash_attn_fwd(q, k, v, **_keywords(call), return_lse=True, out=out, lse=lse)
+        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See [`FlashKernel.launch_forward`]; the library copies tensors that are not aligned."""
+        out, lse = buffers or (None, None)
+        keywords = _keywords(call, scores)
+        out, lse, *_ = self.library._flash_attn_fwd(q, k, v, **keywords, return_lse=True, out=out, lse=lse)
         return out, lse
 
-    def launch_backward(self, given: Given, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def launch_backward(
+        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See [`FlashKernel.launch_backward`].
 
-        The true `out` costs a read of it, `dlse` the launch that negates delta: so `out` is taken where there is one.
+        An `out` costs a read of it, a `delta` the launch that negates it. So `out` is taken where there is one.
         """
-        out, dlse = given.out, None
+        dout, q, k, v, out, lse, delta = inputs
+        dlse = None
         if out is None:
-            assert given.delta is not None, "there is out or delta"
-            out = _zeros(given.v.shape[-1], given.dout.dtype, given.dout.device).expand(given.dout.shape)
-            dlse = torch.neg(given.delta, out=given.delta.new_empty(given.delta.shape))
+            assert delta is not None, "there is out or delta"
+            out = _zeros(v.shape[-1], dout.dtype, dout.device).expand(dout.shape)
+            dlse = torch.neg(delta, out=delta.new_empty(delta.shape))
+        keywords = {**_keywords(call, scores), **gradient_buffers(inputs, buffers)}
         dq, dk, dv = self.library._flash_attn_bwd(
-            *(given.q, given.k, given.v, out, given.dout, given.lse),
-            **{**_keywords(call), **given.empty_gradients(), "dlse": dlse, "deterministic": self.deterministic},
+            q, k, v, out, dout, lse, **keywords, dlse=dlse, deterministic=self.deterministic
         )
         return dq, dk, dv
 
 
-def _keywords(call: Call) -> dict[str, Any]:
+def _keywords(call: FlashCall, scores: Scores) -> dict[str, Any]:
     """No window is `None`; a negative one would be taken at its word."""
     causal, left, right = call.window
-    scores = (call.scores.scale, causal, call.scores.softcap, left, right)
+    values = (scores.scale, causal, scores.softcap, left, right)
     lengths = dict(zip(_LENGTHS, call.lengths, strict=True)) if call.packed else {}
-    return {**lengths, **dict(zip(_SCORES, scores, strict=True))}
+    return {**lengths, **dict(zip(_SCORES, values, strict=True))}
 
 
 @lru_cache(maxsize=16)
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """From the host, so that they are there for every stream."""
     return torch.zeros(size, dtype=dtype).to(device)

@@ -1,4 +1,4 @@
-"""What a kernel needs of the machine, a package or a GPU: found once, and a sentence where it is missing."""
+"""The packages and GPUs that kernels need: looked for once, and a sentence where one is missing."""
 
 import inspect
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 # functions of a module, and the names of the parameters by which they are called
-Calls = tuple[tuple[str, tuple[str, ...]], ...]
+Signatures = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @lru_cache(maxsize=32)
-def package_refusal(package: str, module: str, calls: Calls, complete: bool = True) -> str | None:
+def package_refusal(package: str, module: str, signatures: Signatures, complete: bool = True) -> str | None:
     """Why a kernel's package cannot be used; `None` if it can. Imports it.
 
     Args:
         package (`str`): Its name for pip.
         module (`str`): The module that is called.
-        calls (`tuple` of `(str, tuple of str)`): Its functions, and the parameters that they are passed.
+        signatures (`tuple` of `(str, tuple of str)`): Its functions, and the parameters that they are passed.
         complete (`bool`, defaults to `True`): Whether nothing else is passed.
     """
     try:
@@ -28,7 +28,7 @@ def package_refusal(package: str, module: str, calls: Calls, complete: bool = Tr
     except Exception as problem:  # an extension that was built for another torch fails in many ways
         reason = str(problem).strip().splitlines() or [""]
         return f"needs the package {package}, and {module} cannot be imported ({type(problem).__name__}: {reason[0]})"
-    for name, passed in calls:
+    for name, passed in signatures:
         function = getattr(library, name, None)
         if function is None:
             return f"needs {module}.{name}, which {_release(package)} does not have: reinstall it"

@@ -1,17 +1,19 @@
-"""A tile as the calls that a library's kernel can make: pieces with rows of their own, put together again."""
+"""A tile as pieces that a library's kernel can compute, with rows of their own, put together again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import pairwise
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from .base import Band
+from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a tile, all columns that they see, and the band between them."""
+    """Some rows and columns of a tile, and the band between them, counted from their corner."""
 
     rows: slice
     columns: slice
@@ -29,17 +31,88 @@ class Piece:
 AnyPiece = TypeVar("AnyPiece", bound=Piece)
 
 
-def crop(band: Band, rows: slice, columns: slice) -> Piece | None:
-    """The rows of a block that see something and the columns that are seen; `None` if nothing is admitted.
+class PiecewiseKernel(Generic[AnyPiece]):
+    """A [`Kernel`] that computes a tile piece by piece. Subclasses cut the tile and compute a piece."""
 
-    In the piece every row sees a column, every column is seen, and a bound that binds nothing is `None`.
+    capabilities: Capabilities
+
+    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[AnyPiece]:
+        """Cuts the tile of these queries and keys. No row is in two pieces; rows in no piece see nothing."""
+        raise NotImplementedError
+
+    def forward_piece(
+        self, piece: AnyPiece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a piece, from its rows and columns. Only a piece that is the whole tile has buffers."""
+        raise NotImplementedError
+
+    def backward_piece(
+        self, piece: AnyPiece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`dq`, `dk` and `dv` of a piece, from its rows and columns. Only a whole tile has buffers."""
+        raise NotImplementedError
+
+    def unavailable(self, head_dim: int, value_dim: int) -> str | None:
+        """See [`Kernel.unavailable`]; nothing by default."""
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See [`Kernel.forward`]."""
+        height, width = q.shape[1], k.shape[1]
+        out = lse = None
+        for piece in self.pieces(band, q, k):
+            if piece.height == height and piece.width == width:
+                return self.forward_piece(piece, q, k, v, scores, buffers)
+            part, part_lse = self.forward_piece(
+                piece, q[:, piece.rows], k[:, piece.columns], v[:, piece.columns], scores
+            )
+            if piece.height == height:
+                return part, part_lse
+            if out is None or lse is None:
+                out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=part.dtype)
+                lse = q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
+            out[:, piece.rows], lse[:, piece.rows] = part, part_lse
+        if out is None or lse is None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            return q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        return out, lse
+
+    def backward(
+        self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See [`Kernel.backward`]; gradients of several pieces are summed in fp32 (fp64 for fp64) and left so."""
+        _, q, k, v, *_ = inputs
+        sums = None
+        for piece in self.pieces(band, q, k):
+            rows, columns = piece.rows, piece.columns
+            if piece.height == q.shape[1] and piece.width == k.shape[1]:
+                return self.backward_piece(piece, inputs, scores, buffers)
+            gradients = self.backward_piece(piece, inputs.cut(rows, columns), scores)
+            sums = sums or _wide_zeros(q, k, v)
+            for total, gradient, place in zip(sums, gradients, (rows, columns, columns), strict=True):
+                total[:, place] += gradient
+        return sums or _wide_zeros(q, k, v)
+
+
+def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
+    """The documents of a tile one by one; the whole tile if it has no segments."""
+    inner = Band(band.low, band.high)
+    if not band.segments:
+        return [Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), inner)]
+    return [Piece(slice(*span), slice(*span), inner) for span in pairwise(band.segments)]
+
+
+def crop(piece: Piece) -> Piece | None:
+    """The rows of a piece that see something and the columns that are seen; `None` if nothing is admitted.
+
+    In the result every row sees a column, every column is seen, and a bound that binds nothing is `None`.
 
     Args:
-        band ([`Band`]): Without segments; counted from the corner of the block.
-        rows (`slice`): The rows of the block in its tile.
-        columns (`slice`): The columns of the block in its tile.
+        piece ([`Piece`]): Its band has no segments.
     """
-    height, width = rows.stop - rows.start, columns.stop - columns.start
+    band, height, width = piece.band, piece.height, piece.width
     first = 0 if band.low is None else max(0, band.low)
     last = height if band.high is None else min(height, width + band.high)
     left = 0 if band.high is None else max(0, first - band.high)
@@ -50,8 +123,8 @@ def crop(band: Band, rows: slice, columns: slice) -> Piece | None:
     low = None if moved.low is None or moved.low <= left - right + 1 else moved.low
     high = None if moved.high is None or moved.high >= last - first - 1 else moved.high
     return Piece(
-        slice(rows.start + first, rows.start + last),
-        slice(columns.start + left, columns.start + right),
+        slice(piece.rows.start + first, piece.rows.start + last),
+        slice(piece.columns.start + left, piece.columns.start + right),
         Band(low, high),
     )
 
@@ -64,46 +137,15 @@ def shift(band: Band, rows: int) -> Band:
     )
 
 
-def forward_pieces(
-    q: torch.Tensor,
-    v: torch.Tensor,
-    pieces: Iterable[AnyPiece],
-    call: Callable[[AnyPiece], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`out` and `lse` of a tile, as [`Kernel.forward`] returns them; rows that no piece holds see nothing."""
-    whole = q.shape[1]
-    out = lse = None
-    for piece in pieces:
-        part, part_lse = call(piece)
-        if piece.height == whole:
-            return part, part_lse
-        if out is None or lse is None:
-            out = torch.zeros(*q.shape[:3], v.shape[3], dtype=part.dtype, device=q.device)
-            lse = torch.full(q.shape[:3], -torch.inf, dtype=part_lse.dtype, device=q.device)
-        out[:, piece.rows], lse[:, piece.rows] = part, part_lse
-    if out is None or lse is None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-    return out, lse
+def blocks(piece: Piece, height: int) -> Iterator[Piece]:
+    """A piece in blocks of at most `height` rows, each cropped; those that admit nothing are left out."""
+    for first in range(0, piece.height, height):
+        rows = slice(piece.rows.start + first, min(piece.rows.start + first + height, piece.rows.stop))
+        block = crop(Piece(rows, piece.columns, shift(piece.band, first)))
+        if block is not None:
+            yield block
 
 
-def backward_pieces(
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    pieces: Iterable[AnyPiece],
-    call: Callable[[AnyPiece], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`dq`, `dk` and `dv` of a tile; those of several pieces are summed in fp32 (fp64 for fp64) and left so."""
-    q, k, _ = inputs
+def _wide_zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    sums: list[torch.Tensor] = []
-    for piece in pieces:
-        parts = call(piece)
-        if piece.height == q.shape[1] and piece.width == k.shape[1]:
-            return parts
-        if not sums:
-            sums = [torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in inputs]
-        for total, part, place in zip(sums, parts, (piece.rows, piece.columns, piece.columns), strict=True):
-            total[:, place] += part
-    if not sums:
-        sums = [tensor.new_zeros(tensor.shape, dtype=wide) for tensor in inputs]
-    return sums[0], sums[1], sums[2]
+    return (q.new_zeros(q.shape, dtype=wide), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide))

@@ -3,11 +3,9 @@
 import logging
 from functools import lru_cache
 
-import torch
-
 from ..config import KernelName
 from ..errors import KernelError
-from .base import Capabilities, Kernel
+from .base import Capabilities, Kernel, KernelRequest
 from .cpu_flash import CpuFlashKernel
 from .flash_attn_2 import FlashAttn2Kernel
 from .flash_attn_3 import FlashAttn3Kernel
@@ -38,91 +36,74 @@ _DETERMINISTIC = make_kernels(True)
 
 
 @lru_cache(maxsize=256)
-def select_kernel(
-    requested: KernelName,
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    softcap: bool = False,
-    deterministic: bool = False,
-    window: bool = False,
-) -> Kernel:
+def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
     """The kernel that computes such an attention.
 
     Args:
         requested (`str`): A name, or `"auto"` for the fastest that can.
-        device (`str`): Type of the device.
-        dtype (`torch.dtype`): Dtype of q, k and v.
-        head_dim (`int`): Head size of q and k.
-        value_dim (`int`): Head size of v.
-        softcap (`bool`, defaults to `False`): Whether scores are soft-capped.
-        deterministic (`bool`, defaults to `False`): Whether the backward pass must give the same bits each time.
-        window (`bool`, defaults to `False`): Whether there is a sliding window.
+        request ([`KernelRequest`]): The properties of the attention.
 
     Raises:
         KernelError: If the kernel asked for, or every one, cannot compute it; the message says why.
     """
-    kernels = _DETERMINISTIC if deterministic else KERNELS
+    kernels = _DETERMINISTIC if request.deterministic else KERNELS
     refusals: list[tuple[Capabilities, str]] = []
     for kernel in kernels:
         capabilities = kernel.capabilities
         if requested not in ("auto", capabilities.name):
             continue
-        refusal = _refusal(kernel, device, dtype, head_dim, value_dim, softcap, deterministic, window)
-        if refusal is None and requested == "auto" and capabilities.by_name:
-            refusal = capabilities.by_name
+        refusal = _refusal(kernel, request)
+        if refusal is None and requested == "auto" and capabilities.auto_refusal:
+            refusal = capabilities.auto_refusal
         if refusal is None:
-            faster = _joined([(other, why) for other, why in refusals if device in other.devices])
-            reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
-            slow = requested == "auto" and capabilities.name == "reference"
-            logger.log(
-                logging.WARNING if slow else logging.INFO,
-                "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
-                *(capabilities.name, device, dtype, head_dim, ", deterministic" if deterministic else "", reason),
-            )
-            return kernel.for_sizes(head_dim, value_dim) if isinstance(kernel, PaddedHeads) else kernel
+            _log_choice(requested, request, capabilities, refusals)
+            sizes = (request.head_dim, request.value_dim)
+            return kernel.for_sizes(*sizes) if isinstance(kernel, PaddedHeads) else kernel
         refusals.append((capabilities, refusal))
-    features = f"{' and soft-capped scores' if softcap else ''}{' and a sliding window' if window else ''}"
+    features = (
+        f"{' and soft-capped scores' if request.softcap else ''}{' and a sliding window' if request.window else ''}"
+    )
     able = ", ".join(kernel.capabilities.name for kernel in kernels if kernel.capabilities.deterministic)
     raise KernelError(
-        f"No {'deterministic ' if deterministic else ''}kernel for {dtype} on {device} with head sizes {head_dim} "
-        f"(q, k) and {value_dim} (v){features}: {_joined(refusals)}. "
-        f"{f'Deterministic ones are {able}. ' if deterministic else ''}"
+        f"No {'deterministic ' if request.deterministic else ''}kernel for {request.dtype} on {request.device} with "
+        f"head sizes {request.head_dim} (q, k) and {request.value_dim} (v){features}: {_joined(refusals)}. "
+        f"{f'Deterministic ones are {able}. ' if request.deterministic else ''}"
         "Set BurstConfig(kernel=...) to one that can, or convert the model."
     )
 
 
-def explain_kernels(
-    device: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    softcap: bool = False,
-    deterministic: bool = False,
-    window: bool = False,
-) -> list[tuple[str, str | None]]:
-    """What [`select_kernel`] goes by: each kernel, the fastest first, and why it cannot compute such an attention here,
-    or why `"auto"` passes it over; `None` if nothing speaks against it. The arguments are those of `select_kernel`.
-    """
-    kernels = _DETERMINISTIC if deterministic else KERNELS
+def explain_kernels(request: KernelRequest) -> list[tuple[str, str | None]]:
+    """Each kernel, the fastest first, and why it cannot compute such an attention here, or why `"auto"` passes it over;
+    `None` if nothing speaks against it. [`select_kernel`] goes by it."""
+    kernels = _DETERMINISTIC if request.deterministic else KERNELS
     return [
-        (
-            kernel.capabilities.name,
-            _refusal(kernel, device, dtype, head_dim, value_dim, softcap, deterministic, window)
-            or kernel.capabilities.by_name
-            or None,
-        )
+        (kernel.capabilities.name, _refusal(kernel, request) or kernel.capabilities.auto_refusal or None)
         for kernel in kernels
     ]
 
 
-def _refusal(
-    kernel: Kernel, device: str, dtype: torch.dtype, head_dim: int, value_dim: int, *wishes: bool
-) -> str | None:
-    """Why a kernel cannot, by its capabilities and then by what this machine has."""
-    refusal = kernel.capabilities.refusal(device, dtype, head_dim, value_dim, *wishes)
-    return kernel.unavailable(head_dim, value_dim) if refusal is None else refusal
+def _refusal(kernel: Kernel, request: KernelRequest) -> str | None:
+    """Why a kernel cannot, by its capabilities and then by its package and this machine."""
+    refusal = kernel.capabilities.refusal(request)
+    return kernel.unavailable(request.head_dim, request.value_dim) if refusal is None else refusal
+
+
+def _log_choice(
+    requested: KernelName, request: KernelRequest, chosen: Capabilities, refusals: list[tuple[Capabilities, str]]
+) -> None:
+    """Logs a kernel and the reason; `"auto"` with the slow reference is a warning."""
+    faster = _joined([(capabilities, why) for capabilities, why in refusals if request.device in capabilities.devices])
+    reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
+    logger.log(
+        logging.WARNING if requested == "auto" and chosen.name == "reference" else logging.INFO,
+        "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
+        chosen.name,
+        request.device,
+        request.dtype,
+        request.head_dim,
+        ", deterministic" if request.deterministic else "",
+        reason,
+    )
 
 
 def _joined(refusals: list[tuple[Capabilities, str]]) -> str:

@@ -6,17 +6,21 @@ tiles are cut.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from .base import Band, Capabilities, OutputBuffers
-from .flash import Call, FlashKernel, Given, Lengths, Window, aligned, dense_call
+from .base import BackwardInputs, Band, OutputBuffers, Scores
+from .flash import FLASH, FlashCall, FlashKernel, aligned
 from .library import gpu_refusal
 from .pieces import Piece, crop, shift
 
+_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+
 
 class Flash2Kernel(FlashKernel):
-    """What the FlashAttention-2 kernels have in common, in torch and in their package."""
+    """The common part of the FlashAttention-2 kernels in torch and in their package."""
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         """See [`Kernel.unavailable`]."""
@@ -25,63 +29,56 @@ class Flash2Kernel(FlashKernel):
             return f"has no backward for head size {head_dim} on this GPU, which has too little shared memory"
         return refusal
 
-    def pieces(self, band: Band, rows: slice, columns: slice) -> Iterator[Piece]:
-        """See [`FlashKernel.pieces`]."""
-        return _pieces(band, rows, columns)
-
-    def dense_call(self, piece: Piece) -> tuple[Lengths, Window]:
-        """See [`FlashKernel.dense_call`]."""
-        return _dense_call(piece)
+    def cut(self, piece: Piece) -> Iterator[Piece]:
+        """See [`FlashKernel.cut`]; no piece with a band has more rows than columns."""
+        cropped = crop(piece)
+        if cropped is None:
+            return
+        if cropped.band == Band() or cropped.height <= cropped.width:
+            yield cropped
+            return
+        rows, columns, band = cropped.rows, cropped.columns, cropped.band
+        middle = rows.start + cropped.width
+        yield from self.cut(Piece(slice(rows.start, middle), columns, band))
+        yield from self.cut(Piece(slice(middle, rows.stop), columns, shift(band, cropped.width)))
 
 
 class TorchFlashKernel(Flash2Kernel):
     """`aten::_flash_attention_forward` and `aten::_flash_attention_backward`."""
 
-    capabilities = Capabilities(
-        name="torch_flash",
-        devices=("cuda",),
-        dtypes=(torch.bfloat16, torch.float16),
-        head_dims=(8, 256),
-        head_multiple=8,
-        own_value_dim=False,
-        wide=False,
-        wants_out=True,
-        deterministic=True,
-        derives_delta=True,
-    )
+    capabilities = replace(FLASH, name="torch_flash", softcap=False)
 
     def launch_forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, into: OutputBuffers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See [`FlashKernel.launch_forward`]."""
         causal, left, right = call.window
         out, lse, *_ = self.library._flash_attention_forward(
             *(aligned(q), aligned(k), aligned(v), *call.lengths, 0.0, causal, False),
-            **{"scale": call.scores.scale, "window_size_left": left, "window_size_right": right},
+            **{"scale": scores.scale, "window_size_left": left, "window_size_right": right},
         )
         return out, lse
 
-    def launch_backward(self, given: Given, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def launch_backward(
+        self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See [`FlashKernel.launch_backward`]."""
-        assert given.out is not None, "the card says wants_out"
+        assert inputs.out is not None, "the capabilities say wants_out"
         causal, left, right = call.window
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=given.q.device)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
         with _deterministic_algorithms(self.deterministic):
             dq, dk, dv = self.library._flash_attention_backward(
-                *map(aligned, (given.dout, given.q, given.k, given.v, given.out)),
-                given.lse.contiguous(),  # its strides are not asked for
-                *(*call.lengths, 0.0, causal, no_dropout, torch.empty(0, device=given.q.device)),
-                **{"scale": call.scores.scale, "window_size_left": left, "window_size_right": right},
+                *map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)),
+                inputs.lse.contiguous(),  # the library takes no strides for it
+                *(*call.lengths, 0.0, causal, no_dropout, torch.empty(0, device=inputs.q.device)),
+                **{"scale": scores.scale, "window_size_left": left, "window_size_right": right},
             )
         return dq, dk, dv
 
 
-_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-
-
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """aten asks this switch of the process which backward to take, and offers no argument."""
+    """aten takes the deterministic backward by this switch of the process, and offers no argument."""
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if not wanted or (before and not warns):
         yield
@@ -91,23 +88,3 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
-
-
-def _dense_call(piece: Piece) -> tuple[Lengths, Window]:
-    """As [`dense_call`], of a piece whose windows are shorter than its keys."""
-    lengths, window = dense_call(piece)
-    assert all(side is None or side < piece.width for side in window[1:]), f"{piece} has a window that is infinite"
-    return lengths, window
-
-
-def _pieces(band: Band, rows: slice, columns: slice) -> Iterator[Piece]:
-    """A block cut so that no banded piece has more rows than columns."""
-    piece = crop(band, rows, columns)
-    if piece is None:
-        return
-    if piece.band == Band() or piece.height <= piece.width:
-        yield piece
-        return
-    middle = piece.rows.start + piece.width
-    yield from _pieces(piece.band, slice(piece.rows.start, middle), piece.columns)
-    yield from _pieces(shift(piece.band, piece.width), slice(middle, piece.rows.stop), piece.columns)

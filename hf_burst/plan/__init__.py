@@ -1,6 +1,6 @@
 """Planning on paper: masks, chunk ownership, schedules and their traffic. Pure Python, no tensors, no processes."""
 
-from .balance import assign, chunks_per_rank, imbalance, imbalance_of_rounds
+from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices, slices_of
 from .machine import KernelRate, Link, Machine, built_in
@@ -37,7 +37,7 @@ __all__ = [
     "estimate",
     "head_slices",
     "imbalance",
-    "imbalance_of_rounds",
+    "imbalance_of_steps",
     "make_plan",
     "make_sharding",
     "name_of",

@@ -1,9 +1,9 @@
-"""Balance: which rank owns which chunk, so that all ranks have as many tokens and as much of the mask to compute, in
-all and in each round of a ring, after which they wait for each other.
+"""Balance: which rank owns which chunk, so that all ranks hold as many tokens and compute as many pairs.
 
-One long document under a causal mask is balanced by zigzag. Of packed documents the long ones cost most, wherever they
-lie; their chunks have to be dealt out. The coarsest cut that is even enough is taken: fewer chunks are fewer and larger
-kernel calls, and fewer documents that reach from one rank to another.
+They compute as many in all and in each step of a ring, since ranks wait for each other after a step. Zigzag balances
+one long document under a causal mask. Long documents of a packed batch cost most, wherever they lie, so their chunks are
+dealt out. The coarsest cut that is even enough is taken: its kernel calls are fewer and larger, and fewer documents
+reach from one rank to another.
 """
 
 import math
@@ -11,23 +11,23 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heapreplace
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import get_args
 
 from ..config import Chunking
 from ..errors import ConfigError
 from .mask import Mask
 from .sharding import cut, pattern
-from .work import meetings, pairs_at, pairs_by_round
+from .work import meetings, pairs_by_step, pairs_of_chunks
 
-_EVEN = 0.02  # by how much the busiest rank may be above the mean where a finer cut would do better
-_EVEN_ROUNDS = 0.15  # the same, of the rounds one after the other
-_RING = 8  # ranks at most whose rounds count: more exchange heads inside of hosts, and have other rounds
+_EVEN = 0.02  # how far the busiest rank may be above the mean before a finer cut is tried
+_EVEN_STEPS = 0.15  # the same of the steps of a ring, one after the other
+_MOST_STEPS = 8  # ranks of a ring whose steps count: more ranks exchange heads inside of hosts, and have other steps
 _FINER = (4, 8, 16)  # chunks of a rank
 _SMALLEST = 512  # tokens of such a chunk: kernel calls stay large
-_SWAPS = 64
-_TRIED = 2**15  # numbers that swaps for the sake of the rounds are judged by, a square of the ranks each
-_TOKENS_OF_A_TRY = 256  # one at most for so many, so that it takes a small part of a step
+_SWAPS = 64  # between the ranks with the most and the least work
+_TRIED = 2**15  # numbers read to judge swaps for even steps; a swap reads the square of the ranks
+_TOKENS_OF_A_TRY = 256  # a swap is tried for so many tokens at most, so that planning is a small part of a step
 
 
 @lru_cache(maxsize=256)
@@ -45,9 +45,9 @@ def assign(
         ranks (`int`): Ranks of the group.
         chunking (`str`, defaults to `"balanced"`): `"contiguous"` (P chunks), `"zigzag"` (2P chunks, rank r holds r and
             2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
-            that leaves the busiest rank at most 2 % above the mean, and the rounds of a ring one after the other at
-            most 15 %; the most even one if none does. Rounds are left out of it over more than 8 ranks, and where
-            the documents of many rows meet in too many chunks to go through.
+            that leaves the busiest rank at most 2 % above the mean, and the steps of a ring, one after the other, at
+            most 15 %. The most even one if none does. Steps do not count over more than 8 ranks, nor where documents
+            lie in too many chunks to go through.
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
         stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is cut and
             dealt out by itself, so that the ranks have as much of every one.
@@ -70,33 +70,36 @@ def assign(
         return owners
     best, least = contiguous, _unevenness(masks, weights, contiguous)[1]
     coarse = 2 * stretches
-    for each in range(coarse, chunks_per_rank(length, ranks, chunking, stretches) + 1):
-        if least[0] <= _EVEN and (least[1] <= _EVEN_ROUNDS or least[1] == math.inf):
+    for count in range(coarse, chunks_per_rank(length, ranks, chunking, stretches) + 1):
+        if least[0] <= _EVEN and (least[1] <= _EVEN_STEPS or least[1] == math.inf):
             break
-        if each == coarse or _cuts(each, stretches):
-            owners = zigzag if each == coarse else _dealt_out(_work(masks, weights, each * ranks), ranks, stretches)
-            # what is dealt out for stretches has to be as even in each of them
-            owners, found = _unevenness(masks, weights, owners, swaps=each > coarse and stretches == 1)
-            if found < least:
-                best, least = owners, found
+        if count != coarse and not _cuts(count, stretches):
+            continue
+        owners = zigzag
+        if count != coarse:
+            owners = _dealt_out(_work(masks, weights, count * ranks), ranks, stretches)
+        # chunks of stretches stay where they are: each stretch has to be as even
+        owners, unevenness = _unevenness(masks, weights, owners, swaps=count > coarse and stretches == 1)
+        if unevenness < least:
+            best, least = owners, unevenness
     return best
 
 
 def chunks_per_rank(length: int, ranks: int, chunking: Chunking, stretches: int = 1) -> int:
-    """Into how many chunks a rank's tokens are cut at most: sequences are padded to a multiple of so many for all
-    ranks, so that their length does not depend on how documents are packed."""
+    """Into how many chunks a rank's tokens are cut at most. Sequences are padded to a multiple of that for all ranks, so
+    that their length does not depend on how documents are packed."""
     if ranks == 1 or chunking == "contiguous":
         return stretches
     coarse = 2 * stretches
     if chunking == "zigzag":
         return coarse
-    finer = [each for each in _FINER if _cuts(each, stretches) and length >= each * ranks * _SMALLEST]
+    finer = [count for count in _FINER if _cuts(count, stretches) and length >= count * ranks * _SMALLEST]
     return max(finer, default=coarse if length >= coarse * ranks else stretches)
 
 
-def _cuts(each: int, stretches: int) -> bool:
+def _cuts(count: int, stretches: int) -> bool:
     """Whether so many chunks a rank are dealt out in so many stretches."""
-    return each in _FINER and each > 2 * stretches and each % stretches == 0
+    return count in _FINER and count > 2 * stretches and count % stretches == 0
 
 
 def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
@@ -113,34 +116,33 @@ def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[in
     return max(loads) * len(loads) / sum(loads) - 1
 
 
-def imbalance_of_rounds(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float | None:
-    """By how much the rounds of a ring, one after the other and each as long as its busiest rank, are above the mean
-    work of a rank: 0.1 is 10 %. `None` where documents meet in too many chunks to go through.
+def imbalance_of_steps(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float | None:
+    """How far the steps of a ring, one after the other and each as long as its busiest rank, are above the mean work of
+    a rank: 0.1 is 10 %. `None` where documents lie in too many chunks to go through.
 
     Args:
         masks, owners, weights: As in [`imbalance`].
     """
-    rounds = _Rounds.of(masks, weights, owners)
-    return None if rounds is None else rounds.imbalance
+    steps = _Steps.of(masks, weights, owners)
+    return None if steps is None else steps.imbalance
 
 
 def _unevenness(
     masks: Sequence[Mask], weights: Sequence[int], owners: tuple[int, ...], swaps: bool = False
 ) -> tuple[tuple[int, ...], tuple[float, float]]:
-    """Owners, possibly with chunks swapped for the sake of the rounds, their imbalance as far as it is one, and that of
-    the rounds, infinite where it is not known."""
-    rounds = _Rounds.of(masks, weights, owners) if max(owners) < _RING else None
-    if rounds is None:
+    """Owners, possibly after swaps for even steps, with their imbalance (at least 2 %, below which it does not count)
+    and that of the steps (infinite where it is not known)."""
+    steps = _Steps.of(masks, weights, owners) if max(owners) < _MOST_STEPS else None
+    if steps is None:
         return owners, (max(imbalance(masks, owners, weights), _EVEN), math.inf)
     if swaps:
-        rounds.even_out(masks[0].length // _TOKENS_OF_A_TRY)
-    loads = rounds.loads
-    return tuple(rounds.owners), (max(max(loads) * len(loads) / sum(loads) - 1, _EVEN), rounds.imbalance)
+        steps.even_out(masks[0].length // _TOKENS_OF_A_TRY)
+    loads = steps.loads
+    return tuple(steps.owners), (max(max(loads) * len(loads) / sum(loads) - 1, _EVEN), steps.imbalance)
 
 
-class _Rounds:
-    """What each rank computes in each round of a ring, in which the keys of the rank so far before it visit; kept up as
-    chunks change hands.
+class _Steps:
+    """What each rank computes in each step of a ring when K and V travel, kept up as chunks change hands.
 
     Args:
         work (sequence of `int`): Pairs whose query lies in each chunk.
@@ -151,71 +153,70 @@ class _Rounds:
     def __init__(self, work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int]) -> None:
         self.ranks = max(owners) + 1
         self.owners = list(owners)
-        self.own = list(work)
+        self.pairs = pairs_by_step(work, met, owners, self.ranks, "kv")
+        self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
+        self.inside = list(work)  # pairs of query and key in one chunk
         self.others: list[list[tuple[int, int, bool]]] = [[] for _ in work]  # chunk, pairs, whether it has the keys
         for (queries, keys), pairs in met.items():
-            self.own[queries] -= pairs
+            self.inside[queries] -= pairs
             self.others[queries].append((keys, pairs, True))
             self.others[keys].append((queries, pairs, False))
-        self.pairs = pairs_by_round(self.own, met, owners, self.ranks, "kv")
-        self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
 
     @classmethod
-    def of(cls, masks: Sequence[Mask], weights: Sequence[int], owners: Sequence[int]) -> "_Rounds | None":
+    def of(cls, masks: Sequence[Mask], weights: Sequence[int], owners: Sequence[int]) -> "_Steps | None":
         """Those of equal chunks; `None` if there is too much to go through."""
-        bounds = _bounds(masks[0].length, len(owners))
-        met = meetings(tuple(masks), bounds, tuple(weights) or (1,) * len(masks))
+        met = meetings(tuple(masks), _bounds(masks[0].length, len(owners)), tuple(weights))
         return None if met is None else cls(_work(masks, weights, len(owners)), met, owners)
 
     @property
     def longest(self) -> int:
-        """The pairs of the busiest rank of each round, together."""
+        """The pairs of the busiest rank of each step, together."""
         return sum(map(max, self.pairs))
 
     @property
     def imbalance(self) -> float:
-        """By how much that is above the mean work of a rank."""
+        """How far that is above the mean work of a rank."""
         return self.longest * self.ranks / sum(self.loads) - 1
 
     def give(self, chunk: int, rank: int) -> None:
         """Makes a chunk that of another rank."""
         before, self.owners[chunk] = self.owners[chunk], rank
-        moved = self.own[chunk]
+        moved = self.inside[chunk]
         self.pairs[0][before] -= moved
         self.pairs[0][rank] += moved
-        for other, pairs, keys in self.others[chunk]:
-            there = self.owners[other]
-            if keys:
+        for other, pairs, has_keys in self.others[chunk]:
+            home = self.owners[other]
+            if has_keys:
                 moved += pairs
-                self.pairs[(before - there) % self.ranks][before] -= pairs
-                self.pairs[(rank - there) % self.ranks][rank] += pairs
+                self.pairs[(before - home) % self.ranks][before] -= pairs
+                self.pairs[(rank - home) % self.ranks][rank] += pairs
             else:
-                self.pairs[(there - before) % self.ranks][there] -= pairs
-                self.pairs[(there - rank) % self.ranks][there] += pairs
+                self.pairs[(home - before) % self.ranks][home] -= pairs
+                self.pairs[(home - rank) % self.ranks][home] += pairs
         self.loads[before] -= moved
         self.loads[rank] += moved
 
-    def even_out(self, most: int) -> None:
-        """Swaps chunks for as long as that makes the rounds shorter and no rank busier than it may be; tries so many
-        swaps at most."""
+    def even_out(self, tries: int) -> None:
+        """Swaps chunks while that makes the steps shorter and no rank busier than it may be, after so many tries at
+        most."""
         allowed = max(*self.loads, (1 + _EVEN) * sum(self.loads) / self.ranks)
-        longest, left, since = self.longest, min(_TRIED // self.ranks**2, most), 0
-        swaps = ((one, other) for one in range(len(self.owners)) for other in range(one))
-        for one, other in cycle(swaps):
+        longest, left, since = self.longest, min(_TRIED // self.ranks**2, tries), 0
+        swaps = ((first, second) for first in range(len(self.owners)) for second in range(first))
+        for first, second in cycle(swaps):
             if left == 0 or since == len(self.owners) * (len(self.owners) - 1) // 2:
                 break
             since += 1
-            mine, theirs = self.owners[one], self.owners[other]
-            if mine == theirs:
+            first_owner, second_owner = self.owners[first], self.owners[second]
+            if first_owner == second_owner:
                 continue
             left -= 1
-            self.give(one, theirs)
-            self.give(other, mine)
+            self.give(first, second_owner)
+            self.give(second, first_owner)
             if self.longest < longest and max(self.loads) <= allowed:
                 longest, since = self.longest, 0
             else:
-                self.give(other, theirs)
-                self.give(one, mine)
+                self.give(second, second_owner)
+                self.give(first, first_owner)
 
 
 def _bounds(length: int, chunks: int) -> tuple[int, ...]:
@@ -226,12 +227,7 @@ def _bounds(length: int, chunks: int) -> tuple[int, ...]:
 
 def _work(masks: Sequence[Mask], weights: Sequence[int], chunks: int) -> list[int]:
     """The pairs whose query lies in each of as many equal chunks."""
-    bounds = _bounds(masks[0].length, chunks)
-    work = [0] * chunks
-    for mask, weight in zip(masks, weights or [1] * len(masks), strict=True):
-        before = pairs_at(mask, bounds)
-        work = [so_far + weight * (stop - start) for so_far, (start, stop) in zip(work, pairwise(before), strict=True)]
-    return work
+    return pairs_of_chunks(masks, _bounds(masks[0].length, chunks), weights)
 
 
 def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ...]:
@@ -241,9 +237,8 @@ def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ..
 
 
 def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Deals chunks out to ranks, equally many to each: the largest first, to the rank with the least so far; then
-    swaps chunks between the ranks with the most and the least for as long as that helps."""
-    each = len(work) // ranks
+    """Deals chunks out to ranks, equally many to each: the largest first, to the rank with the least so far. Then swaps
+    chunks between the ranks with the most and the least while that helps."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     open_hands = [(0, rank) for rank in range(ranks)]  # a heap: the one with the least work first
@@ -251,7 +246,7 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
         load, rank = open_hands[0]
         hands[rank].append(chunk)
         loads[rank] = load + work[chunk]
-        if len(hands[rank]) < each:
+        if len(hands[rank]) < len(work) // ranks:
             heapreplace(open_hands, (loads[rank], rank))
         else:
             heappop(open_hands)
@@ -272,14 +267,15 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def _best_swap(more: Sequence[int], less: Sequence[int]) -> tuple[int, int] | None:
-    """Which chunk of the rank with more goes for which of the other, so that they end nearest to each other."""
+    """The chunk of the rank with more and the chunk of the other that, swapped, leave them nearest to each other; `None`
+    if no swap brings them nearer."""
     gap = sum(more) - sum(less)
     order = sorted(range(len(less)), key=less.__getitem__)
     sizes = [less[index] for index in order]
     best, rest = None, gap
     for give, size in enumerate(more):
-        place = bisect_left(sizes, size - gap / 2)
-        for near in (place - 1, place):
+        above = bisect_left(sizes, size - gap / 2)
+        for near in (above - 1, above):
             if 0 <= near < len(sizes) and abs(gap - 2 * (size - sizes[near])) < rest:
                 best, rest = (give, order[near]), abs(gap - 2 * (size - sizes[near]))
     return best

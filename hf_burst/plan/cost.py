@@ -1,29 +1,24 @@
-"""What a schedule costs on a machine: the seconds, bytes and memory of one attention layer on its slowest rank.
+"""What a schedule costs on a machine: the seconds, bytes and memory of one attention layer on its busiest rank.
 
-A pass is a row of stages, each of which computes beside messages under way: `max(kernels + other + drag, messages)`
-seconds, where other is what copies, merges and launches take. Rings have a stage for every step of the plan; schedules
-that exchange heads or gather keys have one for every slice of the heads, in which the next slice comes and the last one
-leaves. What no kernel runs beside is added.
+A pass is a row of stages. A stage computes beside messages under way and takes `max(kernels + other + drag, messages)`
+seconds; `other` is the time of copies, merges and launches. Rings have a stage for every step of the plan. Exchanged
+heads and gathered keys have one for every slice of the heads: the next slice comes and the last one leaves meanwhile.
 """
 
-import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import zip_longest
+from functools import lru_cache
+from itertools import pairwise, zip_longest
 
 from ..config import Schedule, Transport
 from ..errors import ConfigError
 from .machine import Link, Machine
-from .steps import Rotating, Step, Transfer
-from .traffic import Pass, Shapes, step_traffic
-from .work import KernelWork, Layer, Load, load_of, rotating_of
+from .steps import Transfer, goes_ahead
+from .tiles import Tile
+from .traffic import Pass, row_bytes
+from .work import Layer, busiest, gathered_rows, lag, rotating_of, tile_pairs
 
 MOST_SLICES = 4
-_BLOCK_ROWS = 128
-_SLICE_BLOCKS = 2048  # of rows; on 4 H200s fewer gain nothing: copies of a slice hold up the kernel of another one
-_SCATTERED = 0.8  # of a link's bandwidth is left for heads cut out of rows, on 4 H200s
-_LAG = 0.55  # of what uneven rounds cost remains, as ranks may be ahead: 1.40 times on 4 H200s where [`lag`] is 0.72
-_GATHERED = 0.93  # of a kernel's rate is left on tiles with more keys than rows and few heads, on H200s
+_BLOCK_ROWS = 128  # the unit of `Machine.slice_blocks`
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,6 @@ class Cost:
         other_s (`float`): Seconds of copies, merges, sums and launches.
         sent_bytes (`int`): Bytes that leave the rank, or arrive if that is more, in both passes.
         memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
-        launches (`int`): Kernel calls and copies of both passes.
         transport (`str`): `"p2p"` or `"symmetric"`: what carries messages inside a host.
         slices (`int`): Into how many parts the heads of a rank are cut, one after another.
     """
@@ -50,7 +44,6 @@ class Cost:
     other_s: float
     sent_bytes: int
     memory_bytes: int
-    launches: int
     transport: Transport
     slices: int
 
@@ -62,23 +55,16 @@ class Cost:
 
 @lru_cache(maxsize=1024)
 def estimate(
-    route: Schedule,
-    layer: Layer,
-    machine: Machine,
-    transport: Transport = "auto",
-    slices: int | None = None,
-    budget: float = math.inf,
+    schedule: Schedule, layer: Layer, machine: Machine, transport: Transport = "auto", slices: int | None = None
 ) -> Cost:
     """The cost of a layer under a schedule.
 
     Args:
-        route ([`Schedule`]): The schedule; its Ulysses degree divides the ranks and the heads.
+        schedule ([`Schedule`]): The schedule; its Ulysses degree divides the ranks and the heads.
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what.
-        transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the faster of them.
+        transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the second wherever it reaches.
         slices (`int`, *optional*): Into how many slices the heads are cut; [`head_slices`] by default.
-        budget (`float`, defaults to `inf`): The most memory beside inputs and outputs, in bytes, where there is a
-            choice: transports that fit go before faster ones.
 
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
@@ -89,131 +75,12 @@ def estimate(
             f"Symmetric memory does not reach {layer.ranks} ranks with {machine.ranks_per_host} on a host of "
             f"{machine.device}. Take the transport 'p2p', or 'auto'."
         )
-    ways: list[Transport] = [transport] if transport != "auto" else _transports(machine, within)
+    if transport == "auto":
+        transport = "symmetric" if within else "p2p"
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
-    device = "cpu" if machine.device == "CPU" else "cuda"
-    count = slices or head_slices(route, layer.ranks, heads, tokens, device)
-    load = load_of(route, layer)
-    costs = [_cost(_Setting(route, load, machine, way, count)) for way in ways]
-    return min(costs, key=lambda cost: (max(cost.memory_bytes - budget, 0), cost.total_s))
-
-
-def _transports(machine: Machine, within: bool) -> list[Transport]:
-    """Those that may win: of two links, not the one that is worse in every number (of whole rows)."""
-    first, second = machine.symmetric, machine.p2p
-    if first is None or not within:
-        return ["p2p"]
-    better = first.latency <= second.latency and first.bandwidth >= second.bandwidth and first.drag <= second.drag
-    return ["symmetric"] if better else ["symmetric", "p2p"]
-
-
-def slices_of(route: Schedule, ranks: int, kv_heads: int) -> list[int]:
-    """Into how many slices the key heads of a rank may be cut: at most 4, so that kernel calls stay large."""
-    if route.ulysses == 1 and (route.ring != "all_gather" or ranks == 1):
-        return [1]
-    heads = kv_heads // route.ulysses
-    return [count for count in range(1, MOST_SLICES + 1) if heads % count == 0]
-
-
-def head_slices(route: Schedule, ranks: int, heads: tuple[int, int], tokens: int, device: str) -> int:
-    """Into how many slices the heads of a rank are cut, so that one travels while another is computed; on GPUs only
-    where there is much to compute, since a slice costs the host as much as the whole.
-
-    Args:
-        route ([`Schedule`]): With `ulysses` ranks that exchange heads, or keys that are gathered.
-        ranks (`int`): Ranks of the group.
-        heads (`tuple[int, int]`): Query and key heads of all ranks.
-        tokens (`int`): Tokens of one rank.
-        device (`str`): Type of the device.
-    """
-    blocks = heads[0] * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
-    most = MOST_SLICES if device == "cpu" else max(1, blocks // _SLICE_BLOCKS)
-    return max(count for count in slices_of(route, ranks, heads[1]) if count <= most)
-
-
-@dataclass(frozen=True)
-class _Busy:
-    """Messages under way: how long, and by how much they hold up a kernel beside them, in seconds."""
-
-    seconds: float = 0.0
-    drag: float = 0.0
-
-    def __add__(self, other: "_Busy") -> "_Busy":
-        return _Busy(self.seconds + other.seconds, self.drag + other.drag)
-
-
-@dataclass
-class _Tally:
-    """A pass, or one slice of it, as it adds up."""
-
-    seconds: float = 0.0
-    kernels: float = 0.0
-    other: float = 0.0
-    busy: float = 0.0
-    sent: int = 0
-    received: int = 0
-    memory: int = 0
-    launches: int = 0
-
-    def stage(self, kernels: float, other: float, busy: _Busy) -> None:
-        """Kernels and copies beside messages."""
-        self.seconds += max(kernels + other + busy.drag, busy.seconds)
-        self.kernels += kernels
-        self.other += other
-        self.busy += busy.seconds
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What is priced."""
-
-    route: Schedule
-    load: Load
-    machine: Machine
-    transport: Transport
-    slices: int
-
-    @cached_property
-    def shapes(self) -> Shapes:
-        """Those of one slice on one rank."""
-        shapes, parts = self.load.shapes, self.route.ulysses * self.slices
-        return replace(shapes, q_heads=shapes.q_heads // parts, kv_heads=shapes.kv_heads // parts)
-
-    @property
-    def inside(self) -> Link:
-        """The link inside a host."""
-        symmetric = self.machine.symmetric if self.transport == "symmetric" else None
-        return symmetric or self.machine.p2p
-
-    def hop(self, size: float) -> _Busy:
-        """Every place sends to another one at the same distance, so some cross hosts wherever there are several."""
-        several = self.load.ranks > self.machine.ranks_per_host
-        link = self.machine.between_hosts if several else self.inside
-        return _Busy(link.seconds(size), link.drag * link.seconds(size))
-
-    def spread(self, size: float, places: int, stride: int, share: float = 1.0) -> _Busy:
-        """`size` bytes to each of `places - 1` peers that lie `stride` ranks apart, at a share of the bandwidth inside
-        of a host; those on other hosts are reached at the same time as those on this one."""
-        near = min(places, max(1, self.machine.ranks_per_host // stride))
-        within = self.inside.seconds(size * (near - 1) / share)
-        between = self.machine.between_hosts.seconds(size * (places - near))
-        link = self.inside if within >= between else self.machine.between_hosts
-        return _Busy(max(within, between), max(within, between) * link.drag)
-
-    def kernel(self, call: KernelWork, backward: bool) -> float:
-        """Seconds of one call: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
-        shapes = self.shapes
-        scores = (call.pairs if self.machine.device == "CPU" else call.computed) * shapes.q_heads
-        both = 3 * shapes.head_dim + 2 * shapes.value_dim if backward else shapes.head_dim + shapes.value_dim
-        return self.machine.kernel_seconds(scores, scores * 2 * both, backward)
-
-    def other(self, size: float, launches: int) -> float:
-        """Seconds in which `size` bytes of memory are read or written by some calls."""
-        return size / self.machine.memory_bandwidth + launches * self.machine.launch
-
-
-def _cost(setting: _Setting) -> Cost:
-    forward, backward = _pass(setting, "forward"), _pass(setting, "backward")
+    count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks)
+    forward = _Pass(schedule, layer, machine, transport, count, "forward")
+    backward = _Pass(schedule, layer, machine, transport, count, "backward")
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,
@@ -223,161 +90,260 @@ def _cost(setting: _Setting) -> Cost:
         other_s=other,
         sent_bytes=max(forward.sent + backward.sent, forward.received + backward.received),
         memory_bytes=max(forward.memory, backward.memory),
-        launches=forward.launches + backward.launches,
-        transport=setting.transport,
-        slices=setting.slices,
+        transport=transport,
+        slices=count,
     )
 
 
-def _pass(setting: _Setting, direction: Pass) -> _Tally:
-    """All slices of a pass: the first one comes and the last one leaves with nothing beside it."""
-    coming, leaving, inner = _Busy(), _Busy(), _Tally()
-    if setting.load.rings:
-        _ring(setting, direction, inner)
-    else:
-        coming, leaving = _gather(setting, direction, inner)
-    if setting.route.ulysses > 1:
-        first, last = _exchange(setting, direction, inner)
-        coming, leaving = first + coming, leaving + last
-    whole = _Tally(
-        seconds=coming.seconds + leaving.seconds,
-        sent=setting.slices * inner.sent,
-        received=setting.slices * inner.received,
-        memory=inner.memory,
-        launches=setting.slices * inner.launches,
-    )
-    idle = max(0.0, inner.seconds - inner.kernels - inner.other)
-    for index in range(setting.slices):
-        beside = (coming if index + 1 < setting.slices else _Busy()) + (leaving if index else _Busy())
-        whole.stage(inner.kernels, inner.other, _Busy(inner.busy + beside.seconds, idle + beside.drag))
-    return whole
+def slices_of(schedule: Schedule, ranks: int, kv_heads: int) -> list[int]:
+    """Into how many slices the key heads of a rank may be cut: at most 4, so that kernel calls stay large."""
+    if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
+        return [1]
+    heads = kv_heads // schedule.ulysses
+    return [count for count in range(1, MOST_SLICES + 1) if heads % count == 0]
 
 
-def _ring(setting: _Setting, direction: Pass, tally: _Tally) -> None:
-    """Steps of the plan: visitors of the next one come, and gradients of the last one return, beside its kernels."""
-    backward, steps = direction == "backward", setting.load.rings[direction]
-    visit, summed, lone = _row_bytes(rotating_of(setting.route, direction), direction, setting.shapes)
-    alone = sum(len(step.calls) for step in steps) == 1
-    tensors = 4 if rotating_of(setting.route, direction) == "q" else 2
+def head_slices(schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int) -> int:
+    """Into how many slices the heads of a rank are cut, so that one travels while another is computed.
 
-    def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Busy:
-        """A round in which rows of some bytes leave and arrive: the longer way counts."""
-        sent, received = (setting.load.batch * way.rows * row if way else 0 for way, row in (leaving, arriving))
-        tally.sent, tally.received = tally.sent + sent, tally.received + received
-        tally.launches += tensors if sent or received else 0
-        tally.memory = max(tally.memory, sent, received)
-        return setting.hop(max(sent, received))
-
-    returning = visiting = _Busy()
-    for step, following in zip_longest(steps, steps[1:]):
-        if following:
-            visiting = travel((following.send, visit), (following.recv, visit))
-        ahead = following is not None and (step.ahead or not backward)
-        touched, launches = _touched(step.calls, setting.shapes, direction, kept=step is steps[0])
-        kernels = sum(setting.kernel(call, backward) for call in step.calls)
-        tally.stage(kernels, setting.other(touched, launches), returning + visiting if ahead else returning)
-        tally.launches += launches
-        returning = _Busy()
-        if backward and (step.send or step.recv):
-            leaving, arriving = ((way, lone if way and way.lone else summed) for way in (step.recv, step.send))
-            returning = travel(leaving, arriving)
-        if following and not ahead:
-            tally.stage(0.0, 0.0, visiting)
-    tally.stage(0.0, 0.0, returning)
-    if backward or setting.transport == "p2p":  # what is only read from memory waits for nobody
-        tally.stage(0.0, 0.0, _Busy(_LAG * setting.load.lags[direction] * tally.kernels))
-    # two slots of what comes, two of what returns, or three where kernels write it in place
-    tally.memory *= 2 if not backward else 5 if setting.transport == "symmetric" else 4
-    _ends(setting, direction, alone, tally)
+    Args:
+        schedule ([`Schedule`]): With `ulysses` ranks that exchange heads, or keys that are gathered.
+        ranks (`int`): Ranks of the group.
+        heads (`tuple[int, int]`): Query and key heads of all ranks.
+        tokens (`int`): Tokens of one rank.
+        slice_blocks (`int`): The least work of a slice, as in [`Machine`]; 0 is no limit.
+    """
+    blocks = heads[0] * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
+    most = max(1, blocks // slice_blocks) if slice_blocks else MOST_SLICES
+    return max(count for count in slices_of(schedule, ranks, heads[1]) if count <= most)
 
 
-def _row_bytes(rotating: Rotating, direction: Pass, shapes: Shapes) -> tuple[int, int, int]:
-    """Bytes of a row that visits, of its gradient as a sum of several tiles, and as the kernel made it."""
-    visit = step_traffic(Step(1, (), send=Transfer(0, 0, 1, False)), direction, rotating, 1, shapes)
-    summed, lone = (
-        step_traffic(Step(1, (), recv=Transfer(0, 0, 1, lone)), direction, rotating, 1, shapes)
-        for lone in (False, True)
-    )
-    return visit.bytes, summed.bytes, lone.bytes
+@dataclass(frozen=True)
+class _Messages:
+    """Messages under way: how long, and by how much they hold up a kernel beside them, in seconds."""
+
+    seconds: float = 0.0
+    drag: float = 0.0
+
+    def __add__(self, other: "_Messages") -> "_Messages":
+        return _Messages(self.seconds + other.seconds, self.drag + other.drag)
 
 
-def _touched(calls: tuple[KernelWork, ...], shapes: Shapes, direction: Pass, kept: bool) -> tuple[int, int]:
-    """Bytes of memory read and written beside the kernel's own, and calls: merges, or sums of gradients, which read
-    what the kernel wrote and read and write a sum. What is `kept` as the kernel made it costs nothing."""
-    if kept and len(calls) <= 1:
-        return 0, len(calls)
-    added = shapes.itemsize + 2 * shapes.accumulator_itemsize
-    queries, keys = sum(call.q_rows for call in calls), sum(call.k_rows for call in calls)
-    if direction == "forward":
-        return queries * shapes.q_heads * (shapes.value_dim * added + 3 * shapes.accumulator_itemsize), 2 * len(calls)
-    sums = queries * shapes.q_heads * shapes.head_dim + keys * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    return sums * added, 4 * len(calls)
+_SILENCE = _Messages()
 
 
-def _ends(setting: _Setting, direction: Pass, alone: bool, tally: _Tally) -> None:
-    """What a ring does before its first and after its last step, and its memory: delta, sums, and for symmetric memory
-    a copy to where peers read it, between two barriers."""
-    shapes, rows = setting.shapes, setting.load.rows
-    wide, narrow = shapes.accumulator_itemsize, shapes.itemsize
-    outputs = rows * shapes.q_heads * shapes.value_dim
-    inputs = rows * (shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim))
-    touched, launches = 0, 0
-    if direction == "backward":
-        touched, launches = 2 * outputs * narrow + rows * shapes.q_heads * wide, 1
-        tally.memory += rows * shapes.q_heads * wide
-    if not alone:
-        tally.memory += (outputs if direction == "forward" else inputs) * (wide + narrow)
-    if setting.transport == "symmetric" and setting.load.places > 1:
-        payload = 2 * rows * max(shapes.q_heads, shapes.kv_heads) * shapes.head_dim * narrow
-        touched, launches = touched + 2 * payload, launches + 4
-        tally.memory += payload
-        tally.stage(0.0, 0.0, _Busy(2 * setting.inside.latency))
-    tally.stage(0.0, setting.other(touched, launches), _Busy())
-    tally.launches += launches
+class _Pass:
+    """One pass as it adds up, in seconds and bytes: first of one slice of the heads, at the end of all of them.
+
+    Args:
+        schedule, layer, machine, transport, slices: As in [`estimate`]; the transport is `"p2p"` or `"symmetric"`.
+        direction (`str`): `"forward"` or `"backward"`.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layer: Layer,
+        machine: Machine,
+        transport: Transport,
+        slices: int,
+        direction: Pass,
+    ) -> None:
+        self.schedule, self.layer, self.machine, self.direction = schedule, layer, machine, direction
+        self.backward, self.symmetric = direction == "backward", transport == "symmetric"
+        self.plan, self.slices = layer.plan(schedule.ulysses), slices
+        heads, kv_heads = layer.shapes.q_heads, layer.shapes.kv_heads
+        parts = schedule.ulysses * slices
+        self.shapes = replace(layer.shapes, q_heads=heads // parts, kv_heads=kv_heads // parts)  # of one slice
+        self.batch, self.rows = len(layer.masks), len(layer.masks) * self.plan.queries.most_tokens
+        self.seconds = self.kernels = self.other = self.messages = 0.0
+        self.sent = self.received = self.memory = 0
+        coming = leaving = _SILENCE
+        if schedule.ring == "all_gather" and self.plan.queries.ranks > 1:
+            coming, leaving = self._gather()
+        else:
+            self._ring()
+        if schedule.ulysses > 1:
+            first, last = self._exchange()
+            coming, leaving = first + coming, leaving + last
+        self._repeat(coming, leaving)
+
+    def _repeat(self, coming: _Messages, leaving: _Messages) -> None:
+        """All slices: the first one comes and the last one leaves with nothing beside it."""
+        idle = max(0.0, self.seconds - self.kernels - self.other)
+        self.seconds = coming.seconds + leaving.seconds
+        for index in range(self.slices):
+            beside = (coming if index + 1 < self.slices else _SILENCE) + (leaving if index else _SILENCE)
+            computing = self.kernels + self.other + idle + beside.drag
+            self.seconds += max(computing, self.messages + beside.seconds)
+        self.kernels, self.other = self.slices * self.kernels, self.slices * self.other
+        self.sent, self.received = self.slices * self.sent, self.slices * self.received
+
+    def _stage(
+        self, kernels: float = 0.0, touched: float = 0.0, launches: int = 0, messages: _Messages = _SILENCE
+    ) -> None:
+        """Kernels, and calls that read or write `touched` bytes of memory, beside messages."""
+        other = touched / self.machine.memory_bandwidth + launches * self.machine.launch
+        self.seconds += max(kernels + other + messages.drag, messages.seconds)
+        self.kernels, self.other = self.kernels + kernels, self.other + other
+        self.messages += messages.seconds
+
+    @property
+    def _inside(self) -> Link:
+        """The link inside a host."""
+        return (self.machine.symmetric if self.symmetric else None) or self.machine.p2p
+
+    def _hop(self, size: float) -> _Messages:
+        """A step of the ring. All ranks send equally far, so some cross hosts wherever there are several hosts."""
+        several = self.layer.ranks > self.machine.ranks_per_host
+        link = self.machine.between_hosts if several else self._inside
+        return _Messages(link.seconds(size), link.drag * link.seconds(size))
+
+    def _spread(self, size: float, ranks: int, stride: int, share: float = 1.0) -> _Messages:
+        """`size` bytes to each of `ranks - 1` peers, `stride` ranks apart, at a share of the bandwidth inside of a
+        host. Those on other hosts are reached at the same time as those on this one."""
+        near = min(ranks, max(1, self.machine.ranks_per_host // stride))
+        within = self._inside.seconds(size * (near - 1) / share)
+        between = self.machine.between_hosts.seconds(size * (ranks - near))
+        link = self._inside if within >= between else self.machine.between_hosts
+        return _Messages(max(within, between), max(within, between) * link.drag)
+
+    def _kernels(self, tiles: tuple[Tile, ...]) -> float:
+        """Seconds of kernel calls: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
+        shapes, seconds = self.shapes, 0.0
+        products = (3, 2) if self.backward else (1, 1)
+        for tile in tiles:
+            scores = (tile.batch[1] - tile.batch[0]) * _computed(tile, self.machine) * shapes.q_heads
+            flops = scores * 2 * (products[0] * shapes.head_dim + products[1] * shapes.value_dim)
+            seconds += self.machine.kernel_seconds(scores, flops, self.backward)
+        return seconds
+
+    def _ring(self) -> None:
+        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels."""
+        rotating = rotating_of(self.schedule, self.direction)
+        steps = self.plan.steps(busiest(self.plan, rotating), rotating)
+        visit, summed = row_bytes(self.direction, rotating, self.shapes, lone=False)
+        _, lone = row_bytes(self.direction, rotating, self.shapes, lone=True)
+
+        def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Messages:
+            """Rows of some bytes leave and others arrive: the longer way counts."""
+            sent, received = (self.batch * rows.rows * size if rows else 0 for rows, size in (leaving, arriving))
+            self.sent, self.received = self.sent + sent, self.received + received
+            self.memory = max(self.memory, sent, received)
+            return self._hop(max(sent, received))
+
+        returning = visiting = _SILENCE
+        for step, following in zip_longest(steps, steps[1:]):
+            if following:
+                visiting = travel((following.send, visit), (following.recv, visit))
+            ahead = following is not None and goes_ahead(step, following, self.backward)
+            kept = step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
+            touched, launches = (0, len(step.tiles)) if kept else self._sum(step.tiles)
+            self._stage(self._kernels(step.tiles), touched, launches, returning + visiting if ahead else returning)
+            returning = _SILENCE
+            if self.backward and (step.send or step.recv):
+                home, away = ((rows, lone if rows and rows.lone else summed) for rows in (step.recv, step.send))
+                returning = travel(home, away)
+            if following and not ahead:
+                self._stage(messages=visiting)
+        self._stage(messages=returning)
+        if self.backward or not self.symmetric:  # what is only read from memory waits for nobody
+            self._stage(messages=_Messages(self.machine.waiting * lag(self.plan, rotating) * self.kernels))
+        # two slots of what comes, two of what returns, or three where kernels write it in place
+        self.memory *= 2 if not self.backward else 5 if self.symmetric else 4
+        self._ends(alone=sum(len(step.tiles) for step in steps) == 1)
+
+    def _sum(self, tiles: tuple[Tile, ...]) -> tuple[int, int]:
+        """Bytes that merges, or sums of gradients, read and write, and their calls with those of the kernel. They read
+        what the kernel wrote, and read and write a sum."""
+        shapes, (queries, keys) = self.shapes, _rows(tiles)
+        added = shapes.itemsize + 2 * shapes.accumulator_itemsize
+        if not self.backward:
+            row = shapes.value_dim * added + 3 * shapes.accumulator_itemsize
+            return queries * shapes.q_heads * row, 2 * len(tiles)
+        sums = queries * shapes.q_heads * shapes.head_dim
+        sums += keys * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+        return sums * added, 4 * len(tiles)
+
+    def _ends(self, alone: bool) -> None:
+        """What a ring does before its first and after its last step, and its memory: delta, sums, and for symmetric
+        memory a copy to where peers read it, between two barriers."""
+        shapes, rows, wide, narrow = self.shapes, self.rows, self.shapes.accumulator_itemsize, self.shapes.itemsize
+        outputs = rows * shapes.q_heads * shapes.value_dim
+        inputs = rows * (shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim))
+        touched, launches = 0, 0
+        if self.backward:
+            touched, launches = 2 * outputs * narrow + rows * shapes.q_heads * wide, 1
+            self.memory += rows * shapes.q_heads * wide
+        if not alone:
+            self.memory += (inputs if self.backward else outputs) * (wide + narrow)
+        if self.symmetric and self.plan.queries.ranks > 1:
+            payload = 2 * rows * max(shapes.q_heads, shapes.kv_heads) * shapes.head_dim * narrow
+            touched, launches = touched + 2 * payload, launches + 4
+            self.memory += payload
+            self._stage(messages=_Messages(2 * self._inside.latency))
+        self._stage(touched=touched, launches=launches)
+
+    def _gather(self) -> tuple[_Messages, _Messages]:
+        """A slice of K and V of all ranks; backward, dK and dV go home, where the sums of all ranks are added."""
+        shapes, wide, narrow = self.shapes, self.shapes.accumulator_itemsize, self.shapes.itemsize
+        ranks, stride, rank = self.plan.queries.ranks, self.schedule.ulysses, busiest(self.plan, "kv")
+        tiles, sequence = self.plan.gathered(rank), self.batch * self.plan.keys.length
+        fetched, given = (self.batch * rows for rows in gathered_rows(self.plan, rank))
+        row = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+        slots, size = min(2, self.slices), max(fetched, given) * row / (ranks - 1)  # elements to or from a peer
+        coming, leaving = self._spread(size * narrow, ranks, stride), _SILENCE
+        touched, launches = 2 * self.rows * row * narrow, len(tiles) + 4
+        self.sent, self.received = given * row * narrow, fetched * row * narrow
+        self.memory = (self.rows + slots * sequence) * row * narrow
+        if self.backward:
+            leaving = self._spread(size * wide, ranks, stride)
+            touched += (sequence * wide + _rows(tiles)[1] * (narrow + 2 * wide) + 3 * given * wide) * row
+            touched += self.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
+            launches += 2 * len(tiles) + 2 * (ranks - 1)
+            self.sent += fetched * row * wide
+            self.received += given * row * wide
+            self.memory += (slots * sequence + given) * row * wide + sequence * row * narrow
+        self._stage(self._kernels(tiles) / self.machine.gathered_rate, touched, launches)
+        return coming, leaving
+
+    def _exchange(self) -> tuple[_Messages, _Messages]:
+        """What comes and what leaves for a slice: q, k and v and the output with its log-sum-exp, or dO with two scalars
+        a row and dQ, dK and dV. A rank sends equal parts of what it holds to its Ulysses ranks."""
+        shapes, ulysses, rows = self.shapes, self.schedule.ulysses, self.rows
+        inputs = shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+        inputs, outputs = rows * inputs * shapes.itemsize, rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
+        scalars = rows * shapes.q_heads * shapes.accumulator_itemsize
+        sizes = (outputs + 2 * scalars, inputs) if self.backward else (inputs, outputs + scalars)
+        share = self.machine.strided_bandwidth if self.symmetric else 1.0
+        coming, leaving = (self._spread(size / ulysses, ulysses, 1, share) for size in sizes)
+        packs = 2 if self.symmetric else 4  # packed, read and written; p2p unpacks too
+        self.sent += sum(sizes) * (ulysses - 1) // ulysses
+        self.received += sum(sizes) * (ulysses - 1) // ulysses
+        self.memory += min(2, self.slices) * sum(sizes) * (2 if self.backward else 1)
+        self.memory += sizes[1] if self.symmetric else 0  # a third segment of what leaves
+        self._stage(touched=packs * sum(sizes), launches=8)
+        return coming, leaving
 
 
-def _gather(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _Busy]:
-    """A slice of K and V of all places; backward, dK and dV go home, where the sums of all places are added."""
-    shapes, load, backward = setting.shapes, setting.load, direction == "backward"
-    narrow, wide = shapes.itemsize, shapes.accumulator_itemsize
-    row = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    peers, slots = max(1, load.places - 1), min(2, setting.slices)
-    each = max(load.fetched, load.given) * row / peers  # elements to or from a peer
-    coming, leaving = setting.spread(each * narrow, load.places, setting.route.ulysses), _Busy()
-    touched, launches = 2 * load.rows * row * narrow, len(load.gathered) + 4
-    tally.sent, tally.received = load.given * row * narrow, load.fetched * row * narrow
-    tally.memory = (load.rows + slots * load.sequence) * row * narrow
-    if backward:
-        leaving = setting.spread(each * wide, load.places, setting.route.ulysses)
-        keys = sum(call.k_rows for call in load.gathered)
-        touched += (load.sequence * wide + keys * (narrow + 2 * wide) + 3 * load.given * wide) * row
-        touched += load.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
-        launches += 2 * len(load.gathered) + 2 * peers
-        tally.sent += load.fetched * row * wide
-        tally.received += load.given * row * wide
-        tally.memory += (slots * load.sequence + load.given) * row * wide + load.sequence * row * narrow
-    kernels = sum(setting.kernel(call, backward) for call in load.gathered) / _GATHERED
-    tally.stage(kernels, setting.other(touched, launches), _Busy())
-    tally.launches += launches
-    return coming, leaving
+def _rows(tiles: tuple[Tile, ...]) -> tuple[int, int]:
+    """The rows of queries and of keys of some tiles, all rows of the batch together."""
+    batches = [tile.batch[1] - tile.batch[0] for tile in tiles]
+    queries = sum(batch * (tile.q[1] - tile.q[0]) for batch, tile in zip(batches, tiles, strict=True))
+    return queries, sum(batch * (tile.k[1] - tile.k[0]) for batch, tile in zip(batches, tiles, strict=True))
 
 
-def _exchange(setting: _Setting, direction: Pass, tally: _Tally) -> tuple[_Busy, _Busy]:
-    """A slice of q, k and v that comes and of the output and its log-sum-exp that leaves, or of dO and two scalars a
-    row and of dQ, dK and dV: what a rank holds of it goes to the `ulysses` members of its place in equal parts."""
-    shapes, ulysses, rows = setting.shapes, setting.route.ulysses, setting.load.rows
-    inputs = shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    inputs, outputs = rows * inputs * shapes.itemsize, rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
-    scalars = rows * shapes.q_heads * shapes.accumulator_itemsize
-    sizes = (inputs, outputs + scalars) if direction == "forward" else (outputs + 2 * scalars, inputs)
-    share = _SCATTERED if setting.transport == "symmetric" else 1.0
-    coming, leaving = (setting.spread(size / ulysses, ulysses, 1, share) for size in sizes)
-    packs = 2 if setting.transport == "symmetric" else 4  # packed, read and written; p2p unpacks too
-    tally.sent += sum(sizes) * (ulysses - 1) // ulysses
-    tally.received += sum(sizes) * (ulysses - 1) // ulysses
-    tally.memory += min(2, setting.slices) * sum(sizes) * (1 if direction == "forward" else 2)
-    if setting.transport == "symmetric":
-        tally.memory += sizes[1]  # a third segment of what leaves
-    tally.launches += 8
-    tally.stage(0.0, setting.other(packs * sum(sizes), 8), _Busy())
-    return coming, leaving
+def _computed(tile: Tile, machine: Machine) -> int:
+    """The pairs that a kernel computes of a tile, or could in that time: of documents whole blocks, and some more for
+    each document."""
+    size = machine.block
+    if not tile.segments or not size:
+        return tile_pairs(tile)
+    total = 0
+    for start, stop in pairwise(tile.segments):
+        blocks = -(-(stop - start) // size)
+        squares = blocks * blocks if tile.low is None else blocks * (blocks + 1) // 2
+        if tile.high is not None:
+            squares = min(squares, blocks * (tile.high // size + 2))
+        total += (squares + machine.document_blocks) * size * size
+    return total

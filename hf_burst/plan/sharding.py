@@ -26,7 +26,8 @@ class Sharding:
     """An assignment of the chunks of a sequence to ranks.
 
     Args:
-        boundaries (`tuple[int, ...]`): Cumulative chunk boundaries `(0, ..., length)`.
+        boundaries (`tuple[int, ...]`): Rising chunk boundaries, from the first token that is held to the end of the
+            last one: `(0, ..., length)` for a whole sequence.
         owners (`tuple[int, ...]`): The rank that holds each chunk; a rank holds its chunks in sequence order.
         ranks (`int`): The number of ranks.
     """
@@ -43,8 +44,19 @@ class Sharding:
             )
 
     @property
-    def length(self) -> int:
+    def start(self) -> int:
+        """The first token that is held."""
+        return self.boundaries[0]
+
+    @property
+    def stop(self) -> int:
+        """The end of the tokens that are held."""
         return self.boundaries[-1]
+
+    @property
+    def length(self) -> int:
+        """How many tokens are held by all ranks."""
+        return self.stop - self.start
 
     def tokens(self, rank: int) -> int:
         """How many tokens `rank` holds."""

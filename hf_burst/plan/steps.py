@@ -1,8 +1,8 @@
-"""Schedules: for every rank, the list of steps that computes a mask once, forward or backward.
+"""Steps: for every rank of a ring, the list that computes a mask once, forward or backward.
 
-A step is one rotation of the ring: at distance s, the block of rank r visits rank (r + s) mod P, straight from its home
-and cut to what the mask needs there. What visits is either K and V (`"kv"`) or the queries with what belongs to
-them (`"q"`). In the backward pass the gradients of the visitors return to their home in the same step.
+In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its home, cut to the rows that the
+mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the backward
+pass the gradients of the rotating block return to its home in the same step.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from ..errors import ShardingError
 from .mask import Mask
 from .sharding import Sharding
 from .tiles import Tile, gathered_tiles, tiles_between
@@ -37,79 +38,105 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Step:
-    """One round of a rank.
+    """One step of a rank.
 
     Args:
-        distance (`int`): How far round the ring the visitors have come; 0 is the rank's own block.
-        tiles (`tuple[Tile, ...]`): What this rank computes.
-        send (`Transfer`, *optional*): The rows of this rank that visit another one in this step.
-        recv (`Transfer`, *optional*): The rows that visit this rank.
+        order (`int`): When it comes; both ends of a transfer have the same number. Step 0 uses the rank's own block.
+        source (`int`): The rank whose block is used.
+        tiles (`tuple[Tile, ...]`): What this rank computes with it.
+        send (`Transfer`, *optional*): The rows of this rank that another one uses in this step.
+        recv (`Transfer`, *optional*): The rows of `source` that this rank uses.
     """
 
-    distance: int
+    order: int
+    source: int
     tiles: tuple[Tile, ...]
     send: Transfer | None = None
     recv: Transfer | None = None
 
 
 def goes_ahead(step: Step, following: Step, returning: bool) -> bool:
-    """Whether the visitors of the following step are sent before `step` computes, or after its gradients.
+    """Whether the blocks of the following step are sent before `step` computes, or after its gradients.
 
-    Visitors of distance s + 1 go before the gradients of distance s, and these before the visitors of any larger
-    distance: one order of all rounds, kept by every rank whatever steps it leaves out. Backends that carry out rounds
-    in order (NCCL) would wait for ever if the two ends of a message had it at different places.
+    Blocks of order s + 1 go before the gradients of order s, and these before the blocks of any larger order: one
+    sequence of all rounds, kept by every rank whatever steps it leaves out. Backends that carry out rounds in sequence
+    (NCCL) would wait for ever if the two ends of a message had it at different places.
 
     Args:
-        step ([`Step`]): What is computed next.
-        following ([`Step`]): The step after it, not always of the next distance.
+        step ([`Step`]): The step that is computed next.
+        following ([`Step`]): The step after it, whose order may be larger by more than one.
         returning (`bool`): Whether gradients return, as in the backward pass.
     """
-    return not returning or step.distance == 0 or following.distance == step.distance + 1
+    return not returning or step.order == 0 or following.order == step.order + 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that follows from the masks of a batch and the ownership of its chunks.
+    """Everything that follows from the masks of a batch and from who holds which tokens.
 
     Args:
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        sharding ([`Sharding`]): Who holds what.
+        queries ([`Sharding`]): Who holds the queries of which tokens.
+        keys ([`Sharding`]): Who holds the keys and values of which tokens; on as many ranks.
     """
 
     masks: tuple[Mask, ...]
-    sharding: Sharding
+    queries: Sharding
+    keys: Sharding
+
+    def __post_init__(self) -> None:
+        length = min(mask.length for mask in self.masks)
+        if self.queries.ranks != self.keys.ranks or max(self.queries.stop, self.keys.stop) > length:
+            raise ShardingError(
+                f"Queries of tokens {self.queries.start} to {self.queries.stop} on {self.queries.ranks} ranks and keys "
+                f"of tokens {self.keys.start} to {self.keys.stop} on {self.keys.ranks} do not fit masks of {length} "
+                "tokens: they must lie inside of these, on as many ranks."
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the ring."""
+        return self.queries.ranks
+
+    def blocks(self, rotating: Rotating) -> Sharding:
+        """Who holds the blocks that rotate."""
+        return self.keys if rotating == "kv" else self.queries
 
     def steps(self, rank: int, rotating: Rotating) -> tuple[Step, ...]:
-        """The steps of `rank` when `rotating` ("kv" or "q") travels, in order of distance; empty steps are left out."""
-        return _schedule(self, rank, rotating)
+        """The steps of `rank`, in order; steps in which it neither computes nor sends are left out."""
+        return _steps(self, rank, rotating)
 
     def gathered(self, rank: int) -> tuple[Tile, ...]:
-        """What `rank` computes with the keys of the whole sequence; columns of the tiles are tokens."""
+        """The tiles of `rank` with all keys in sequence; columns are tokens counted from the first key."""
         return _gathered(self, rank)
 
-    def reach(self, rank: int) -> tuple[int, int]:
+    def key_span(self, rank: int) -> tuple[int, int]:
         """The tokens `[start, stop)` between which all keys lie that the queries of `rank` see."""
         tiles = self.gathered(rank)
-        return min(tile.k[0] for tile in tiles), max(tile.k[1] for tile in tiles)
+        first = self.keys.start
+        return first + min((tile.k[0] for tile in tiles), default=0), first + max((t.k[1] for t in tiles), default=0)
 
     @property
     def pairs(self) -> int:
         """The (query, key) pairs that the masks admit."""
-        return sum(mask.pairs for mask in self.masks)
+        if self.queries.length == self.keys.length == self.masks[0].length:
+            return sum(mask.pairs for mask in self.masks)
+        spans = (mask.keys(query) for mask in self.masks for query in range(self.queries.start, self.queries.stop))
+        return sum(max(0, min(stop, self.keys.stop) - max(start, self.keys.start)) for start, stop in spans)
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.masks)} x {self.sharding.length} tokens over {self.sharding.ranks} ranks, "
-            f"{len(self.sharding.owners)} chunks, {self.pairs} pairs"
+            f"{len(self.masks)} x {self.queries.length} tokens over {self.ranks} ranks, "
+            f"{len(self.queries.owners)} chunks, {self.pairs} pairs"
         ]
-        for rank in range(self.sharding.ranks):
-            runs = ", ".join(f"{run.start}-{run.stop}" for run in self.sharding.runs(rank))
+        for rank in range(self.ranks):
+            runs = ", ".join(f"{run.start}-{run.stop}" for run in self.queries.runs(rank))
             lines.append(f"rank {rank}: tokens {runs}")
             for step in self.steps(rank, "kv"):
                 tiles = ", ".join(_describe(tile) for tile in step.tiles) or "nothing"
-                source = f" of rank {step.recv.peer}" if step.recv else ""
+                source = f" of rank {step.source}" if step.recv else ""
                 to = f"; sends {step.send.start}:{step.send.stop} to rank {step.send.peer}" if step.send else ""
-                lines.append(f"  step {step.distance}: {tiles}{source}{to}")
+                lines.append(f"  step {step.order}: {tiles}{source}{to}")
         return "\n".join(lines)
 
 
@@ -120,42 +147,41 @@ def _describe(tile: Tile) -> str:
 
 
 @lru_cache(maxsize=64)
-def make_plan(masks: tuple[Mask, ...], sharding: Sharding) -> Plan:
-    """A [`Plan`]; the same arguments give the same object, so that its schedules are made once."""
-    return Plan(masks, sharding)
+def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None) -> Plan:
+    """A [`Plan`]; the same arguments give the same object, so that its steps are made once.
+
+    Args:
+        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
+        queries ([`Sharding`]): Who holds the queries.
+        keys ([`Sharding`], *optional*): Who holds the keys; as the queries by default.
+    """
+    return Plan(masks, queries, queries if keys is None else keys)
 
 
 @lru_cache(maxsize=256)
-def _schedule(plan: Plan, rank: int, rotating: Rotating) -> tuple[Step, ...]:
-    ranks = plan.sharding.ranks
-    steps = []
-    for distance in range(ranks):
-        source, target = (rank - distance) % ranks, (rank + distance) % ranks
-        arriving = _batch_tiles(plan, rank, source, rotating)
-        step = Step(distance, arriving)
-        if distance:
-            leaving = _batch_tiles(plan, target, rank, rotating)
-            batch = len(plan.masks)
-            step = Step(
-                distance,
-                arriving,
-                _transfer(leaving, target, rotating, batch),
-                _transfer(arriving, source, rotating, batch),
-            )
-        if step.tiles or step.send:
-            steps.append(step)
+def _steps(plan: Plan, rank: int, rotating: Rotating) -> tuple[Step, ...]:
+    own = _batch_tiles(plan, rank, rank, rotating)
+    steps = [Step(0, rank, own)] if own else []
+    for order in range(1, plan.ranks):
+        source, target = (rank - order) % plan.ranks, (rank + order) % plan.ranks
+        arriving, leaving = _batch_tiles(plan, rank, source, rotating), _batch_tiles(plan, target, rank, rotating)
+        send, recv = _transfer(plan, leaving, target, rotating), _transfer(plan, arriving, source, rotating)
+        if send or recv:
+            steps.append(Step(order, source, arriving, send, recv))
     return tuple(steps)
 
 
-def _batch_tiles(plan: Plan, host: int, guest: int, rotating: Rotating) -> tuple[Tile, ...]:
-    """The tiles that `host` computes with the visiting block of `guest`, rows of the batch with one mask together."""
-    q_rank, k_rank = (host, guest) if rotating == "kv" else (guest, host)
-    return _of_batch(plan.masks, lambda mask: tiles_between(mask, plan.sharding, q_rank, k_rank))
+def _batch_tiles(plan: Plan, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
+    """The tiles that `rank` computes with the block of `source`, rows of the batch with one mask together."""
+    q_rank, k_rank = (rank, source) if rotating == "kv" else (source, rank)
+    q_runs, k_runs = plan.queries.runs(q_rank), plan.keys.runs(k_rank)
+    return _of_batch(plan.masks, lambda mask: tiles_between(mask, q_runs, k_runs))
 
 
 @lru_cache(maxsize=256)
 def _gathered(plan: Plan, rank: int) -> tuple[Tile, ...]:
-    return _of_batch(plan.masks, lambda mask: gathered_tiles(mask, plan.sharding, rank))
+    runs, keys = plan.queries.runs(rank), plan.keys
+    return _of_batch(plan.masks, lambda mask: gathered_tiles(mask, runs, keys.start, keys.stop))
 
 
 def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ...]]) -> tuple[Tile, ...]:
@@ -170,9 +196,9 @@ def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ..
     return tuple(tiles)
 
 
-def _transfer(tiles: tuple[Tile, ...], peer: int, rotating: Rotating, batch: int) -> Transfer | None:
+def _transfer(plan: Plan, tiles: tuple[Tile, ...], peer: int, rotating: Rotating) -> Transfer | None:
     if not tiles:
         return None
     ranges = [tile.k if rotating == "kv" else tile.q for tile in tiles]
-    lone = len(tiles) == 1 and tiles[0].batch == (0, batch)
+    lone = len(tiles) == 1 and tiles[0].batch == (0, len(plan.masks))
     return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), lone)

@@ -1,9 +1,10 @@
 """Tiles: the part of a mask between two shards, cut into pieces that one kernel call computes."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from .mask import Mask
-from .sharding import Run, Sharding
+from .sharding import Run
 
 
 @dataclass(frozen=True)
@@ -45,77 +46,84 @@ class Tile:
         return start, stop
 
 
-def tiles_between(mask: Mask, sharding: Sharding, q_rank: int, k_rank: int) -> tuple[Tile, ...]:
-    """The tiles that compute `mask` between the queries of one rank and the keys of another.
+def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[Tile, ...]:
+    """The tiles that compute `mask` between a shard of queries and a shard of keys.
 
     Every row of a tile admits at least one of its columns, and rectangles that lie together in both shards are one.
 
     Args:
         mask ([`Mask`]): The mask of the whole sequence.
-        sharding ([`Sharding`]): Who holds what.
-        q_rank (`int`): The rank that holds the queries.
-        k_rank (`int`): The rank that holds the keys.
+        q_runs (`tuple[Run, ...]`): The tokens whose queries are there, see [`Sharding.runs`].
+        k_runs (`tuple[Run, ...]`): The tokens whose keys are there.
 
     Returns:
-        `tuple[Tile, ...]`: In shard rows of the two ranks; empty if the mask admits no pair.
+        `tuple[Tile, ...]`: In rows of the two shards; empty if the mask admits no pair.
     """
-    q_runs, k_runs = sharding.runs(q_rank), sharding.runs(k_rank)
-    if q_rank == k_rank and mask.window is None:
+    if q_runs == k_runs and mask.window is None:
         return (_own_tile(mask, q_runs),)
     tiles = []
-    for q_run in q_runs:
+    k_pieces = _cut_at(k_runs, q_runs)
+    for q_run in _cut_at(q_runs, k_runs):
         first, last = mask.keys(q_run.start)[0], mask.keys(q_run.stop - 1)[1]  # the later a query, the later its keys
-        for k_run in k_runs:
+        for k_run in k_pieces:
             if k_run.stop <= first or k_run.start >= last:
                 continue
-            tile = _diagonal(mask, q_run) if q_run == k_run else _off_diagonal(mask, q_run, k_run)
+            same = (q_run.start, q_run.stop) == (k_run.start, k_run.stop)
+            tile = _diagonal(mask, q_run, k_run) if same else _off_diagonal(mask, q_run, k_run)
             if tile is not None:
                 tiles.append(tile)
     return _join(tiles)
 
 
-def gathered_tiles(mask: Mask, sharding: Sharding, q_rank: int) -> tuple[Tile, ...]:
-    """The tiles that compute `mask` between the queries of one rank and the keys of the whole sequence, in its order.
+def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -> tuple[Tile, ...]:
+    """The tiles that compute `mask` between a shard of queries and the keys of neighbouring tokens, in their order.
 
     Every row is in one tile only, so that nothing has to be merged.
 
     Args:
         mask ([`Mask`]): The mask of the whole sequence.
-        sharding ([`Sharding`]): Who holds what.
-        q_rank (`int`): The rank that holds the queries.
+        q_runs (`tuple[Run, ...]`): The tokens whose queries are there, see [`Sharding.runs`].
+        start (`int`): The first token whose key is there.
+        stop (`int`): The end of the tokens whose keys are there.
 
     Returns:
-        `tuple[Tile, ...]`: Rows of the shard of `q_rank` and columns of the sequence.
+        `tuple[Tile, ...]`: Rows of the shard; columns are tokens counted from `start`.
     """
     tiles: list[Tile] = []
-    low, high = mask.distances
-    for run in sharding.runs(q_rank):
+    for run in q_runs:
         squares: list[int] = []  # boundaries of neighbouring documents that see themselves only
-        for start, stop in mask.overlapping(run.start, run.stop):
-            first, _ = mask.keys(start)
-            _, last = mask.keys(stop - 1)
-            if (first, last) == (start, stop):
-                squares = [*(squares or [start]), stop]
+        for first, last in mask.overlapping(run.start, run.stop):
+            keys = max(mask.keys(first)[0], start), min(mask.keys(last - 1)[1], stop)
+            if keys == (first, last):
+                squares = [*(squares or [first]), last]
                 continue
-            tiles += _squares(squares, run, low, high)
+            tiles += _squares(mask, squares, run, start)
             squares = []
-            ahead = start - first
-            nearest = None if low is None or low - ahead <= first - last + 1 else low - ahead
-            farthest = None if high is None or high - ahead >= stop - start - 1 else high - ahead
-            row = start - run.start + run.local
-            tiles.append(Tile((row, row + stop - start), (first, last), nearest, farthest))
-        tiles += _squares(squares, run, low, high)
+            tile = _rectangle(mask, Run(first, last, first - run.start + run.local), Run(*keys, keys[0] - start))
+            tiles += [] if tile is None else [tile]
+        tiles += _squares(mask, squares, run, start)
     return tuple(tiles)
 
 
-def _squares(bounds: list[int], run: Run, low: int | None, high: int | None) -> list[Tile]:
+def _squares(mask: Mask, bounds: list[int], run: Run, first_key: int) -> list[Tile]:
     """One tile of the squares between neighbouring boundaries, if there are any."""
     if not bounds:
         return []
     start, stop = bounds[0], bounds[-1]
     row = run.local - run.start
     segments = tuple(bound - start for bound in bounds) if len(bounds) > 2 else ()
-    return [Tile((start + row, stop + row), (start, stop), low, high, segments)]
+    return [Tile((start + row, stop + row), (start - first_key, stop - first_key), *mask.distances, segments)]
+
+
+def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
+    """Runs cut where other runs begin and end, so that two of both are the same tokens or have none in common."""
+    bounds = sorted({bound for other in others for bound in (other.start, other.stop)})
+    pieces = []
+    for run in runs:
+        inside = [bound for bound in bounds if run.start < bound < run.stop]
+        for start, stop in pairwise((run.start, *inside, run.stop)):
+            pieces.append(Run(start, stop, run.local + start - run.start))
+    return pieces
 
 
 def _own_tile(mask: Mask, runs: tuple[Run, ...]) -> Tile:
@@ -132,23 +140,31 @@ def _own_tile(mask: Mask, runs: tuple[Run, ...]) -> Tile:
     return Tile((0, size), (0, size), mask.distances[0], None, tuple(boundaries) if len(boundaries) > 2 else ())
 
 
-def _diagonal(mask: Mask, run: Run) -> Tile:
-    """A run with itself."""
-    rows = (run.local, run.local + run.size)
-    ends = [stop - run.start for _, stop in mask.overlapping(run.start, run.stop)]
-    return Tile(rows, rows, *mask.distances, (0, *ends) if len(ends) > 1 else ())
+def _diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile:
+    """The queries and the keys of the same tokens."""
+    ends = [stop - q_run.start for _, stop in mask.overlapping(q_run.start, q_run.stop)]
+    segments = (0, *ends) if len(ends) > 1 else ()
+    rows, columns = ((run.local, run.local + run.size) for run in (q_run, k_run))
+    return Tile(rows, columns, *mask.distances, segments)
 
 
 def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
-    """Two different runs: at most one document reaches from the earlier into the later, so this is one rectangle."""
+    """Two runs without a common token: at most one document is in both, so this is one rectangle."""
     later = q_run.start > k_run.start
     if mask.causal and not later:
         return None
     start, stop = mask.document((k_run if later else q_run).stop - 1)
     if stop <= (q_run if later else k_run).start:
         return None
-    q0, q1 = max(q_run.start, start), min(q_run.stop, stop)
-    k0, k1 = max(k_run.start, start), min(k_run.stop, stop)
+    q_part, k_part = (
+        Run(max(run.start, start), min(run.stop, stop), run.local + max(0, start - run.start)) for run in (q_run, k_run)
+    )
+    return _rectangle(mask, q_part, k_part)
+
+
+def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
+    """Runs of one document, cut to the rows that see a column and to the columns that are seen."""
+    q0, q1, k0, k1 = q_run.start, q_run.stop, k_run.start, k_run.stop
     # distances between tokens of the sequence, then between rows and columns of the cropped rectangle
     nearest, farthest = mask.distances
     if farthest is not None:

@@ -34,7 +34,7 @@ class Traffic:
 
 
 def step_traffic(step: Step, direction: Pass, rotating: Rotating, batch: int, shapes: Shapes) -> Traffic:
-    """What one rank sends in one step: its visitors (`step.send`) and the gradients it returns (`step.recv`)."""
+    """What one rank sends in one step: its rotating block (`step.send`) and the gradients it returns (`step.recv`)."""
     visit, returned = _sizes(direction, rotating, shapes, lone=step.recv.lone if step.recv else False)
     sent = Traffic()
     if step.send:
@@ -56,8 +56,14 @@ def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, sha
     return total
 
 
+def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[int, int]:
+    """Bytes of a row of the rotating block, and of its gradients: as the kernel made them (`lone`), or summed."""
+    visit, returned = _sizes(direction, rotating, shapes, lone)
+    return sum(visit), sum(returned)
+
+
 def _sizes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
-    """Bytes a row: of each tensor that visits, and of each gradient that returns."""
+    """Bytes a row of each tensor of the rotating block, and of each gradient that returns."""
     keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
     queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
     gradient = (shapes.gradient_itemsize or shapes.itemsize) if lone else shapes.accumulator_itemsize

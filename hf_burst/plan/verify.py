@@ -6,6 +6,9 @@ from ..errors import PlanError
 from .sharding import Sharding
 from .steps import Plan, Rotating, Step
 
+# for every row of the batch and every query, the intervals of keys that were computed
+Seen = list[dict[int, list[tuple[int, int]]]]
+
 
 def verify_plan(plan: Plan, rotating: Rotating) -> int:
     """Plays the schedules of all ranks on paper.
@@ -21,17 +24,19 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
         PlanError: If a pair is missing, computed twice or not admitted; if a tile reads rows that did not come; if a
             message is sent that no one expects, or the other way round; if a tile has a row that sees nothing.
     """
-    sharding = plan.sharding
-    seen: list[list[list[tuple[int, int]]]] = [[[] for _ in range(sharding.length)] for _ in plan.masks]
-    schedules = [{step.distance: step for step in plan.steps(rank, rotating)} for rank in range(sharding.ranks)]
-    for rank, steps in enumerate(schedules):
-        for step in steps.values():
-            _check_messages(schedules, rank, step)
-            _collect(seen, sharding, rank, step, rotating)
+    queries, keys = plan.queries, plan.keys
+    seen: Seen = [{query: [] for query in range(queries.start, queries.stop)} for _ in plan.masks]
+    steps = [{step.order: step for step in plan.steps(rank, rotating)} for rank in range(plan.ranks)]
+    for rank in range(plan.ranks):
+        for step in steps[rank].values():
+            _check_messages(steps, rank, step)
+            _collect(seen, plan, rank, step, rotating)
     pairs = 0
     for row, mask in enumerate(plan.masks):
-        for query in range(sharding.length):
+        for query in range(queries.start, queries.stop):
             start, stop = mask.keys(query)
+            start, stop = max(start, keys.start), min(stop, keys.stop)
+            stop = max(start, stop)
             position = start
             for key_start, key_stop in sorted(seen[row][query]):
                 if key_start != position:
@@ -46,45 +51,42 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     return pairs
 
 
-def _check_messages(schedules: list[dict[int, Step]], rank: int, step: Step) -> None:
+def _check_messages(steps: list[dict[int, Step]], rank: int, step: Step) -> None:
     """The two ends of a transfer name the same rows; a gradient returns on the same pair of ends."""
     for here, there, ends in ((step.send, "recv", "sends"), (step.recv, "send", "expects")):
         if here is None:
             continue
-        other = schedules[here.peer].get(step.distance)
+        other = steps[here.peer].get(step.order)
         twin = getattr(other, there) if other else None
         if (
             twin is None
             or twin.peer != rank
             or (twin.start, twin.stop, twin.lone) != (here.start, here.stop, here.lone)
         ):
-            raise PlanError(f"rank {rank}, step {step.distance} {ends} {here}, rank {here.peer} has {twin}")
-    if step.distance and bool(step.tiles) != (step.recv is not None):
-        raise PlanError(f"rank {rank}, step {step.distance}: {len(step.tiles)} tiles, but receives {step.recv}")
+            raise PlanError(f"rank {rank}, step {step.order} {ends} {here}, rank {here.peer} has {twin}")
+    if step.order and bool(step.tiles) != (step.recv is not None):
+        raise PlanError(f"rank {rank}, step {step.order}: {len(step.tiles)} tiles, but receives {step.recv}")
 
 
-def _collect(
-    seen: list[list[list[tuple[int, int]]]], sharding: Sharding, rank: int, step: Step, rotating: Rotating
-) -> None:
+def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) -> None:
     """Adds the keys that the tiles of a step compute for each query, in tokens of the sequence."""
-    guest = step.recv.peer if step.recv else rank
-    q_rank, k_rank = (rank, guest) if rotating == "kv" else (guest, rank)
+    q_rank, k_rank = (rank, step.source) if rotating == "kv" else (step.source, rank)
     for tile in step.tiles:
-        visiting = tile.k if rotating == "kv" else tile.q
-        if tile.q[1] > sharding.tokens(q_rank) or tile.k[1] > sharding.tokens(k_rank):
-            raise PlanError(f"rank {rank}, step {step.distance}: {tile} reaches beyond the shard")
-        if step.recv and not (step.recv.start <= visiting[0] and visiting[1] <= step.recv.stop):
-            raise PlanError(f"rank {rank}, step {step.distance}: {tile} reads rows outside of {step.recv}")
-        if step.recv and step.recv.lone and visiting != (step.recv.start, step.recv.stop):
-            raise PlanError(f"rank {rank}, step {step.distance}: {tile} is not all of the lone {step.recv}")
+        rotating_rows = tile.k if rotating == "kv" else tile.q
+        if tile.q[1] > plan.queries.tokens(q_rank) or tile.k[1] > plan.keys.tokens(k_rank):
+            raise PlanError(f"rank {rank}, step {step.order}: {tile} reaches beyond the shard")
+        if step.recv and not (step.recv.start <= rotating_rows[0] and rotating_rows[1] <= step.recv.stop):
+            raise PlanError(f"rank {rank}, step {step.order}: {tile} reads rows outside of {step.recv}")
+        if step.recv and step.recv.lone and rotating_rows != (step.recv.start, step.recv.stop):
+            raise PlanError(f"rank {rank}, step {step.order}: {tile} is not all of the lone {step.recv}")
         for row in range(tile.q[0], tile.q[1]):
             start, stop = tile.columns(row - tile.q[0])
             if start >= stop:
-                raise PlanError(f"rank {rank}, step {step.distance}: row {row} of {tile} sees nothing")
-            query = next(_tokens(sharding, q_rank, row, row + 1))[0]
-            for keys in _tokens(sharding, k_rank, tile.k[0] + start, tile.k[0] + stop):
+                raise PlanError(f"rank {rank}, step {step.order}: row {row} of {tile} sees nothing")
+            query = next(_tokens(plan.queries, q_rank, row, row + 1))[0]
+            for span in _tokens(plan.keys, k_rank, tile.k[0] + start, tile.k[0] + stop):
                 for batch_row in range(*tile.batch):
-                    seen[batch_row][query].append(keys)
+                    seen[batch_row][query].append(span)
 
 
 def _tokens(sharding: Sharding, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -1,17 +1,24 @@
-"""The ring: merging, messages, and the loops that execute a schedule."""
+"""Attention over ranks: messages, merging, and the loops that execute the steps of a plan."""
 
 from .exchange import Exchange, PeerToPeer
 from .merge import accumulation_dtype, merge_, row_products
-from .sharded import HeadSizes, ShardedAttention, kept_shapes, open_exchange
+from .sharded import HeadSizes, ShardedAttention, kept_shapes
+from .symmetric import Symmetric, SymmetricPool, open_pool
+from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 __all__ = [
     "Exchange",
     "HeadSizes",
+    "HeadsToTokens",
     "PeerToPeer",
     "ShardedAttention",
+    "Symmetric",
+    "SymmetricPool",
+    "TokensToHeads",
     "accumulation_dtype",
     "kept_shapes",
     "merge_",
-    "open_exchange",
+    "open_pool",
     "row_products",
+    "ulysses_ranks_of",
 ]

@@ -1,12 +1,12 @@
 """How blocks move between the ranks of a group: published by their home, fetched by who needs them, and counted.
 
-[`PeerToPeer`] sends and receives (NCCL, gloo). Every rank posts its rounds in the same order, and a message belongs to
-the same round at both of its ends, so no rank waits for a round that its peer has not reached.
+[`PeerToPeer`] sends and receives (NCCL, gloo). Every rank posts its rounds in the same sequence, and a message belongs
+to the same round at both of its ends. So no rank waits for a round that its peer has not reached.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ..mesh import ContextGroup
 from ..plan import Traffic
 
-# what a block is: blocks of one kind are published one after another, those of different kinds live side by side
-Channel = Literal["visitors", "gradients", "heads in", "heads out"]
+# Blocks of one channel are published one after another; those of different channels live side by side.
+Channel = Literal["blocks", "gradients", "tokens to heads", "heads to tokens"]
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -57,12 +57,13 @@ class Outgoing:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """One round of an exchange: who fetches what. Made once, for tensors of given shapes.
+    """One round of an exchange: who fetches which rows. Made once, for tensors of given shapes.
 
     Args:
         shapes (`tuple`): Shape and dtype of every tensor that this rank has published.
-        outgoing (`tuple[Outgoing, ...]`): What of them is fetched by others.
-        incoming (`tuple[Incoming, ...]`): What this rank fetches, from each peer in the order in which that gives it.
+        outgoing (`tuple[Outgoing, ...]`): The rows of them that others fetch.
+        incoming (`tuple[Incoming, ...]`): The rows that this rank fetches, from each peer in the order of its
+            `outgoing`.
         tag (`int`): Tells the rounds apart.
     """
 
@@ -73,12 +74,20 @@ class Round:
 
     @cached_property
     def sent(self) -> Traffic:
-        """What leaves this rank."""
+        """Messages and bytes that leave this rank."""
         total = 0
         for rows in self.outgoing:
             (batch, _, *rest), dtype = self.shapes[rows.index]
             total += batch * (rows.stop - rows.start) * math.prod(rest) * dtype.itemsize
         return Traffic(len(self.outgoing), total)
+
+    def among(self, peers: frozenset[int]) -> "Round":
+        """The part of the round that these peers have in it: what one of several transports carries."""
+        return replace(
+            self,
+            outgoing=tuple(rows for rows in self.outgoing if rows.peer in peers),
+            incoming=tuple(rows for rows in self.incoming if rows.peer in peers),
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class HeadBlock:
 
 @dataclass(frozen=True)
 class HeadMove:
-    """A block, and where it goes: rows and heads of the destination of the same index."""
+    """A block, and the rows and heads of the destination of the same index to which it goes."""
 
     source: HeadBlock
     rows: tuple[int, int]
@@ -112,22 +121,31 @@ class HeadMove:
 
 @dataclass(frozen=True, eq=False)
 class HeadRound:
-    """One round of an exchange in which every rank publishes tensors of the same shapes.
+    """One round in which heads are exchanged.
 
     Args:
-        outgoing (`tuple[HeadBlock, ...]`): What peers take of this rank's tensors, in their order.
-        incoming (`tuple[HeadMove, ...]`): What this rank takes, itself included.
+        outgoing (`tuple[HeadBlock, ...]`): The parts of this rank's tensors that peers fetch, in their order.
+        incoming (`tuple[HeadMove, ...]`): The parts that this rank fetches, its own included.
+        rows (`dict[int, tuple[int, ...]]`): For each peer, the rows of each tensor that it has published.
     """
 
     outgoing: tuple[HeadBlock, ...]
     incoming: tuple[HeadMove, ...]
+    rows: dict[int, tuple[int, ...]]
+
+    def shapes(self, peer: int, tensors: Sequence[torch.Tensor]) -> tuple[Shape, ...]:
+        """Shapes and dtypes of the tensors that a peer has published, by those of this rank."""
+        return tuple(
+            ((tensor.shape[0], rows, *tensor.shape[2:]), tensor.dtype)
+            for tensor, rows in zip(tensors, self.rows[peer], strict=True)
+        )
 
 
 class Pending(Protocol):
     """Messages under way."""
 
     def wait(self) -> list[torch.Tensor]:
-        """What was fetched; on a GPU the current stream waits for it, not the host."""
+        """The tensors that were fetched; on a GPU the current stream waits for them, not the host."""
         ...
 
 
@@ -135,88 +153,87 @@ class Exchange(Protocol):
     """The messages of one rank in one pass.
 
     Args:
-        sent ([`Traffic`]): What has left this rank so far.
+        sent ([`Traffic`]): Messages and bytes that have left this rank so far.
     """
 
     sent: Traffic
 
-    def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[torch.Tensor | None]:
-        """Where the tensors that are published next may be written, so that nothing is copied then.
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
+        """Buffers into which a kernel may write the tensors that are published next, so that they are not copied then.
 
         Args:
-            channel (`str`): What they are.
+            channel (`str`): Where they will be published.
             shapes (sequence of `(shape, dtype)`): Of all of them; scalars of rows, `(B, S, H, 1)`, lie heads first.
-            most (`int`): As in `publish`.
+            capacity (`int`): As in `publish`.
 
         Returns:
-            A tensor each, or `None` where there is no such place.
+            A tensor each, or `None` where there is no such buffer.
         """
         ...
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
 
         Every rank of the group publishes equally often, possibly nothing.
 
         Args:
-            channel (`str`): What they are.
-            tensors (sequence of `torch.Tensor`): What is published.
-            most (`int`): As many bytes as any rank will ever publish here; equal on all ranks.
+            channel (`str`): Where.
+            tensors (sequence of `torch.Tensor`): The tensors.
+            capacity (`int`): The most bytes that any rank will ever publish here; equal on all ranks.
         """
         ...
 
     def fetch(
         self,
         channel: Channel,
-        which: Round,
+        this_round: Round,
         tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
     ) -> Pending:
-        """Starts to fetch.
+        """Starts to fetch rows.
 
         Args:
-            channel (`str`): Where it was published.
-            which ([`Round`]): What goes where.
-            tensors (sequence of `torch.Tensor`): What this rank has published.
-            into (sequence of `torch.Tensor`, *optional*): Where it goes; new tensors by default.
+            channel (`str`): Where they were published.
+            this_round ([`Round`]): Who fetches which rows.
+            tensors (sequence of `torch.Tensor`): The tensors that this rank has published.
+            into (sequence of `torch.Tensor`, *optional*): Where the rows go; new tensors by default.
         """
         ...
 
-    def move(
+    def fetch_heads(
         self,
         channel: Channel,
-        moves: HeadRound,
-        sources: Sequence[torch.Tensor],
+        this_round: HeadRound,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
-        behind: bool = False,
+        beside_kernel: bool = False,
     ) -> Pending:
         """Starts a round in which heads are exchanged.
 
         Args:
-            channel (`str`): Where `sources` were published.
-            moves ([`HeadRound`]): What goes where.
-            sources (sequence of `torch.Tensor` of shape `(B, S, H, D)`): What this rank has published; equal shapes
-                and dtypes on all ranks.
+            channel (`str`): Where `tensors` were published.
+            this_round ([`HeadRound`]): Who fetches which heads of which rows.
+            tensors (sequence of `torch.Tensor` of shape `(B, S, H, D)`): The tensors that this rank has published.
             into (sequence of `torch.Tensor` of shape `(B, S', H', D)`): The destinations, of any strides.
             tag (`int`): Tells the rounds apart.
-            behind (`bool`, defaults to `False`): Whether something is computed meanwhile.
+            beside_kernel (`bool`, defaults to `False`): Whether a kernel computes meanwhile.
         """
         ...
 
-    def leave(self, posted: Pending) -> None:
-        """Does not wait for a round whose memory nobody touches before the next pass over these ranks has begun: by
-        then it is there.
+    def wait_later(self, pending: Pending) -> None:
+        """Leaves a round under way whose memory nobody touches before the next pass over these ranks begins; that pass
+        waits for it.
 
         Args:
-            posted ([`Pending`]): The round.
+            pending ([`Pending`]): The round.
         """
         ...
 
 
 @dataclass
 class _Messages:
-    """What is sent is kept alive, and must not change, until `wait`."""
+    """Sends and receives under way. Sent tensors are kept alive, and must not change, until `wait`."""
 
     works: list[dist.Work]
     sent: list[torch.Tensor]
@@ -226,9 +243,9 @@ class _Messages:
     def wait(self) -> list[torch.Tensor]:
         for work in self.works:
             work.wait()
-        for place, landed in zip(self.into, self.landing, strict=True):
-            if place is not landed:
-                place.copy_(landed)
+        for destination, landed in zip(self.into, self.landing, strict=True):
+            if destination is not landed:
+                destination.copy_(landed)
         self.works, self.sent, self.landing = [], [], self.into
         return self.into
 
@@ -241,51 +258,50 @@ class PeerToPeer:
     device: torch.device
     sent: Traffic = field(default_factory=Traffic)
 
-    def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[None]:
-        """See [`Exchange.room`]; messages leave from any memory."""
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[None]:
+        """See [`Exchange.output_buffers`]; messages leave from any memory."""
         return [None] * len(shapes)
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
 
     def fetch(
         self,
         channel: Channel,
-        which: Round,
+        this_round: Round,
         tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Messages:
         """See [`Exchange.fetch`]."""
-        sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in which.outgoing]
-        return self._post(sends, which.incoming, which.tag, into)
+        sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in this_round.outgoing]
+        return self._post(sends, this_round.incoming, this_round.tag, into)
 
-    def move(
+    def fetch_heads(
         self,
         channel: Channel,
-        moves: HeadRound,
-        sources: Sequence[torch.Tensor],
+        this_round: HeadRound,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
-        behind: bool = False,
+        beside_kernel: bool = False,
     ) -> _Messages:
-        """See [`Exchange.move`]."""
-        sends = [
-            (block.of(sources[block.index]), block.peer) for block in moves.outgoing if block.peer != self.group.rank
-        ]
-        places, shapes, receives = [], tuple((tuple(t.shape), t.dtype) for t in sources), []
-        for move in moves.incoming:
+        """See [`Exchange.fetch_heads`]."""
+        own = self.group.rank
+        sends = [(block.of(tensors[block.index]), block.peer) for block in this_round.outgoing if block.peer != own]
+        destinations, receives = [], []
+        for move in this_round.incoming:
             block = move.source
-            place = into[block.index][:, slice(*move.rows), slice(*move.heads)]
-            if block.peer == self.group.rank:
-                place.copy_(block.of(sources[block.index]))
+            destination = into[block.index][:, slice(*move.rows), slice(*move.heads)]
+            if block.peer == own:
+                destination.copy_(block.of(tensors[block.index]))
                 continue
-            places.append(place)
-            receives.append(Incoming(block.peer, shapes, block.index, *block.rows))
-        return self._post(sends, receives, tag, places)
+            destinations.append(destination)
+            receives.append(Incoming(block.peer, this_round.shapes(block.peer, tensors), block.index, *block.rows))
+        return self._post(sends, receives, tag, destinations)
 
-    def leave(self, posted: Pending) -> None:
-        """See [`Exchange.leave`]; messages are waited for at once."""
-        posted.wait()
+    def wait_later(self, pending: Pending) -> None:
+        """See [`Exchange.wait_later`]; messages are waited for at once."""
+        pending.wait()
 
     def _post(
         self,
@@ -294,19 +310,20 @@ class PeerToPeer:
         tag: int,
         into: Sequence[torch.Tensor] | None,
     ) -> _Messages:
-        """Sends tensors to peers, and receives parts from them."""
+        """Sends tensors to peers, and receives rows from them."""
         tensors = [tensor.contiguous() for tensor, _ in sends]
         if into is None:
-            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in (p.shape for p in receives)]
-        landing = [place if place.is_contiguous() else place.new_empty(place.shape) for place in into]
+            shapes = [rows.shape for rows in receives]
+            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        landing = [target if target.is_contiguous() else target.new_empty(target.shape) for target in into]
         process_group = self.group.process_group if sends or receives else None
         operations = [
             dist.P2POp(dist.isend, tensor, group=process_group, tag=tag, group_peer=peer)
             for tensor, (_, peer) in zip(tensors, sends, strict=True)
         ]
         operations += [
-            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=part.peer)
-            for tensor, part in zip(landing, receives, strict=True)
+            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=rows.peer)
+            for tensor, rows in zip(landing, receives, strict=True)
         ]
         self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
         works = dist.batch_isend_irecv(operations) if operations else []

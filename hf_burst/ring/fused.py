@@ -175,27 +175,27 @@ class Table:
         self.count = len(entries)
         self.table = from_host(entries, torch.int64, into[0].device)
 
-    def run(self, into: Sequence[torch.Tensor], behind: bool) -> None:
+    def run(self, into: Sequence[torch.Tensor], beside_kernel: bool) -> None:
         """Copies into these destinations, which are laid out as those that the table was made with.
 
         Args:
             into (sequence of `torch.Tensor`): The destinations.
-            behind (`bool`): Whether it runs beside other kernels: then on few multiprocessors, each of which has as
-                much under way as it can, since a copy that waits for a peer's memory keeps the others out.
+            beside_kernel (`bool`): Whether it runs beside other kernels. It then takes few multiprocessors, and each
+                has as much under way as it can: a copy that waits for a peer's memory keeps other kernels out.
         """
         given = [tensor.data_ptr() for tensor in into]
         places = [*given, *given[:1] * (4 - len(given))]
-        tile = _LARGE_TILE if behind else _TILE
+        tile = _LARGE_TILE if beside_kernel else _TILE
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
-            _copy[(min(work, _FEW) if behind else work,)](
+            _copy[(min(work, _FEW) if beside_kernel else work,)](
                 *(self.table, *places, self.count, work),
                 kind=self.kind,
                 word=self.word,
                 aligned=self.unit,
                 width=self.width,
                 height=max(1, tile // self.width),
-                num_warps=32 if behind else 4,
+                num_warps=32 if beside_kernel else 4,
             )
 
 

@@ -10,18 +10,18 @@ from functools import lru_cache
 import torch
 
 from ..config import Schedule
-from ..kernels import project_out
+from ..kernels import BackwardInputs, project_out
 from ..plan import head_slices
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
-from .loop import Attention
+from .loop import RingAttention
 from .merge import Merged, Summed, accumulation_dtype
 
-# which tensor, first row or token, how many: where each part of a round goes
-_Places = list[tuple[int, int, int]]
+# for each part of a round where it goes: which tensor, its first token or row, how many
+_Targets = list[tuple[int, int, int]]
 
 
 def gather_forward(
-    attention: Attention,
+    attention: RingAttention,
     exchange: Exchange,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -29,209 +29,205 @@ def gather_forward(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As [`forward`], by all-gathers."""
-    keys = _Gathered(attention, exchange, q.shape[2], k, v)
-    merged = []
+    keys = _GatheredKeys(attention, exchange, q.shape[2], k, v)
+    outs, lses = [], []
     for index, (heads, _) in enumerate(keys.slices(q)):
-        some = q[:, :, heads]
-        part = Merged((*some.shape[:3], v.shape[3]), q.dtype, q.device, None if sinks is None else sinks[heads])
+        q_slice = q[:, :, heads]
+        slice_sinks = None if sinks is None else sinks[heads]
+        merged = Merged((*q_slice.shape[:3], v.shape[3]), q.dtype, q.device, slice_sinks)
         all_k, all_v = keys.take(index)
-        for tile in attention.plan.gathered(attention.place):
+        for tile in attention.plan.gathered(attention.ring_rank):
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
             out, lse = attention.kernel.forward(
-                some[batch, rows],
+                q_slice[batch, rows],
                 all_k[batch, columns],
                 all_v[batch, columns],
                 attention.band(tile),
                 attention.scores,
             )
-            part.add(tile.batch, tile.q, out, lse)
-        merged.append(part.result())
-    if len(merged) == 1:
-        return merged[0]
-    outs, lses = zip(*merged, strict=True)
+            merged.add(tile.batch, tile.q, out, lse)
+        out, lse = merged.result()
+        outs.append(out)
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0], lses[0]
     return torch.cat(outs, 2), torch.cat([lse.transpose(1, 2) for lse in lses], 1).transpose(1, 2)
 
 
 def gather_backward(
-    attention: Attention,
-    exchange: Exchange,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor,
-    delta: torch.Tensor | None,
+    attention: RingAttention, exchange: Exchange, inputs: BackwardInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As [`backward`], by all-gathers and reduce-scatters."""
+    q, k, v, dout, out, delta = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.out, inputs.delta
     if out is None and attention.kernel.capabilities.wants_out:
         assert delta is not None, "there is out or delta"
         dout, out = project_out(dout, delta)
-    keys = _Gathered(attention, exchange, q.shape[2], k, v)
-    home = _Scattered(attention, exchange, k, v)
+    keys = _GatheredKeys(attention, exchange, q.shape[2], k, v)
+    home = _ScatteredGradients(attention, exchange, k, v)
     dqs = []
     for index, (heads, kv_heads) in enumerate(keys.slices(q)):
         all_k, all_v = keys.take(index)
-        some = q[:, :, heads]
-        dq = Summed(tuple(some.shape), q.dtype, q.device)
+        q_slice = q[:, :, heads]
+        dq = Summed(tuple(q_slice.shape), q.dtype, q.device)
         dk, dv = (Summed(tuple(tensor.shape), q.dtype, q.device) for tensor in (all_k, all_v))
-        for tile in attention.plan.gathered(attention.place):
+        for tile in attention.plan.gathered(attention.ring_rank):
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
-            gradients = attention.kernel.backward(
-                dout[batch, rows, heads],
-                some[batch, rows],
-                all_k[batch, columns],
-                all_v[batch, columns],
-                None if out is None else out[batch, rows, heads],
-                lse[batch, rows, heads],
-                None if delta is None else delta[batch, rows, heads],
-                attention.band(tile),
-                attention.scores,
+            tile_inputs = BackwardInputs(
+                dout=dout[batch, rows, heads],
+                q=q_slice[batch, rows],
+                k=all_k[batch, columns],
+                v=all_v[batch, columns],
+                out=None if out is None else out[batch, rows, heads],
+                lse=inputs.lse[batch, rows, heads],
+                delta=None if delta is None else delta[batch, rows, heads],
             )
-            for total, gradient, place in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):
-                total.add(tile.batch, place, gradient)
+            gradients = attention.kernel.backward(tile_inputs, attention.band(tile), attention.scores)
+            for total, gradient, span in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):
+                total.add(tile.batch, span, gradient)
         dqs.append(dq.result())
         home.send(index, kv_heads, (dk.wide, dv.wide))
     dk_home, dv_home = home.finish()
     return torch.cat(dqs, 2), dk_home.to(k.dtype), dv_home.to(v.dtype)
 
 
-class _Gathered:
+class _GatheredKeys:
     """K and V of all ranks, slice by slice of their heads.
 
     Args:
         attention, exchange: As in [`gather_forward`].
         q_heads (`int`): Query heads.
-        k, v (`torch.Tensor` of shape `(B, n, Hkv, D)`): Those of this rank.
+        k, v (`torch.Tensor` of shape `(B, m, Hkv, D)`): Those of this rank.
     """
 
     def __init__(
-        self, attention: Attention, exchange: Exchange, q_heads: int, k: torch.Tensor, v: torch.Tensor
+        self, attention: RingAttention, exchange: Exchange, q_heads: int, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         self.attention, self.exchange = attention, exchange
-        places, heads = attention.plan.sharding.ranks, (q_heads, k.shape[2])
-        self.count = head_slices(Schedule("all_gather"), places, heads, k.shape[1], k.device.type)
-        cut = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
-        self.blocks = [block.contiguous() for pair in cut for block in pair]
-        rows = attention.plan.sharding.most_tokens
-        exchange.publish("visitors", self.blocks, sum(block.nbytes for block in self.blocks) // k.shape[1] * rows)
+        keys, heads = attention.plan.keys, (q_heads, k.shape[2])
+        self.count = head_slices(Schedule("all_gather"), keys.ranks, heads, k.shape[1], attention.slice_blocks)
+        slices = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
+        self.blocks = [tensor.contiguous() for pair in slices for tensor in pair]
+        capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * keys.most_tokens
+        exchange.publish("blocks", self.blocks, capacity)
         self.arriving: tuple[Pending, list[torch.Tensor]] | None = None
 
     def slices(self, q: torch.Tensor) -> list[tuple[slice, slice]]:
         """Query heads and key heads of every slice."""
-        each, kv_each = q.shape[2] // self.count, self.blocks[0].shape[2]
+        count, kv_count = q.shape[2] // self.count, self.blocks[0].shape[2]
         return [
-            (slice(index * each, (index + 1) * each), slice(index * kv_each, (index + 1) * kv_each))
+            (slice(index * count, (index + 1) * count), slice(index * kv_count, (index + 1) * kv_count))
             for index in range(self.count)
         ]
 
     def take(self, index: int) -> list[torch.Tensor]:
         """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look; the next slice is fetched
         meanwhile."""
-        arrived = self.arriving or self._fetch(index)
+        pending, landing = self.arriving or self._fetch(index)
         self.arriving = self._fetch(index + 1) if index + 1 < self.count else None
-        posted, landing = arrived
-        posted.wait()
+        pending.wait()
         return landing
 
     def _fetch(self, index: int) -> tuple[Pending, list[torch.Tensor]]:
-        attention = self.attention
+        attention, own = self.attention, self.attention.ring_rank
         landing = [
-            block.new_empty(block.shape[0], attention.plan.sharding.length, *block.shape[2:])
+            block.new_empty(block.shape[0], attention.plan.keys.length, *block.shape[2:])
             for block in self.blocks[2 * index : 2 * index + 2]
         ]
         for block, landed in zip(self.blocks[2 * index :], landing, strict=False):
-            for token, row, size in _spans(attention, attention.place, attention.place):
-                landed[:, token : token + size].copy_(block[:, row : row + size])
+            for column, row, size in _key_spans(attention, own, own):
+                landed[:, column : column + size].copy_(block[:, row : row + size])
         shapes = tuple((block.shape, block.dtype) for block in self.blocks)
-        which, places = _slice_gathered(attention, index, shapes)
-        into = [landing[tensor][:, token : token + size] for tensor, token, size in places]
-        return self.exchange.fetch("visitors", which, self.blocks, into), landing
+        this_round, targets = _key_round(attention, index, shapes)
+        into = [landing[tensor][:, column : column + size] for tensor, column, size in targets]
+        return self.exchange.fetch("blocks", this_round, self.blocks, into), landing
 
 
-class _Scattered:
+class _ScatteredGradients:
     """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of the next ranks
     in turn.
 
     Args:
-        attention, exchange, k, v: As in [`_Gathered`].
+        attention, exchange, k, v: As in [`_GatheredKeys`].
     """
 
-    def __init__(self, attention: Attention, exchange: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, attention: RingAttention, exchange: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
         self.attention, self.exchange = attention, exchange
         wide = accumulation_dtype(k.dtype)
         self.home = [torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v)]
-        self.under_way: tuple[slice, Pending, _Places] | None = None
+        self.pending: tuple[slice, Pending, _Targets] | None = None
 
     def send(self, index: int, heads: slice, totals: Sequence[torch.Tensor]) -> None:
         """Sends the gradients of a slice, `(B, S, heads, D)`, home; adds those of the slice before."""
         self.exchange.publish("gradients", totals, sum(total.nbytes for total in totals))
+        own = self.attention.ring_rank
         for home, total in zip(self.home, totals, strict=True):
-            for token, row, size in _spans(self.attention, self.attention.place, self.attention.place):
-                home[:, row : row + size, heads].add_(total[:, token : token + size])
+            for column, row, size in _key_spans(self.attention, own, own):
+                home[:, row : row + size, heads].add_(total[:, column : column + size])
         shapes = tuple((total.shape, total.dtype) for total in totals)
-        which, places = _slice_scattered(self.attention, index, shapes)
-        posted = self.exchange.fetch("gradients", which, totals)
-        self._welcome()
-        self.under_way = heads, posted, places
+        this_round, targets = _gradient_round(self.attention, index, shapes)
+        pending = self.exchange.fetch("gradients", this_round, totals)
+        self._add_pending()
+        self.pending = heads, pending, targets
 
     def finish(self) -> list[torch.Tensor]:
         """The gradients of this rank's K and V."""
-        self._welcome()
+        self._add_pending()
         return self.home
 
-    def _welcome(self) -> None:
-        if self.under_way is None:
+    def _add_pending(self) -> None:
+        if self.pending is None:
             return
-        heads, posted, places = self.under_way
-        for (which, row, size), part in zip(places, posted.wait(), strict=True):
-            self.home[which][:, row : row + size, heads].add_(part)
-        self.under_way = None
+        heads, pending, targets = self.pending
+        for (tensor, row, size), gradient in zip(targets, pending.wait(), strict=True):
+            self.home[tensor][:, row : row + size, heads].add_(gradient)
+        self.pending = None
 
 
 @lru_cache(maxsize=128)
-def _slice_gathered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
-    """How K and V of a slice are fetched, if all slices of this rank have these shapes; and the tokens that come."""
-    given, taken, places = [], [], []
-    for place, peer in _others(attention):
-        rows = attention.plan.sharding.tokens(place)
+def _key_round(attention: RingAttention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Targets]:
+    """How K and V of a slice are fetched, if all slices of this rank have these shapes; and the columns they go to."""
+    outgoing, incoming, targets = [], [], []
+    for ring_rank, peer in _others(attention):
+        rows = attention.plan.keys.tokens(ring_rank)
         theirs = tuple(((shape[0], rows, *shape[2:]), dtype) for shape, dtype in shapes)
         for tensor in range(2):
-            for _, row, size in _spans(attention, place, attention.place):
-                given.append(Outgoing(peer, 2 * index + tensor, row, row + size))
-            for token, row, size in _spans(attention, attention.place, place):
-                taken.append(Incoming(peer, theirs, 2 * index + tensor, row, row + size))
-                places.append((tensor, token, size))
-    return Round(shapes, tuple(given), tuple(taken), 2 * index), places
+            for _, row, size in _key_spans(attention, ring_rank, attention.ring_rank):
+                outgoing.append(Outgoing(peer, 2 * index + tensor, row, row + size))
+            for column, row, size in _key_spans(attention, attention.ring_rank, ring_rank):
+                incoming.append(Incoming(peer, theirs, 2 * index + tensor, row, row + size))
+                targets.append((tensor, column, size))
+    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index), targets
 
 
 @lru_cache(maxsize=128)
-def _slice_scattered(attention: Attention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Places]:
-    """How dK and dV of a slice, of these shapes on every rank, go home; and the rows that come."""
-    given, taken, places = [], [], []
-    for place, peer in _others(attention):
+def _gradient_round(attention: RingAttention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Targets]:
+    """How dK and dV of a slice, of these shapes on every rank, go home; and the rows they go to."""
+    outgoing, incoming, targets = [], [], []
+    for ring_rank, peer in _others(attention):
         for tensor in range(2):
-            for token, _, size in _spans(attention, attention.place, place):
-                given.append(Outgoing(peer, tensor, token, token + size))
-            for token, row, size in _spans(attention, place, attention.place):
-                taken.append(Incoming(peer, shapes, tensor, token, token + size))
-                places.append((tensor, row, size))
-    return Round(shapes, tuple(given), tuple(taken), 2 * index + 1), places
+            for column, _, size in _key_spans(attention, attention.ring_rank, ring_rank):
+                outgoing.append(Outgoing(peer, tensor, column, column + size))
+            for column, row, size in _key_spans(attention, ring_rank, attention.ring_rank):
+                incoming.append(Incoming(peer, shapes, tensor, column, column + size))
+                targets.append((tensor, row, size))
+    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index + 1), targets
 
 
-def _others(attention: Attention) -> Iterator[tuple[int, int]]:
-    """Place and rank of the others, the next one first: no two ranks read from the same one at the same time."""
-    for ahead in range(1, len(attention.peers)):
-        place = (attention.place + ahead) % len(attention.peers)
-        yield place, attention.peers[place]
+def _others(attention: RingAttention) -> Iterator[tuple[int, int]]:
+    """Ring rank and rank of the others, the next one first: no two ranks read from the same one at the same time."""
+    ranks = len(attention.peers)
+    for ahead in range(1, ranks):
+        ring_rank = (attention.ring_rank + ahead) % ranks
+        yield ring_rank, attention.peers[ring_rank]
 
 
-def _spans(attention: Attention, looking: int, home: int) -> list[tuple[int, int, int]]:
-    """Which keys of `home` the queries of `looking` look at: first token, row of it, how many."""
-    start, stop = attention.plan.reach(looking)
-    found = []
-    for run in attention.plan.sharding.runs(home):
+def _key_spans(attention: RingAttention, rank: int, home: int) -> list[tuple[int, int, int]]:
+    """The keys of `home` between the first and the last that the queries of `rank` see: first column among all keys,
+    first row of `home`, how many."""
+    start, stop = attention.plan.key_span(rank)
+    keys, spans = attention.plan.keys, []
+    for run in keys.runs(home):
         first, last = max(run.start, start), min(run.stop, stop)
         if first < last:
-            found.append((first, first - run.start + run.local, last - first))
-    return found
+            spans.append((first - keys.start, first - run.start + run.local, last - first))
+    return spans

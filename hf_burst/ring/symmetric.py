@@ -1,21 +1,21 @@
 """An [`Exchange`] inside of one host: every rank reads what its peers have published straight from their memory. Whole
-rows are read by the copy engines, which leaves the multiprocessors to attention; heads by a kernel.
+rows are read by the copy engines, which leaves the multiprocessors to attention; heads are read by a kernel.
 
-What is published lies in segments that take turns: two where it is copied to, three where kernels write it in place. A
-barrier on the stream of the copies says that every rank has published; since copies of what was published before come
-ahead of it in the same stream, the segment of the time before is free behind it. Buffers are as large as the largest
-block so far, and stay for later passes. Barriers end the process after the time limit of the process group, so that the
-ranks that are left do not hang when one is gone.
+Published tensors lie in segments that take turns: two where tensors are copied into them, three where kernels write
+there. A barrier on the stream of the copies says that every rank has published. Copies of the tensors published before
+come ahead of it in the same stream, so the segment before is free behind it. Buffers are as large as the largest block
+so far, and stay for later passes. Barriers end the process after the time limit of the process group, so that the ranks
+that are left do not hang when one is gone.
 """
 
 import logging
 import math
 import socket
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ _ALIGNMENT = 256
 _GRANULE = 2 << 20
 _TENSORS = 16  # at most that many are published at once
 _REMEMBERED = 256
-_IN_PLACE: tuple[Channel, ...] = ("gradients", "heads out")  # what kernels write to where it is published
+_IN_PLACE: tuple[Channel, ...] = ("gradients", "heads to tokens")  # kernels write these where they are published
 
 
 class Segments:
@@ -59,30 +59,30 @@ class Segments:
         self.views: dict[Hashable, list[torch.Tensor]] = {}
         self.tables: dict[Hashable, Table] = {}
 
-    def places(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         """The tensors of these shapes that a peer publishes in turn `turn`. Rows lie next to each other where they are
         scalars, `(B, S, H, 1)`."""
         key = (peer, turn % self.count, *shapes)
-        found = self.views.get(key)
-        if found is None:
-            found = []
+        views = self.views.get(key)
+        if views is None:
+            views = []
             for (shape, dtype), offset in zip(shapes, _offsets(tuple(shapes)), strict=True):
                 start = (turn % self.count * self.size + offset) // dtype.itemsize
-                found.append(self._base(peer, dtype).as_strided(shape, _strides(shape), start))
-            remember(self.views, key, found)
-        return found
+                views.append(self._base(peer, dtype).as_strided(shape, _strides(shape), start))
+            remember(self.views, key, views)
+        return views
 
-    def parts(self, which: Round, turn: int) -> list[torch.Tensor]:
-        """What is fetched in a round of what was published in turn `turn`."""
-        key = (which, turn % self.count)
-        found = self.views.get(key)
-        if found is None:
-            found = [
-                self.places(part.peer, turn, part.shapes)[part.index][:, part.start : part.stop]
-                for part in which.incoming
+    def incoming(self, this_round: Round, turn: int) -> list[torch.Tensor]:
+        """The rows that are fetched in a round, of the tensors published in turn `turn`."""
+        key = (this_round, turn % self.count)
+        views = self.views.get(key)
+        if views is None:
+            views = [
+                self.tensors(rows.peer, turn, rows.shapes)[rows.index][:, rows.start : rows.stop]
+                for rows in this_round.incoming
             ]
-            remember(self.views, key, found)
-        return found
+            remember(self.views, key, views)
+        return views
 
     def _base(self, peer: int, dtype: torch.dtype) -> torch.Tensor:
         base = self.bases.get((peer, dtype))
@@ -106,47 +106,35 @@ class SymmetricPool:
         self.group, self.device, self.milliseconds = group, device, milliseconds
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.channels: dict[Channel, Segments] = {}
-        self.sightings: dict[Hashable, int] = {}  # how often passes came that may be recorded
-        self.passes: dict[Hashable, Any] = {}  # those that are recorded, and, as `None`, those that could not be
-        self.left: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which the stream has not waited
-        self.failed = ""  # what ended a pass in the middle, after which ranks need not agree on what was published
+        self.pending: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which no stream has waited
+        self.failure = ""  # the error that ended a pass in the middle: ranks may disagree on what was published
 
     def segments(self, channel: Channel, nbytes: int) -> Segments:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
-        found = self.channels.get(channel)
-        if found is None or found.size < nbytes:
+        segments = self.channels.get(channel)
+        if segments is None or segments.size < nbytes:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
             size = -(-nbytes // _GRANULE) * _GRANULE
-            found = self.channels[channel] = Segments(self.group, self.device, size, 3 if channel in _IN_PLACE else 2)
-        return found
+            segments = Segments(self.group, self.device, size, 3 if channel in _IN_PLACE else 2)
+            self.channels[channel] = segments
+        return segments
 
     def settle(self) -> None:
         """Lets the current stream wait for the rounds that were left under way, and the streams that left them, whose
         memory may then be free."""
-        current = torch.cuda.current_stream(self.device) if self.left else None
-        for posted, stream in self.left:
-            posted.wait()
+        current = torch.cuda.current_stream(self.device) if self.pending else None
+        for pending, stream in self.pending:
+            pending.wait()
             if stream != current:
                 with torch.cuda.stream(stream):
-                    posted.wait()
-        self.left = []
+                    pending.wait()
+        self.pending = []
 
-    @cached_property
-    def recordings(self) -> "SymmetricPool":
-        """Another one for the same ranks, for passes that are recorded."""
-        return SymmetricPool(self.group, self.device, self.milliseconds)
-
-    def restart(self) -> None:
-        """Forgets what was published: the next to use it waits for nobody."""
-        for segments in self.channels.values():
-            segments.published = 0
-            segments.met.clear()
-
-    def meet(self) -> None:
-        """Waits on the current stream until all ranks are here."""
-        segments = next(iter(self.channels.values()), None)
-        if segments is not None:
-            segments.handle.barrier(channel=1, timeout_ms=self.milliseconds)
+    def close(self) -> None:
+        """Frees the memory once the device has done all that was asked of it."""
+        torch.cuda.synchronize(self.device)
+        self.pending = []
+        self.channels.clear()
 
 
 @dataclass
@@ -170,47 +158,40 @@ class Symmetric:
 
     Args:
         pool ([`SymmetricPool`]): The memory.
-        aside (`bool`, defaults to `True`): Whether copies go on a stream of their own; on the current one they hide
-            behind nothing, and cost the host less.
-        sent ([`Traffic`]): What has left this rank so far.
+        own_stream (`bool`, defaults to `True`): Whether copies go on a stream of their own; on the current one they
+            hide behind nothing, and cost the host less.
+        sent ([`Traffic`]): Messages and bytes that have left this rank so far.
     """
 
     pool: SymmetricPool
-    aside: bool = True
+    own_stream: bool = True
     sent: Traffic = field(default_factory=Traffic)
-    held: list[Any] = field(default_factory=list)  # what a recording reads and nobody else may keep
-    first: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # published first, and where
 
-    def go_inline(self) -> None:
+    def use_current_stream(self) -> None:
         """From now on copies go on the current stream, behind those of passes before."""
-        self.aside = False
+        self.own_stream = False
         torch.cuda.current_stream(self.pool.device).wait_stream(self.pool.stream)
 
-    def room(self, channel: Channel, shapes: Sequence[Shape], most: int) -> Sequence[torch.Tensor | None]:
-        """See [`Exchange.room`]."""
-        segments = self.pool.segments(channel, _capacity(most))
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
+        """See [`Exchange.output_buffers`]."""
+        segments = self.pool.segments(channel, _segment_bytes(capacity))
         if segments.count < 3:
             return [None] * len(shapes)
         if len(segments.met) == segments.met.maxlen:  # before that nothing was ever there
             torch.cuda.current_stream(self.pool.device).wait_event(segments.met[0])
-        return segments.places(self.pool.group.rank, segments.published, shapes)
+        return segments.tensors(self.pool.group.rank, segments.published, shapes)
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], most: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]."""
-        segments = self.pool.segments(channel, _capacity(most))
-        turn = segments.published
-        places = segments.places(self.pool.group.rank, turn, [(tensor.shape, tensor.dtype) for tensor in tensors])
-        recording = torch.cuda.is_current_stream_capturing()
+        segments = self.pool.segments(channel, _segment_bytes(capacity))
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        published = segments.tensors(self.pool.group.rank, segments.published, shapes)
         with self._stream():
-            for tensor, place in zip(tensors, places, strict=True):
-                if turn == 0:
-                    self.first.append((tensor, place))
-                if place.data_ptr() == tensor.data_ptr():
+            for tensor, target in zip(tensors, published, strict=True):
+                if target.data_ptr() == tensor.data_ptr():
                     continue
-                place.copy_(tensor, non_blocking=True)
-                if recording:
-                    self.held.append(tensor)
-                elif self.aside:
+                target.copy_(tensor, non_blocking=True)
+                if self.own_stream:
                     tensor.record_stream(self.pool.stream)
             segments.handle.barrier(channel=0, timeout_ms=self.pool.milliseconds)
             if segments.count > 2:
@@ -220,62 +201,56 @@ class Symmetric:
     def fetch(
         self,
         channel: Channel,
-        which: Round,
+        this_round: Round,
         tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
     ) -> _Copies:
-        """See [`Exchange.fetch`]; what peers fetch costs this rank nothing."""
+        """See [`Exchange.fetch`]; a fetch of a peer costs this rank nothing."""
         segments = self.pool.channels[channel]
-        sources = segments.parts(which, segments.published - 1)
+        sources = segments.incoming(this_round, segments.published - 1)
         if into is None:
-            into = []
-            for part in which.incoming:
-                shape, dtype = part.shape
-                into.append(torch.empty(shape, dtype=dtype, device=self.pool.device))
+            shapes = [rows.shape for rows in this_round.incoming]
+            into = [torch.empty(shape, dtype=dtype, device=self.pool.device) for shape, dtype in shapes]
         with self._stream():  # which waits for the current one, where the memory may have been in use
-            for source, place in zip(sources, into, strict=True):
-                place.copy_(source, non_blocking=True)
-            done = self._event() if self.aside else None
-        self.sent += which.sent
+            for source, target in zip(sources, into, strict=True):
+                target.copy_(source, non_blocking=True)
+            done = self._event() if self.own_stream else None
+        self.sent += this_round.sent
         return _Copies(into, done, self.pool.device)
 
-    def move(
+    def fetch_heads(
         self,
         channel: Channel,
-        moves: HeadRound,
-        sources: Sequence[torch.Tensor],
+        this_round: HeadRound,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
         tag: int,
-        behind: bool = False,
+        beside_kernel: bool = False,
     ) -> _Copies:
-        """See [`Exchange.move`]; one kernel reads from all peers."""
+        """See [`Exchange.fetch_heads`]; one kernel reads from all peers."""
         segments = self.pool.channels[channel]
         turn = segments.published - 1
-        inline = not self.aside and self.pool.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.pool.device) if inline else None  # on which a new table arrives
-        shapes = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
-        key = (moves, turn % segments.count, stream, *shapes)
+        current = not self.own_stream and self.pool.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.pool.device) if current else None  # on which a new table arrives
+        layouts = ((tensor.shape, tensor.stride(), tensor.dtype) for tensor in into)
+        key = (this_round, turn % segments.count, stream, *layouts)
         table = segments.tables.get(key)
-        recording = torch.cuda.is_current_stream_capturing()
         if table is None:
-            table = self._table(segments, turn, moves, sources, into)
-            if not recording:  # what is recorded is written when it is replayed, if it ever is
-                remember(segments.tables, key, table)
-        if recording:
-            self.held.append(table)
+            table = self._table(segments, turn, this_round, tensors, into)
+            remember(segments.tables, key, table)
         with self._stream():
-            table.run(into, behind)
-            done = self._event() if self.aside else None
+            table.run(into, beside_kernel)
+            done = self._event() if self.own_stream else None
         self.sent += table.sent
         return _Copies(into, done, self.pool.device, table)
 
-    def leave(self, posted: Pending) -> None:
-        """See [`Exchange.leave`]."""
-        self.pool.left.append((posted, torch.cuda.current_stream(self.pool.device)))
+    def wait_later(self, pending: Pending) -> None:
+        """See [`Exchange.wait_later`]."""
+        self.pool.pending.append((pending, torch.cuda.current_stream(self.pool.device)))
 
     def _stream(self) -> AbstractContextManager[None]:
-        """Where copies go; they wait for what the current stream has done so far."""
-        if not self.aside:
+        """The stream of the copies; it waits for all that the current stream has been given so far."""
+        if not self.own_stream:
             return nullcontext()
         self.pool.stream.wait_stream(torch.cuda.current_stream(self.pool.device))
         context: AbstractContextManager[None] = torch.cuda.stream(self.pool.stream)
@@ -291,27 +266,26 @@ class Symmetric:
         self,
         segments: Segments,
         turn: int,
-        moves: HeadRound,
-        sources: Sequence[torch.Tensor],
+        this_round: HeadRound,
+        tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor],
     ) -> "Table":
         from .fused import Table
 
-        shapes = [(tensor.shape, tensor.dtype) for tensor in sources]
         pairs = []
-        for move in moves.incoming:
-            index = move.source.index
-            whole = segments.places(move.source.peer, turn, shapes)[index]
-            place = into[index][:, slice(*move.rows), slice(*move.heads)]
-            pairs.append((move.source.of(whole), place, index))
-        others = [block for block in moves.outgoing if block.peer != self.pool.group.rank]
-        sent = Traffic(len(others), sum(block.of(sources[block.index]).nbytes for block in others))
+        for move in this_round.incoming:
+            peer, index = move.source.peer, move.source.index
+            published = segments.tensors(peer, turn, this_round.shapes(peer, tensors))[index]
+            target = into[index][:, slice(*move.rows), slice(*move.heads)]
+            pairs.append((move.source.of(published), target, index))
+        blocks = [block for block in this_round.outgoing if block.peer != self.pool.group.rank]
+        sent = Traffic(len(blocks), sum(block.of(tensors[block.index]).nbytes for block in blocks))
         return Table(pairs, into, sent)
 
 
-def _capacity(most: int) -> int:
+def _segment_bytes(capacity: int) -> int:
     """Bytes of a segment, the same on ranks that publish more and fewer tensors."""
-    return most + _TENSORS * _ALIGNMENT
+    return capacity + _TENSORS * _ALIGNMENT
 
 
 def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
@@ -341,9 +315,10 @@ def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
     return offsets
 
 
-@lru_cache(maxsize=64)
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
-    """The pool of a group, or why its ranks cannot read each other's memory; on all of them alike. Collective, once.
+    """The symmetric memory of a group, or why its ranks cannot read each other's memory; on all of them alike.
+
+    Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
 
     Args:
         group ([`ContextGroup`]): The ranks.
@@ -351,34 +326,38 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     """
     refusal = _refusal(device)
     mine = (socket.gethostname(), device.index, refusal)
-    seen: list[tuple[str, int, str | None]] = [mine] * group.size
-    dist.all_gather_object(seen, mine, group=group.process_group)
-    problems = [f"rank {rank}: {problem}" for rank, (_, _, problem) in enumerate(seen) if problem]
-    if len({host for host, _, _ in seen}) > 1:
+    places: list[tuple[str, int, str | None]] = [mine] * group.size
+    dist.all_gather_object(places, mine, group=group.process_group)
+    problems = _by_rank(problem for _, _, problem in places)
+    if len({host for host, _, _ in places}) > 1:
         problems.append("the ranks are on several hosts")
-    elif len({index for _, index, _ in seen}) < group.size and not problems:
+    elif len({index for _, index, _ in places}) < group.size and not problems:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
     pool = SymmetricPool(group, device, _time_limit(group, device))
-    problem = _trial(pool, [index for _, index, _ in seen])
-    found: list[str | None] = [problem] * group.size
-    dist.all_gather_object(found, problem, group=group.process_group)
-    problems = [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem]
+    failure = _trial(pool, [index for _, index, _ in places])
+    failures: list[str | None] = [failure] * group.size
+    dist.all_gather_object(failures, failure, group=group.process_group)
+    problems = _by_rank(failures)
     if problems:
         logger.warning("hf_burst sends and receives, since symmetric memory cannot be had: %s", "; ".join(problems))
     return "; ".join(problems) if problems else pool
 
 
+def _by_rank(problems: Iterable[str | None]) -> list[str]:
+    return [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+
+
 def _trial(pool: SymmetricPool, indices: Sequence[int]) -> str | None:
     """Why the ranks cannot read each other's memory, found by trying."""
     own = pool.device.index
-    fully_masked = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
+    unreachable = [index for index in indices if index != own and not torch.cuda.can_device_access_peer(own, index)]
     try:
-        pool.segments("visitors", 1)
-    except RuntimeError as problem:  # containers may forbid what it takes
+        pool.segments("blocks", 1)
+    except RuntimeError as problem:  # containers may forbid it
         return str(problem).splitlines()[0]
-    return f"cannot read the memory of devices {fully_masked}" if fully_masked else None
+    return f"cannot read the memory of devices {unreachable}" if unreachable else None
 
 
 def _refusal(device: torch.device) -> str | None:

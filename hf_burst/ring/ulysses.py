@@ -1,13 +1,14 @@
-"""Heads exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509): before attention every rank gives its tokens of
-most heads away and gets the tokens of neighbouring ranks for its own heads; afterwards results go back.
+"""Heads exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509): every rank gives its tokens of most heads away, and
+gets the tokens of neighbouring ranks for its own heads. Afterwards results go back.
 
-The heads go in slices, so that the next slice is on its way while one is computed.
+The heads go in slices, so that the next slice is on its way while one is computed. Any ownership of chunks will do: the
+tokens of the ranks together are in the sequence's order.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -17,135 +18,168 @@ from .exchange import Exchange, HeadBlock, HeadMove, HeadRound, Pending, Shape
 
 @dataclass(frozen=True, eq=False)
 class UlyssesRanks:
-    """The ranks that exchange heads; one object for all layers.
+    """The neighbouring ranks that exchange heads, together one ring rank, and the tokens that each of them holds.
 
     Args:
-        sharding ([`Sharding`]): Who of the whole group holds what.
-        together ([`Sharding`]): What the places of the ring hold.
+        sharding ([`Sharding`]): Which rank of the whole group holds which tokens.
         rank (`int`): This rank of the group.
-        ulysses (`int`): How many ranks exchange heads.
+        degree (`int`): How many ranks exchange heads.
     """
 
     sharding: Sharding
-    together: Sharding
     rank: int
-    ulysses: int
+    degree: int
+
+    @cached_property
+    def together(self) -> Sharding:
+        """The tokens of each ring rank."""
+        return self.sharding.joined(self.degree)
+
+    @property
+    def ring_rank(self) -> int:
+        """The ring rank that these ranks are together."""
+        return self.rank // self.degree
 
     @property
     def tokens(self) -> int:
-        """How many tokens the mates have together."""
-        return self.together.tokens(self.rank // self.ulysses)
+        """How many tokens these ranks hold together."""
+        return self.together.tokens(self.ring_rank)
 
     @property
     def member(self) -> int:
-        """Which of the mates this rank is."""
-        return self.rank % self.ulysses
+        """The number of this rank among them."""
+        return self.rank % self.degree
 
     @property
     def ranks(self) -> range:
-        """The mates as the group numbers them."""
+        """Their ranks in the group."""
         first = self.rank - self.member
-        return range(first, first + self.ulysses)
+        return range(first, first + self.degree)
 
-    def spans(self, mate: int) -> list[tuple[int, int, int]]:
-        """Where the tokens of a rank lie in the shard that the mates have together: first row there, first row of the
-        rank's own shard, how many."""
-        shared = self.together.runs(self.rank // self.ulysses)
-        found = []
-        for run in self.sharding.runs(mate):
-            home = next(whole for whole in shared if whole.start <= run.start < whole.stop)
-            found.append((home.local + run.start - home.start, run.local, run.size))
-        return found
+    def spans(self, rank: int) -> list[tuple[int, int, int]]:
+        """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
+        shard, how many."""
+        runs = self.together.runs(self.ring_rank)
+        spans = []
+        for run in self.sharding.runs(rank):
+            whole = next(whole for whole in runs if whole.start <= run.start < whole.stop)
+            spans.append((whole.local + run.start - whole.start, run.local, run.size))
+        return spans
 
 
 @lru_cache(maxsize=64)
-def ulysses_ranks_of(sharding: Sharding, together: Sharding, rank: int, ulysses: int) -> UlyssesRanks:
+def ulysses_ranks_of(sharding: Sharding, rank: int, degree: int) -> UlyssesRanks:
     """The [`UlyssesRanks`]: one object for all layers and for batches that are cut alike."""
-    return UlyssesRanks(sharding, together, rank, ulysses)
+    return UlyssesRanks(sharding, rank, degree)
 
 
-class HeadsIn:
+class TokensToHeads:
     """Tensors on their way from a rank's tokens of all heads to all tokens of a rank's heads.
 
     Args:
         exchange ([`Exchange`]): The messages.
-        mates ([`UlyssesRanks`]): Who exchanges.
+        owners (sequence of [`UlyssesRanks`]): Who exchanges, and holds which tokens, of each tensor.
         tensors (sequence of `torch.Tensor` of shape `(B, n, H, D)`): What is exchanged.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(self, exchange: Exchange, mates: UlyssesRanks, tensors: Sequence[torch.Tensor], slices: int) -> None:
-        self.exchange, self.mates, self.tensors, self.slices = exchange, mates, tensors, slices
-        self.heads = tuple(tensor.shape[2] // mates.ulysses // slices for tensor in tensors)
-        exchange.publish("heads in", tensors, sum(tensor.nbytes for tensor in tensors))
+    def __init__(
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[torch.Tensor], slices: int
+    ) -> None:
+        self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
+        degree = self.owners[0].degree
+        self.heads = tuple(tensor.shape[2] // degree // slices for tensor in tensors)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        exchange.publish("tokens to heads", tensors, _capacity(shapes, [owner.sharding for owner in owners]))
 
-    def fetch(self, index: int, into: Sequence[torch.Tensor], behind: bool) -> Pending:
-        """Starts to fetch a slice into tensors of shape `(B, N, H / ranks / slices, D)`: `behind` another kernel by few
-        multiprocessors, else by all."""
-        moves = _moves_in(self.mates, self.heads, self.slices, index)
-        return self.exchange.move("heads in", moves, self.tensors, into, 2 * index, behind)
+    def fetch(self, index: int, into: Sequence[torch.Tensor], beside_kernel: bool) -> Pending:
+        """Starts to fetch a slice.
+
+        Args:
+            index (`int`): The slice.
+            into (sequence of `torch.Tensor` of shape `(B, N, H / ranks / slices, D)`): Where it goes.
+            beside_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
+        """
+        this_round = _round_to_heads(self.owners, self.heads, self.slices, index)
+        return self.exchange.fetch_heads("tokens to heads", this_round, self.tensors, into, 2 * index, beside_kernel)
 
 
-class HeadsOut:
+class HeadsToTokens:
     """Results on their way back, slice by slice.
 
     Args:
         exchange ([`Exchange`]): The messages.
-        mates ([`UlyssesRanks`]): Who exchanges.
+        owners (sequence of [`UlyssesRanks`]): Who exchanges, and holds which tokens, of each result.
         results (sequence of `torch.Tensor` of shape `(B, n, H, D)`): Where results go.
         slices (`int`): Into how many slices the heads of a rank are cut.
     """
 
-    def __init__(self, exchange: Exchange, mates: UlyssesRanks, results: Sequence[torch.Tensor], slices: int) -> None:
-        self.exchange, self.mates, self.results, self.slices = exchange, mates, results, slices
-        self.under_way: list[Pending] = []
+    def __init__(
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[torch.Tensor], slices: int
+    ) -> None:
+        self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
+        self.together = [owner.together for owner in owners]
+        self.pending: list[Pending] = []
 
-    def room(self, shapes: Sequence[Shape]) -> Sequence[torch.Tensor | None]:
-        """Where the results of the next slice, of these shapes, may be written."""
-        return self.exchange.room(
-            "heads out", shapes, sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-        )
+    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[torch.Tensor | None]:
+        """Buffers into which a kernel may write the results of the next slice, of these shapes."""
+        return self.exchange.output_buffers("heads to tokens", shapes, _capacity(shapes, self.together))
 
     def send(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
-        self.exchange.publish("heads out", tensors, sum(tensor.nbytes for tensor in tensors))
-        moves = _moves_out(self.mates, tuple(tensor.shape[2] for tensor in tensors), self.slices, index)
-        behind = index + 1 < self.slices
-        self.under_way.append(self.exchange.move("heads out", moves, tensors, self.results, 2 * index + 1, behind))
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self.exchange.publish("heads to tokens", tensors, _capacity(shapes, self.together))
+        heads = tuple(tensor.shape[2] for tensor in tensors)
+        this_round = _round_to_tokens(self.owners, heads, self.slices, index)
+        beside_kernel, tag = index + 1 < self.slices, 2 * index + 1
+        pending = self.exchange.fetch_heads(
+            "heads to tokens", this_round, tensors, self.results, tag, beside_kernel=beside_kernel
+        )
+        self.pending.append(pending)
 
     def finish(self) -> None:
-        """Waits for what is still under way."""
-        for posted in self.under_way:
-            posted.wait()
-        self.under_way = []
+        """Waits for the slices that are still under way."""
+        for pending in self.pending:
+            pending.wait()
+        self.pending = []
+
+
+def _capacity(shapes: Sequence[Shape], shardings: Sequence[Sharding]) -> int:
+    """Bytes of such tensors on the rank that holds the most of their tokens."""
+    return sum(
+        math.prod(shape) // shape[1] * sharding.most_tokens * dtype.itemsize
+        for (shape, dtype), sharding in zip(shapes, shardings, strict=True)
+    )
 
 
 @lru_cache(maxsize=256)
-def _moves_in(mates: UlyssesRanks, heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
-    """What each mate fetches of a slice; `heads` of every tensor are in it."""
-    given, taken = [], []
-    for mate, rank in enumerate(mates.ranks):
-        for which, count in enumerate(heads):
-            wanted = (mates.member * slices + index) * count
-            offered = (mate * slices + index) * count
-            for _, row, size in mates.spans(mates.rank):
-                given.append(HeadBlock(rank, which, (row, row + size), (offered, offered + count)))
-            for there, row, size in mates.spans(rank):
-                source = HeadBlock(rank, which, (row, row + size), (wanted, wanted + count))
-                taken.append(HeadMove(source, (there, there + size), (0, count)))
-    return HeadRound(tuple(given), tuple(taken))
+def _round_to_heads(owners: tuple[UlyssesRanks, ...], heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
+    """Who fetches which rows and heads of a slice, into which there go so many `heads` of each tensor."""
+    own, outgoing, incoming = owners[0], [], []
+    for member, rank in enumerate(own.ranks):
+        for tensor, (owner, count) in enumerate(zip(owners, heads, strict=True)):
+            wanted = (own.member * slices + index) * count
+            offered = (member * slices + index) * count
+            for _, row, size in owner.spans(own.rank):
+                outgoing.append(HeadBlock(rank, tensor, (row, row + size), (offered, offered + count)))
+            for row_together, row, size in owner.spans(rank):
+                source = HeadBlock(rank, tensor, (row, row + size), (wanted, wanted + count))
+                incoming.append(HeadMove(source, (row_together, row_together + size), (0, count)))
+    rows = {rank: tuple(owner.sharding.tokens(rank) for owner in owners) for rank in own.ranks}
+    return HeadRound(tuple(outgoing), tuple(incoming), rows)
 
 
 @lru_cache(maxsize=256)
-def _moves_out(mates: UlyssesRanks, heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
-    """As [`_moves_in`], the other way round."""
-    given, taken = [], []
-    for mate, rank in enumerate(mates.ranks):
-        for which, count in enumerate(heads):
-            place = (mate * slices + index) * count
-            for there, _, size in mates.spans(rank):
-                given.append(HeadBlock(rank, which, (there, there + size), (0, count)))
-            for there, row, size in mates.spans(mates.rank):
-                source = HeadBlock(rank, which, (there, there + size), (0, count))
-                taken.append(HeadMove(source, (row, row + size), (place, place + count)))
-    return HeadRound(tuple(given), tuple(taken))
+def _round_to_tokens(owners: tuple[UlyssesRanks, ...], heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
+    """As [`_round_to_heads`], the other way round."""
+    own, outgoing, incoming = owners[0], [], []
+    for member, rank in enumerate(own.ranks):
+        for tensor, (owner, count) in enumerate(zip(owners, heads, strict=True)):
+            first_head = (member * slices + index) * count
+            for row_together, _, size in owner.spans(rank):
+                outgoing.append(HeadBlock(rank, tensor, (row_together, row_together + size), (0, count)))
+            for row_together, row, size in owner.spans(own.rank):
+                source = HeadBlock(rank, tensor, (row_together, row_together + size), (0, count))
+                incoming.append(HeadMove(source, (row, row + size), (first_head, first_head + count)))
+    rows = {rank: tuple(owner.tokens for owner in owners) for rank in own.ranks}
+    return HeadRound(tuple(outgoing), tuple(incoming), rows)

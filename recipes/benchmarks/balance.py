@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.cli.bench_contenders import Documents
 from hf_burst.cli.bench_report import git_commit
-from hf_burst.plan import Layer, Mask, Shapes, assign, choose, cut, imbalance, imbalance_of_rounds
-from hf_burst.plan.machine import h200
+from hf_burst.plan import Mask, assign, choose, cut, imbalance, imbalance_of_steps
 
-SHAPES = Shapes(q_heads=32, kv_heads=8, head_dim=128, value_dim=128, itemsize=2, accumulator_itemsize=4)
+Q_HEADS, KV_HEADS, HOST = 32, 8, 8
 WAYS = ("contiguous", "zigzag", "balanced")
 
 
@@ -40,19 +39,17 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     rounds: dict[str, list[float | None]] = {way: [] for way in WAYS}
     seconds, choices, chunks = [], [], []
-    whole = Mask(batches[0][-1])
-    usual = choose("auto", Layer((whole,), cut(whole.length, assign((whole,), ranks)), SHAPES), h200()).route
     for documents in batches:
         mask = Mask(documents[-1], documents=documents)
         start = time.perf_counter()
         owners = assign((mask,), ranks)
         seconds.append(time.perf_counter() - start)
-        choose("auto", Layer((mask,), cut(mask.length, owners), SHAPES), h200(), usual=usual)
+        choose((mask,), cut(mask.length, owners), Q_HEADS, KV_HEADS, min(HOST, ranks))
         choices.append(time.perf_counter() - start - seconds[-1])
         chunks.append(len(owners) // ranks)
         for way in WAYS:
             found[way].append(imbalance((mask,), assign((mask,), ranks, way)))
-            rounds[way].append(imbalance_of_rounds((mask,), assign((mask,), ranks, way)))
+            rounds[way].append(imbalance_of_steps((mask,), assign((mask,), ranks, way)))
     return {
         "ranks": ranks,
         "batches": len(batches),

@@ -1,0 +1,118 @@
+"""What checkpointed layers keep of their attention, so that the backward pass does not compute it a second time."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import KernelError
+from ..layout import SequenceLayout
+from ..resources import resources_of
+from .operator import TrackedAttention
+from .prepare import InputKind, head_sizes, sharded_attention
+from .request import AttentionRequest
+
+
+class CachedAttention(NamedTuple):
+    """The results of an attention: all of them, or the last rows of every rank and the layout of those before.
+
+    Args:
+        out (`torch.Tensor` of shape `(B, rows, Hq, Dv)`): The outputs.
+        lse (`torch.Tensor` of shape `(B, rows, Hq)`): The log-sum-exps.
+        beginning ([`SequenceLayout`], *optional*): Of the tokens whose rows are missing.
+        shape (`torch.Size`): Of q.
+        request ([`AttentionRequest`]): What was asked for.
+        version (`int`): How often the outputs had been changed in place by then.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    beginning: SequenceLayout | None
+    shape: torch.Size
+    request: AttentionRequest
+    version: int
+
+    def recall(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        encoded: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
+        request, out, lse = self.request, self.out.detach(), self.lse.detach()
+        if self.beginning is not None:
+            rows = q.shape[1] - out.shape[1]
+            first = (tensor[:, :rows] for tensor in (q, k, v))
+            first_out, first_lse, _ = torch.ops.hf_burst.attention(
+                *first, sinks, self.beginning.encode(), *request.flatten()
+            )
+            out = torch.cat([first_out, out], 1)
+            lse = torch.cat([first_lse.transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
+        inputs = InputKind(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
+        attention = sharded_attention(request, encoded, inputs)
+        if attention.schedule.ulysses == 1:
+            return out, lse, []
+        with resources_of(request.group).messages(q.device, request.transport) as exchange:
+            return out, lse, attention.exchanged(exchange, q, k, v)
+
+
+class AttentionCache:
+    """The attentions of one run of a checkpointed region, in their order.
+
+    Args:
+        share (`float`): How much is kept, from the end of the sequence; see [`BurstConfig`].
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.entries: list[CachedAttention] = []
+        self.position: int | None = None  # of the next entry where the region runs again
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        encoded: torch.Tensor,
+        request: AttentionRequest,
+    ) -> torch.Tensor:
+        """`torch.ops.hf_burst.attention` without its `lse`: computed, or recalled where the region runs again."""
+        tracked = torch.is_grad_enabled()  # an attention without a graph is none that the backward pass asks for
+        if tracked and self.position is not None and self.position < len(self.entries):
+            entry = self.entries[self.position]
+            self.position += 1
+            _check_unchanged(entry, q, request)
+            recalled: Any = TrackedAttention.apply(q, k, v, sinks, encoded, request.flatten(), entry.recall)
+            again: torch.Tensor = recalled[0]
+            return again
+        out: torch.Tensor
+        out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
+        if tracked and self.position is None:
+            self.entries.append(self._entry(out.detach(), lse.detach(), q.shape, encoded, request))
+        return out
+
+    def _entry(
+        self, out: torch.Tensor, lse: torch.Tensor, shape: torch.Size, encoded: torch.Tensor, request: AttentionRequest
+    ) -> CachedAttention:
+        partial = request.pattern.causal and self.share < 1
+        beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share) if partial else None
+        if beginning is not None:
+            rows = beginning.length // beginning.ranks
+            out, lse = out[:, rows:].clone(), lse[:, rows:].clone()
+        return CachedAttention(out, lse, beginning, shape, request, out._version)
+
+
+def _check_unchanged(entry: CachedAttention, q: torch.Tensor, request: AttentionRequest) -> None:
+    """Raises if the region runs otherwise than it did first."""
+    if (entry.shape, entry.request) != (q.shape, request):
+        raise KernelError(
+            "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "
+            "BurstConfig(attention_keep=0.0)."
+        )
+    if entry.out._version != entry.version:
+        raise KernelError(
+            "A checkpointed layer changed what its attention returned in place, so that it is not there when "
+            "the layer runs again. Change a copy, or keep nothing: BurstConfig(attention_keep=0.0)."
+        )

@@ -1,0 +1,192 @@
+"""`burst_attention`, the public function, and its checks; `attend`, the way that models take, too."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import BatchError, KernelError, ShardingError
+from ..layout import SequenceLayout
+from ..mesh import ContextGroup
+from .cache import AttentionCache
+from .choice import machine_of_group, named_schedule, with_schedule
+from .prepare import deterministic, head_sizes, kernel_for
+from .request import AttentionRequest
+
+
+def burst_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: SequenceLayout,
+    request: AttentionRequest,
+    *,
+    sinks: torch.Tensor | None = None,
+    check: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention over a sequence that lies on the ranks of a group (BurstAttention, arXiv 2403.09347).
+
+    Args:
+        q (`torch.Tensor` of shape `(batch, n, q_heads, head_dim)`): This rank's queries, `n = layout.length / ranks`.
+        k (`torch.Tensor` of shape `(batch, n, kv_heads, head_dim)`): This rank's keys; `kv_heads` divides `q_heads`.
+        v (`torch.Tensor` of shape `(batch, n, kv_heads, value_dim)`): This rank's values.
+        layout ([`SequenceLayout`]): How the batch lies over the ranks; equal on all of them.
+        request ([`AttentionRequest`]): The ranks, the mask pattern, the scores, kernel, schedule and transport.
+        sinks (`torch.Tensor` of shape `(q_heads,)`, *optional*): A further score of every row, whose value is 0.
+        check (`bool`, defaults to `True`): Whether the ranks compare what they are about to compute: one small
+            all-gather, without which different inputs on the ranks hang the job.
+
+    Returns:
+        `out` of shape `(batch, n, q_heads, value_dim)` in the dtype of q, and `lse` of shape `(batch, n, q_heads)` in
+        fp32 (fp64 for fp64), the log-sum-exp of the scores of each row, that of its sink included.
+
+    Raises:
+        BurstError: If inputs are wrong, on every rank (with `check`) and before any of them is sent.
+
+    Example:
+
+    ```python
+    >>> request = AttentionRequest(ContextGroup.from_mesh(None), MaskPattern(window=4095))
+    >>> out, lse = burst_attention(q, k, v, SequenceLayout.for_batch([(0, 131072)], ranks=8), request)
+    ```
+    """
+    error: Exception | None = None
+    facts: dict[str, Any] = {}
+    try:
+        facts = _checked_facts(q, k, v, layout, request, sinks)
+    except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+        error = problem
+    if check:
+        request.group.agree(facts, error, _device_of(q, request.group))
+        machine_of_group(request.group, q.device, request.kernel)
+    elif error is not None:
+        raise error
+    request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k)
+    out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, layout.encode(), *request.flatten())
+    return out, lse
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layout: SequenceLayout,
+    encoded: torch.Tensor,
+    request: AttentionRequest,
+    cache: AttentionCache | None = None,
+) -> torch.Tensor:
+    """The output of attention whose inputs the ranks have agreed on, as in [`burst_attention`].
+
+    Args:
+        q, k, v, sinks, layout, request: As in [`burst_attention`]; the request has its scores.
+        encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
+        cache ([`AttentionCache`], *optional*): That of the checkpointed layer which runs.
+    """
+    request = with_schedule(request, layout, q, k)
+    if cache is not None:
+        return cache.attention(q, k, v, sinks, encoded, request)
+    out: torch.Tensor = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())[0]
+    return out
+
+
+def _checked_facts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: SequenceLayout,
+    request: AttentionRequest,
+    sinks: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The facts that must be equal on all ranks, of inputs that are right on this one."""
+    expected = (q, torch.Tensor), (k, torch.Tensor), (v, torch.Tensor), (layout, SequenceLayout)
+    if not all(isinstance(value, kind) for value, kind in (*expected, (request, AttentionRequest))):
+        kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout, request))
+        raise BatchError(f"Attention takes three tensors, a SequenceLayout and an AttentionRequest, got {kinds}.")
+    _check_tensors(q, k, v)
+    _check_layout(q, layout, request.group)
+    _check_request(request, q, sinks)
+    pattern, request = request.pattern, request.with_scale(q.shape[-1])
+    layout.masks(pattern)
+    sizes, windowed = head_sizes(q, k, v), pattern.window is not None
+    if request.schedule != "auto":
+        windowed |= named_schedule(request.schedule, sizes, request.group.size).ring == "all_gather"
+    kernel = kernel_for(request, sizes, q.dtype, q.device, windowed, deterministic())
+    return {
+        "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
+        "dtype": str(q.dtype),
+        "layout": str(layout.encode().tolist()),
+        "mask pattern": str(pattern),
+        "scores, sinks": [str(request.scores), sinks is not None],
+        "kernel, schedule, transport": [request.kernel, request.schedule, request.transport],
+        "kernel": kernel.capabilities.name,
+        "gradients": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
+    }
+
+
+def _device_of(q: Any, group: ContextGroup) -> torch.device:
+    """Where the ranks speak to each other: that of the queries, or of the backend where they are none."""
+    if isinstance(q, torch.Tensor) and q.device.type in ("cpu", "cuda"):
+        return q.device
+    on_gpus = group.size > 1 and dist.get_backend(group.process_group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raises for tensors that do not fit each other."""
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
+    if any(tensor.ndim != 4 for tensor in (q, k, v)):
+        raise BatchError(f"q, k and v are (batch, tokens, heads, head size), got {shapes}.")
+    if len({(tensor.dtype, tensor.device) for tensor in (q, k, v)}) > 1:
+        kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
+        raise BatchError(f"q, k and v need one dtype and one device, got {kinds}.")
+    if (
+        0 in (*q.shape, *v.shape)
+        or q.shape[:2] != k.shape[:2]
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[3] != k.shape[3]
+    ):
+        raise BatchError(f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.")
+    if q.shape[2] % k.shape[2]:
+        raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")
+
+
+def _check_layout(q: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
+    """Raises for a layout that does not fit the queries or the group."""
+    if layout.ranks != group.size:
+        raise ShardingError(
+            f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
+            "the attention runs on."
+        )
+    if layout.length % len(layout.sharding.owners):
+        raise ShardingError(
+            f"The layout has {layout.length} tokens in {len(layout.sharding.owners)} chunks, which are not equal. Make "
+            "it by SequenceLayout.for_batch, which pads."
+        )
+    if len({layout.owners.count(rank) for rank in range(layout.ranks)}) > 1:
+        raise ShardingError(
+            f"The layout's chunks have owners {layout.owners}: every rank must hold as many. Make it by "
+            "SequenceLayout.for_batch."
+        )
+    own = layout.sharding.tokens(group.rank)
+    if q.shape[1] != own or q.shape[0] != layout.batch_size:
+        raise ShardingError(
+            f"Rank {group.rank} of {group.size} should hold {layout.batch_size} x {own} tokens of a batch of "
+            f"{layout.batch_size} x {layout.length}, q has {q.shape[0]} x {q.shape[1]}. Shard the batch with "
+            "hf_burst.shard_batch."
+        )
+
+
+def _check_request(request: AttentionRequest, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Raises for a chunk size, a soft-capping or sinks that mean nothing."""
+    size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
+    if size is not None and size < 1:
+        raise BatchError(f"attention_chunk_size is {size}; give tokens, at least 1, or None for whole documents.")
+    if not 0 <= softcap < math.inf:
+        raise BatchError(f"softcap is {softcap}; give a positive number, or 0 for none.")
+    if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):
+        raise BatchError(
+            f"sinks are of shape {tuple(sinks.shape)} on {sinks.device}; give one score a query head, ({q.shape[2]},), "
+            f"on {q.device}."
+        )

@@ -1,0 +1,103 @@
+"""The exchange of heads as a differentiable operation: for layers that treat each head by itself and every token in its
+place, such as recurrent ones. Attention exchanges by the same rounds, slice by slice."""
+
+from typing import Any
+
+import torch
+
+from ..errors import ShardingError
+from ..mesh import ContextGroup
+from ..plan import Sharding
+from ..resources import resources_of
+from ..ring import HeadsToTokens, TokensToHeads, ulysses_ranks_of
+
+
+def tokens_to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
+    """Gives this rank's tokens of most heads away, and gets all tokens of its own heads.
+
+    Args:
+        x (`torch.Tensor` of shape `(batch, n, heads, dim)`): This rank's tokens, of any ownership of chunks. The size
+            of the group divides the heads.
+        sharding ([`Sharding`]): Which rank holds which tokens; equal on all ranks.
+        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time, with equal batch and heads.
+        transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+
+    Returns:
+        `torch.Tensor` of shape `(batch, length, heads / ranks, dim)`, in the sequence's order; rank r has the r-th
+        share of the heads. Its gradient takes the way back, see [`heads_to_tokens`].
+
+    Raises:
+        ShardingError: If shapes, sharding and group do not fit.
+    """
+    _check(x, sharding, group, x.shape[1] if x.ndim == 4 else 0, x.shape[2] if x.ndim == 4 else 0)
+    return x if group.size == 1 else _TokensToHeads.apply(x, sharding, group, transport)
+
+
+def heads_to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
+    """The inverse of [`tokens_to_heads`].
+
+    Args:
+        x (`torch.Tensor` of shape `(batch, length, heads / ranks, dim)`): All tokens of this rank's heads.
+        sharding, group, transport: As in [`tokens_to_heads`].
+
+    Returns:
+        `torch.Tensor` of shape `(batch, n, heads, dim)`: this rank's tokens of all heads.
+
+    Raises:
+        ShardingError: If shapes, sharding and group do not fit.
+    """
+    own = sharding.tokens(group.rank) if x.ndim == 4 and x.shape[1] == sharding.length else -1
+    _check(x, sharding, group, own, group.size)
+    return x if group.size == 1 else _HeadsToTokens.apply(x, sharding, group, transport)
+
+
+def _check(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
+    fits = sharding.ranks == group.size and tokens == sharding.tokens(group.rank)
+    if x.ndim != 4 or not fits or heads % group.size:
+        raise ShardingError(
+            f"A tensor of shape {tuple(x.shape)} on rank {group.rank} of {group.size} does not fit {sharding.length} "
+            f"tokens over {sharding.ranks} ranks, with heads in the third dimension that the ranks divide. Exchange "
+            "what belongs to one head together, and tokens as the layout's sharding has them."
+        )
+
+
+def _to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str) -> torch.Tensor:
+    owner = ulysses_ranks_of(sharding, group.rank, group.size)
+    result = x.new_empty(x.shape[0], sharding.length, x.shape[2] // group.size, x.shape[3])
+    with resources_of(group).messages(x.device, transport) as exchange:
+        TokensToHeads(exchange, (owner,), (x,), slices=1).fetch(0, (result,), beside_kernel=False).wait()
+    return result
+
+
+def _to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str) -> torch.Tensor:
+    owner = ulysses_ranks_of(sharding, group.rank, group.size)
+    result = x.new_empty(x.shape[0], sharding.tokens(group.rank), x.shape[2] * group.size, x.shape[3])
+    with resources_of(group).messages(x.device, transport) as exchange:
+        leaving = HeadsToTokens(exchange, (owner,), (result,), slices=1)
+        leaving.send(0, (x,))
+        leaving.finish()
+    return result
+
+
+class _TokensToHeads(torch.autograd.Function):
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx: Any, x: torch.Tensor, *settings: Any) -> torch.Tensor:
+        ctx.settings = settings
+        return _to_heads(x, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return heads_to_tokens(gradients[0], *ctx.settings), None, None, None
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    @staticmethod
+    @torch.compiler.disable
+    def forward(ctx: Any, x: torch.Tensor, *settings: Any) -> torch.Tensor:
+        ctx.settings = settings
+        return _to_tokens(x, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return tokens_to_heads(gradients[0], *ctx.settings), None, None, None

@@ -1,0 +1,73 @@
+"""`AttentionRequest`, one value that says what an attention is: built once, and flattened only at the operator."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..kernels import Scores
+from ..mesh import ContextGroup
+from ..plan import MaskPattern
+
+# The plain numbers and names of a request, as torch.library declares them. A missing window is -1, a missing
+# attention_chunk_size 0, and one process is the group "".
+SCHEMA = (
+    "bool causal, int window, int attention_chunk_size, float scale, float softcap, str kernel, str schedule, "
+    "str transport, str group"
+)
+_ONE_PROCESS, _CAUSAL = ContextGroup(), MaskPattern()
+Flat = tuple[bool, int, int, float, float, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class AttentionRequest:
+    """What an attention is, beside its tensors and the layout of its batch.
+
+    Args:
+        group ([`ContextGroup`], defaults to one process): The ranks that hold the sequence.
+        pattern ([`MaskPattern`], defaults to causal): What queries see inside of their document.
+        scores ([`Scores`], *optional*): Scale and soft-capping; the scale `head_dim ** -0.5` by default.
+        kernel (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+    """
+
+    group: ContextGroup = _ONE_PROCESS
+    pattern: MaskPattern = _CAUSAL
+    scores: Scores | None = None
+    kernel: str = "auto"
+    schedule: str = "auto"
+    transport: str = "auto"
+
+    def with_scale(self, head_dim: int) -> "AttentionRequest":
+        """The request with the scores for heads of this size, where it has none."""
+        return self if self.scores is not None else replace(self, scores=Scores(head_dim**-0.5))
+
+    def flatten(self) -> Flat:
+        """The request as the operator takes it, in the order of `SCHEMA`."""
+        assert self.scores is not None, "with_scale sets them"
+        window, attention_chunk_size = self.pattern.window, self.pattern.attention_chunk_size
+        return (
+            self.pattern.causal,
+            -1 if window is None else window,
+            attention_chunk_size or 0,
+            self.scores.scale,
+            self.scores.softcap,
+            self.kernel,
+            self.schedule,
+            self.transport,
+            self.group.name,
+        )
+
+    @classmethod
+    def restore(cls, flat: Flat) -> "AttentionRequest":
+        """The request that [`AttentionRequest.flatten`] wrote."""
+        *numbers, name = flat
+        group = ContextGroup.from_name(str(name))
+        return _restored(tuple(numbers), group)
+
+
+@lru_cache(maxsize=256)
+def _restored(numbers: tuple[Any, ...], group: ContextGroup) -> AttentionRequest:
+    causal, window, attention_chunk_size, scale, softcap, kernel, schedule, transport = numbers
+    pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
+    return AttentionRequest(group, pattern, Scores(scale, softcap), kernel, schedule, transport)

@@ -1,0 +1,132 @@
+"""What the ranks of a process group hold together: symmetric memory, and what they know of the machine they run on.
+
+Each is made or agreed on at its first use, by all ranks at the same time. It lives as long as the process group itself:
+a group that is destroyed takes its resources along, and one that is made anew begins without any.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .calibrate import machine_for
+from .errors import ConfigError
+from .mesh import ContextGroup
+from .plan import Machine
+from .ring import Exchange, PeerToPeer, Symmetric, SymmetricPool, open_pool
+
+
+class GroupResources:
+    """The resources of one group.
+
+    Args:
+        group ([`ContextGroup`]): The ranks. Every one of them calls the methods at the same time.
+    """
+
+    def __init__(self, group: ContextGroup) -> None:
+        self.group = group
+        self._machines: dict[tuple[torch.device, str], Machine] = {}
+        self._pools: dict[torch.device, SymmetricPool | str] = {}
+
+    def machine(self, device: torch.device, kernel: str) -> Machine:
+        """The machine that the ranks run on; the same on all of them.
+
+        Args:
+            device (`torch.device`): Where this rank computes.
+            kernel (`str`): The kernel of [`BurstConfig`], possibly `"auto"`.
+        """
+        key = device, kernel
+        if key not in self._machines:
+            self._machines[key] = machine_for(self.group, device, None if kernel == "auto" else kernel)
+        return self._machines[key]
+
+    def pool(self, device: torch.device) -> SymmetricPool | str:
+        """The symmetric memory of the ranks, or why they have none.
+
+        Args:
+            device (`torch.device`): Where this rank computes.
+        """
+        if device not in self._pools:
+            self._pools[device] = open_pool(self.group, device)
+        return self._pools[device]
+
+    @contextmanager
+    def messages(self, device: torch.device, transport: str) -> Iterator[Exchange]:
+        """The messages of one pass. A failure in its middle is noted down: ranks need not agree then on what was sent.
+
+        Args:
+            device (`torch.device`): Where this rank computes.
+            transport (`str`): As in [`BurstConfig`].
+
+        Raises:
+            ConfigError: As [`GroupResources.exchange`].
+        """
+        exchange = self.exchange(device, transport)
+        try:
+            yield exchange
+        except Exception as problem:
+            if isinstance(exchange, Symmetric):
+                exchange.pool.failure = repr(problem).splitlines()[0]
+            raise
+
+    def exchange(self, device: torch.device, transport: str) -> Exchange:
+        """The messages of one pass.
+
+        Args:
+            device (`torch.device`): Where this rank computes.
+            transport (`str`): As in [`BurstConfig`].
+
+        Raises:
+            ConfigError: If the ranks cannot read each other's memory although that was asked for; if an attention ended
+                in the middle; or if the caller records a CUDA graph, which would not take part in the turns in which
+                ranks publish.
+        """
+        if self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda"):
+            return PeerToPeer(self.group, device)
+        pool = self.pool(device)
+        if isinstance(pool, str):
+            if transport == "symmetric":
+                raise ConfigError(
+                    f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
+                )
+            return PeerToPeer(self.group, device)
+        if pool.failure:
+            raise ConfigError(
+                f"An attention over these ranks ended in the middle ({pool.failure}), so that they no longer agree on "
+                "what was sent. Start the job anew, with smaller batches if memory was short."
+            )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
+                "Set BurstConfig(transport='p2p'), or leave it out of the graph."
+            )
+        pool.settle()
+        return Symmetric(pool)
+
+    def close(self) -> None:
+        """Frees the symmetric memory and forgets the machine; the next use makes them anew, on all ranks."""
+        for pool in self._pools.values():
+            if isinstance(pool, SymmetricPool):
+                pool.close()
+        self._pools.clear()
+        self._machines.clear()
+
+
+_OPEN: WeakKeyDictionary[dist.ProcessGroup, GroupResources] = WeakKeyDictionary()
+
+
+def resources_of(group: ContextGroup) -> GroupResources:
+    """The resources of a group; those of one process are new each time and hold nothing.
+
+    Args:
+        group ([`ContextGroup`]): The ranks.
+    """
+    if group.size == 1:
+        return GroupResources(group)
+    process_group = group.process_group
+    resources = _OPEN.get(process_group)
+    if resources is None:
+        resources = _OPEN[process_group] = GroupResources(group)
+    return resources
