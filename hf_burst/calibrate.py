@@ -1,5 +1,5 @@
-"""Measuring a machine in seconds, and remembering it: what the cost model of `hf_burst.plan` is told of kernel, memory
-and links. All ranks of a group are told the same, that of the slowest, so that all choose alike."""
+"""Measuring a machine in seconds, and remembering it: kernel, memory and links for the cost model of `hf_burst.plan`.
+All ranks of a group get the same numbers, those of the slowest."""
 
 import logging
 import math
@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -53,14 +52,13 @@ _GPU = _Sizes(torch.bfloat16, 32, 8, 128, (1024, 2048, 4096, 8192, 16384), (1 <<
 _CPU = _Sizes(torch.float32, 4, 2, 64, (64, 256, 1024), (1 << 16, 1 << 20, 1 << 23), 1 << 25)
 
 
-@lru_cache(maxsize=16)
 def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = None) -> Machine:
-    """The machine that a group runs on: as it was measured by [`calibrate`], or else as its device is known.
+    """The machine that a group runs on: as [`calibrate`] measured it, or else as its device is known.
 
-    Measures nothing; once for each group, one small all-gather.
+    Measures nothing. A collective: every rank calls it, and takes part in one small all-gather.
 
     Args:
-        group ([`ContextGroup`]): The ranks; every one of them calls it.
+        group ([`ContextGroup`]): The ranks.
         device (`torch.device`): Where they compute.
         kernel (`str`, *optional*): Name of the kernel that computes; the one chosen by itself by default.
 
@@ -69,18 +67,17 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
     """
     kernel = kernel or default_kernel(device).capabilities.name
     name = device_name(device)
-    found = _cached(name, kernel, group.size) if group.rank == 0 else {}
-    own = {"host": socket.gethostname(), "memory": _memory(device), "name": name, "cached": found, "kernel": kernel}
-    reports = _gather(group, {**own, "reaches": _reaches_peers(device)})
+    profiles = _profiles(name, kernel, group.size) if group.rank == 0 else {}
+    reports = _gather(group, {**_report(device), "name": name, "kernel": kernel, "profiles": profiles})
+    first, memory = reports[0], min(report["memory"] for report in reports)
     per_host = ranks_per_host([report["host"] for report in reports])
-    memory = min(report["memory"] for report in reports)
-    machine = _remembered(reports[0]["name"], reports[0]["kernel"], memory, per_host, reports[0]["cached"])
+    machine = _known(first["name"], first["kernel"], memory, per_host, first["profiles"])
     return machine if all(report["reaches"] for report in reports) else replace(machine, symmetric=None)
 
 
 def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | None = None) -> Machine:
-    """The machine that a group would run on, as [`machine_for`] has it; asks no other process, and takes it that GPUs
-    of one host read each other's memory.
+    """The machine that a group would run on, as [`machine_for`] has it. Asks no other process, and assumes that GPUs of
+    one host read each other's memory.
 
     Args:
         device (`torch.device`): A device of it.
@@ -90,7 +87,7 @@ def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | No
     """
     kernel = kernel or default_kernel(device).capabilities.name
     name = device_name(device)
-    return _remembered(name, kernel, _memory(device), per_host, _cached(name, kernel, ranks))
+    return _known(name, kernel, _memory(device), per_host, _profiles(name, kernel, ranks))
 
 
 def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Machine:
@@ -108,37 +105,22 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
         RankMismatchError: If the ranks measure different kernels or devices, or one of them cannot measure.
     """
     sizes = _GPU if device.type == "cuda" else _CPU
-    error: Exception | None = None
-    own: dict[str, Any] = {}
+    name, error = device_name(device), None
+    alone: dict[str, Any] = {}
     try:
-        own = _measure_alone(kernel, sizes, device)
+        alone = _measure_alone(kernel, sizes, device)
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
-    group.agree({"kernel": kernel.capabilities.name, "device": device_name(device)}, error, device)
-    places = _gather(group, {"host": socket.gethostname(), "reaches": _reaches_peers(device)})
-    hosts, reach = [place["host"] for place in places], all(place["reaches"] for place in places)
-    own["links"] = _measure_links(group, device, kernel, sizes, hosts, reach)
-    reports = _gather(group, own)
-    per_host = ranks_per_host(hosts)
+    group.agree({"kernel": kernel.capabilities.name, "device": name}, error, device)
+    reports = _gather(group, {**_report(device), "day": time.strftime("%Y-%m-%d")})
+    hosts, reach = [report["host"] for report in reports], all(report["reaches"] for report in reports)
     memory = min(report["memory"] for report in reports)
-    known = _remembered(device_name(device), kernel.capabilities.name, memory, per_host, {})
-    p2p, between, symmetric = (_slowest([report["links"][index] for report in reports]) for index in range(3))
-    machine = replace(
-        known,
-        rates=tuple(
-            KernelRate(points[0][0], min(point[1] for point in points), min(point[2] for point in points))
-            for points in zip(*(report["rates"] for report in reports), strict=True)
-        ),
-        launch=max(report["launch"] for report in reports),
-        memory_bandwidth=min(report["memory_bandwidth"] for report in reports),
-        p2p=p2p or known.p2p,
-        between_hosts=between or known.between_hosts,
-        symmetric=symmetric,
-        source=f"measured on {reports[0]['day']}",
-    )
+    known = _known(name, kernel.capabilities.name, memory, ranks_per_host(hosts), {})
+    links = _measure_links(group, device, kernel, sizes, hosts, reach)
+    source = f"measured on {reports[0]['day']}"
+    machine = _slowest(_gather(group, replace(known, **alone, **links, source=source)))
     if group.rank == 0:
-        _write(profile_path(machine.device, machine.kernel, group.size, per_host), machine)
-    machine_for.cache_clear()
+        _write(profile_path(name, machine.kernel, group.size, machine.ranks_per_host), machine)
     return machine
 
 
@@ -154,8 +136,7 @@ def device_name(device: torch.device) -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """How many neighbouring ranks lie on one host, all over the group: the largest number that cuts it into blocks of
-    one host each.
+    """The largest number of neighbouring ranks that cuts the whole group into blocks of one host each.
 
     Args:
         hosts (sequence of `str`): The host of every rank.
@@ -204,26 +185,24 @@ def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[str, Any]:
-    """What a rank measures without the others."""
+    """What a rank measures without the others, as fields of a [`Machine`]."""
     rates = []
     for rows in sizes.rows:
-        forward, backward = _kernel_calls(kernel, sizes, rows, device)
+        forward, backward = (_seconds(call, device) for call in _kernel_calls(kernel, sizes, rows, device))
         scores = rows * (rows + 1) // 2 * sizes.q_heads
         flops = scores * sizes.head_dim
-        rates.append((scores, 4 * flops / _seconds(forward, device), 10 * flops / _seconds(backward, device)))
+        rates.append(KernelRate(scores, 4 * flops / forward, 10 * flops / backward))
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=device)
-    target, one = torch.empty_like(source), torch.zeros(1, device=device)
+    target, number = torch.empty_like(source), torch.zeros(1, device=device)
 
     def launches() -> None:
         for _ in range(200):
-            one.add_(1)
+            number.add_(1)
 
     return {
-        "rates": rates,
+        "rates": tuple(rates),
         "launch": _seconds(launches, device) / 200,
         "memory_bandwidth": 2 * sizes.copied / _seconds(lambda: target.copy_(source), device),
-        "memory": _memory(device),
-        "day": time.strftime("%Y-%m-%d"),
     }
 
 
@@ -237,10 +216,8 @@ def _kernel_calls(
     band, scores = Band(low=0), Scores(sizes.head_dim**-0.5)
     out, lse = kernel.forward(q, k, v, band, scores)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    projected = None
-    if kernel.capabilities.wants_out:
-        dout, projected = project_out(dout, delta)
-    inputs = BackwardInputs(dout, q, k, v, projected, lse, delta)
+    dout, own_out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
+    inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=own_out, lse=lse, delta=delta)
     return (
         lambda: kernel.forward(q, k, v, band, scores),
         lambda: kernel.backward(inputs, band, scores),
@@ -249,19 +226,19 @@ def _kernel_calls(
 
 def _measure_links(
     group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, hosts: Sequence[str], reach: bool
-) -> tuple[Link | None, Link | None, Link | None]:
-    """The links of a rank to its neighbour on the host, to its counterpart on the next one, and to its neighbour's
-    memory if all can `reach` it; `None` where there is none."""
+) -> dict[str, Any]:
+    """The links that there are, as fields of a [`Machine`]: to the neighbour on the host, to the counterpart on the
+    next host, and to the neighbour's memory if all can `reach` it."""
     per_host = ranks_per_host(hosts)
     first, place = group.rank - group.rank % per_host, group.rank % per_host
     work = _kernel_calls(kernel, sizes, sizes.rows[len(sizes.rows) // 2], device)[0]
-    p2p = between = symmetric = None
+    links: dict[str, Any] = {"symmetric": None}
     if per_host > 1:
         peers = (first + (place + 1) % per_host, first + (place - 1) % per_host)
-        p2p = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
+        links["p2p"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size > per_host:
         peers = ((group.rank + per_host) % group.size, (group.rank - per_host) % group.size)
-        between = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
+        links["between_hosts"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size == per_host > 1 and reach:
         copies, error = None, None
         try:
@@ -274,8 +251,8 @@ def _measure_links(
             logger.warning("hf_burst measures no symmetric memory: %s", problem)
         else:
             assert copies is not None
-            symmetric = _measure_link(copies, sizes.messages, work, device)
-    return p2p, between, symmetric
+            links["symmetric"] = _measure_link(copies, sizes.messages, work, device)
+    return links
 
 
 def _measure_link(
@@ -305,8 +282,8 @@ def _messages(group: ContextGroup, device: torch.device, peers: tuple[int, int])
     def transport(size: int) -> Start:
         block = torch.zeros(1, size, dtype=torch.uint8, device=device)
         shapes = ((tuple(block.shape), block.dtype),)
-        which = Round(shapes, (Outgoing(peers[0], 0, 0, size),), (Incoming(peers[1], shapes, 0, 0, size),), 0)
-        return lambda: PeerToPeer(group, device).fetch("blocks", which, [block]).wait
+        messages = Round(shapes, (Outgoing(peers[0], 0, 0, size),), (Incoming(peers[1], shapes, 0, 0, size),), 0)
+        return lambda: PeerToPeer(group, device).fetch("blocks", messages, [block]).wait
 
     return transport
 
@@ -364,16 +341,30 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return max(statistics.median(times), 1e-9)
 
 
-def _slowest(links: Sequence[Link | None]) -> Link | None:
-    """The worst of all ranks' numbers; `None` if a rank has no such link."""
-    found = [link for link in links if link is not None]
-    if len(found) < len(links):
-        return None
-    return Link(
-        max(link.latency for link in found),
-        min(link.bandwidth for link in found),
-        max(link.drag for link in found),
+def _slowest(machines: Sequence[Machine]) -> Machine:
+    """The worst of all ranks' numbers."""
+
+    def link(name: str) -> Link | None:
+        links: list[Link | None] = [getattr(machine, name) for machine in machines]
+        there = [link for link in links if link is not None]
+        if len(there) < len(links):
+            return None
+        latency, drag = max(link.latency for link in there), max(link.drag for link in there)
+        return Link(latency, min(link.bandwidth for link in there), drag)
+
+    rates = tuple(
+        KernelRate(rates[0].scores, min(rate.forward for rate in rates), min(rate.backward for rate in rates))
+        for rates in zip(*(machine.rates for machine in machines), strict=True)
     )
+    links: dict[str, Any] = {name: link(name) for name in ("p2p", "between_hosts", "symmetric")}
+    launch = max(machine.launch for machine in machines)
+    bandwidth = min(machine.memory_bandwidth for machine in machines)
+    return replace(machines[0], rates=rates, launch=launch, memory_bandwidth=bandwidth, **links)
+
+
+def _report(device: torch.device) -> dict[str, Any]:
+    """What the ranks tell each other of the place where they run."""
+    return {"host": socket.gethostname(), "memory": _memory(device), "reaches": _reaches_peers(device)}
 
 
 def _memory(device: torch.device) -> int:
@@ -383,7 +374,7 @@ def _memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _gather(group: ContextGroup, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather(group: ContextGroup, mine: Any) -> list[Any]:
     """What every rank reports, in rank order."""
     if group.size == 1:
         return [mine]
@@ -392,27 +383,25 @@ def _gather(group: ContextGroup, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return reports
 
 
-def _remembered(device: str, kernel: str, memory: int, per_host: int, found: dict[int, str]) -> Machine:
-    """What was measured, or else what is known; `memory` is that of a GPU or of a host."""
-    if per_host in found:
-        return Machine.from_json(found[per_host])
+def _known(device: str, kernel: str, memory: int, per_host: int, profiles: dict[int, Machine]) -> Machine:
+    """What was measured, or else what is built in; `memory` is that of a GPU or of a host."""
+    if per_host in profiles:
+        return profiles[per_host]
     return built_in(device, kernel, memory // per_host if device == "CPU" else memory, per_host)
 
 
-def _cached(device: str, kernel: str, ranks: int) -> dict[int, str]:
-    """The machines that were measured, by their ranks on a host; a file that is broken is left alone and said."""
-    found = {}
+def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
+    """The machines that were measured, by their ranks on a host. Files that cannot be read are named in a warning."""
+    profiles = {}
     for per_host in range(1, ranks + 1):
         path = profile_path(device, kernel, ranks, per_host)
         if ranks % per_host or not path.exists():
             continue
         try:
-            text = path.read_text()
-            Machine.from_json(text)
-            found[per_host] = text
+            profiles[per_host] = Machine.from_json(path.read_text())
         except (OSError, ValueError) as problem:
             logger.warning("hf_burst ignores what it had measured, %s: %s", path, problem)
-    return found
+    return profiles
 
 
 def _write(path: Path, machine: Machine) -> None:

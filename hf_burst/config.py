@@ -78,8 +78,10 @@ class BurstConfig:
             home in the backward pass and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv
             2403.09347), `"all_gather"` collects K and V of all ranks, some heads at a time, `"ulysses"` exchanges heads
             for tokens, and `"ulysses_2+kv_ring"` (any number, any of the first three) is a product of two. `"auto"`
-            takes the fastest by the cost model, and logs why: for one whole document, or for the documents of a batch
-            where that saves a tenth or more (not under `torch.compile`).
+            takes a ring over two ranks and where documents mostly stay at home, else exchanges heads over as many ranks
+            of one host as the heads allow, and logs why. It goes by the documents of every batch (under
+            `torch.compile`, by one whole document). The ring is `"burst"` where there are as many key heads as query
+            heads: its backward pass then sends less.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile: `"flash_attn_4"` (the package `flash-attn-4`), `"flash_attn_3"` (the module
             `flash_attn_interface`), `"flash_attn_2"` (the package `flash-attn`), `"torch_flash"` (the FlashAttention-2

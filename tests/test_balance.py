@@ -14,7 +14,7 @@ from hf_burst import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.support import layer_patterns
-from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_rounds
+from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_steps
 from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs
 from tests.test_plan import masks_of
@@ -41,53 +41,53 @@ def test_packed_documents_are_even_over_the_ranks(ranks):
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(2, 0.15), (3, 0.15), (4, 0.15), (8, 0.6)])
-def test_the_rounds_of_a_ring_are_even_where_documents_are_packed(ranks, most):
+def test_the_steps_of_a_ring_are_even_where_documents_are_packed(ranks, most):
     """Beside what dealing by work alone leaves."""
     before, after = [], []
     for seed in range(12):
         mask = Mask(262144, documents=log_uniform(262144, seed))
         owners = assign((mask,), ranks)
         dealt = balance._dealt_out(balance._work((mask,), (), 8 * ranks), ranks, 1)
-        before.append(imbalance_of_rounds((mask,), dealt))
-        after.append(imbalance_of_rounds((mask,), owners))
+        before.append(imbalance_of_steps((mask,), dealt))
+        after.append(imbalance_of_steps((mask,), owners))
         assert after[-1] <= most, seed
     assert sum(after) < 0.4 * sum(before)
 
 
 @settings(max_examples=60)
 @given(data=st.data(), ranks=st.integers(2, 4), length=st.integers(16, 40))
-def test_rounds_are_kept_up_as_chunks_change_hands(data, ranks, length):
+def test_steps_are_kept_up_as_chunks_change_hands(data, ranks, length):
     """Beside those counted anew, pair by pair."""
     masks = tuple(data.draw(st.lists(masks_of(length), min_size=1, max_size=2)))
     weights = tuple(range(1, len(masks) + 1))
     owners = data.draw(st.permutations([index % ranks for index in range(3 * ranks)]))
-    rounds = balance._Rounds.of(masks, weights, owners)
+    steps = balance._Steps.of(masks, weights, owners)
     for _ in range(data.draw(st.integers(0, 6))):
-        rounds.give(data.draw(st.integers(0, len(owners) - 1)), data.draw(st.integers(0, ranks - 1)))
+        steps.give(data.draw(st.integers(0, len(owners) - 1)), data.draw(st.integers(0, ranks - 1)))
     size = math.ceil(length / len(owners))
     counted = [[0] * ranks for _ in range(ranks)]
     for mask, weight in zip(masks, weights, strict=True):
         for query, row in enumerate(admitted_pairs(mask.length, mask.causal, mask.window, mask.documents)):
             for key in (key for key, sees in enumerate(row) if sees):
-                host, guest = rounds.owners[query // size], rounds.owners[key // size]
+                host, guest = steps.owners[query // size], steps.owners[key // size]
                 counted[(host - guest) % ranks][host] += weight
-    assert rounds.pairs == counted
-    assert rounds.loads == [sum(own) for own in zip(*counted, strict=True)]
-    assert rounds.longest == sum(map(max, counted))
+    assert steps.pairs == counted
+    assert steps.loads == [sum(own) for own in zip(*counted, strict=True)]
+    assert steps.longest == sum(map(max, counted))
 
 
 def test_what_is_too_much_to_go_through_is_balanced_in_all_only():
-    """And where heads are exchanged inside of hosts, so that the rounds are other ones."""
-    assert imbalance_of_rounds((Mask(1 << 20),), pattern(128, "zigzag")) is None
+    """And where heads are exchanged inside of hosts, so that the steps are other ones."""
+    assert imbalance_of_steps((Mask(1 << 20),), pattern(128, "zigzag")) is None
     for ranks in (32, 8):
         count, length = 3 * ranks // 2, ranks << 15
         equal = Mask(length, documents=tuple(index * length // count for index in range(count + 1)))
         owners = assign((equal,), ranks)
         assert (owners == pattern(ranks, "zigzag")) == (ranks == 32)
-        assert imbalance_of_rounds((equal,), pattern(ranks, "zigzag")) > 0.4
+        assert imbalance_of_steps((equal,), pattern(ranks, "zigzag")) > 0.4
     rows = tuple(Mask(65536, documents=log_uniform(65536, seed)) for seed in range(80))
     owners = assign(rows, 8)
-    assert imbalance_of_rounds(rows, owners) is None
+    assert imbalance_of_steps(rows, owners) is None
     assert imbalance(rows, owners) <= 0.02
 
 

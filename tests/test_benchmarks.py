@@ -1,4 +1,4 @@
-"""`hf-burst bench attention` and the side-by-side recipe: what is written is right, and nothing that fails hangs."""
+"""The benchmarks: results are right, and a failure of one contender neither hangs nor ends the others."""
 
 import argparse
 import json
@@ -23,18 +23,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from hf_burst.cli import bench
-from hf_burst.cli.bench_contenders import Case, Documents, Native, exact_attention, hf_burst
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, row_products
+from recipes.benchmarks import attention
+from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
+from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.native import Native, exact_attention
 from recipes.benchmarks.peers import flex_attention_over
+from recipes.benchmarks.report import table
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
+SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
 BALANCERS = ("head-tail", "per-document", "ptrr")
 PEERS_ON_GPUS = {
     *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
@@ -46,11 +50,11 @@ PEERS_ON_GPUS = {
 FAILING = """
 import argparse, sys, time
 import torch, torch.distributed as dist
-from hf_burst.cli.bench import add_attention_arguments, benchmark
-from hf_burst.cli.bench_contenders import Contender, Prepared, hf_burst
+from recipes.benchmarks.attention import add_arguments, benchmark
+from recipes.benchmarks.contenders import Contender, Prepared, hf_burst
 
 SETTINGS = argparse.ArgumentParser()
-add_attention_arguments(SETTINGS)
+add_arguments(SETTINGS)
 
 def spoiled(name, spoil, when="call", family="spoiled"):
     def build(case):
@@ -268,9 +272,9 @@ def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
 )
 def test_the_bytes_that_are_written_down_are_those_sent(ranks: Any, schedule: str) -> None:
     sent = ranks(4).run(count_bytes, schedule)
-    told = hf_burst(schedule).build(case_of(0, 4)).sent
-    assert (told.forward, told.backward) == tuple(map(max, zip(*sent, strict=True)))
-    assert told.source == "plan"
+    planned = hf_burst(schedule).build(case_of(0, 4)).sent
+    assert (planned.forward, planned.backward) == tuple(map(max, zip(*sent, strict=True)))
+    assert planned.source == "plan"
 
 
 def attend_by_flex(rank: int, size: int, documents: Documents | None, window: int | None) -> dict[str, list[float]]:
@@ -280,7 +284,7 @@ def attend_by_flex(rank: int, size: int, documents: Documents | None, window: in
     shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (8, 4, 4, 8)]
     whole = [torch.randn(shape, generator=generator, dtype=case.dtype) for shape in shapes]
     exact = exact_attention(*whole, case.mask)
-    found = {}
+    errors = {}
     with torch.compiler.set_stance("force_eager"), mock.patch.object(flex_attention, "_validate_device"):
         for balancer in BALANCERS:
             if balancer == "per-document" and documents is None:
@@ -290,9 +294,10 @@ def attend_by_flex(rank: int, size: int, documents: Documents | None, window: in
             leaves = [leaf.requires_grad_() for leaf in leaves]
             out = prepared.attend(*leaves)
             results = [out, *torch.autograd.grad(out, leaves, dout)]
-            wanted = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
-            found[balancer] = [float((one - other).norm()) for one, other in zip(results, wanted, strict=True)]
-    return found
+            expected = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
+            differences = [result - exact_result for result, exact_result in zip(results, expected, strict=True)]
+            errors[balancer] = [float(difference.norm()) for difference in differences]
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -308,8 +313,8 @@ def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | N
     ):
         if not hasattr(private, name):
             pytest.skip(f"torch {torch.__version__} has no {name}")
-    for found in ranks(2).run(attend_by_flex, documents, window):
-        assert all(error < 1e-10 for errors in found.values() for error in errors), found
+    for errors in ranks(2).run(attend_by_flex, documents, window):
+        assert all(error < 1e-10 for of_balancer in errors.values() for error in of_balancer), errors
 
 
 def test_what_the_heads_do_not_allow_is_not_built() -> None:
@@ -320,15 +325,15 @@ def test_what_the_heads_do_not_allow_is_not_built() -> None:
 
 def arguments(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return parser.parse_args(["attention", *TINY, *options])
+    attention.add_arguments(parser)
+    return parser.parse_args([*TINY, *options])
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
     options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--documents", "4", "16", "--out", str(out)]
-    assert bench.run(arguments(*options)) == 0
+    assert attention.benchmark(arguments(*options)) == 0
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
@@ -350,8 +355,116 @@ def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_settings_that_cannot_be_used(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.run(arguments("--lengths", "64", *options)) == 2
+    assert attention.benchmark(arguments("--lengths", "64", *options)) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--schedules", "burst", "nonsense"], "There is no schedule 'nonsense'"),
+        (["--burst", "zig=3"], "BurstConfig has no setting zig"),
+        (["--burst", "attention_keep=0.3"], "BurstConfig.attention_keep is 0.3"),
+        (["--burst", "logits_limit_gib=much"], "BurstConfig.logits_limit_gib is 'much'"),
+        (["--burst", "schedule=burst"], "--burst schedule=burst is not taken; give --schedules burst"),
+        (["--burst", "chunking=zigzag"], "--burst chunking=zigzag is not taken; give --chunkings zigzag"),
+        (["--contenders", "hf_bust*", "ring"], "--contenders 'hf_bust*' 'ring' is none of 'limit', 'hf_burst auto'"),
+        (["--kernel", "reference"], "reference is none of the limit's (--burst kernel=reference sets that of"),
+        (["--kernel", "flash_attn_2"], "flash_attn_2 runs on cuda, not on cpu. Known here: cpu_flash."),
+        (["--out", "folder"], "--out is folder, where no result can be written"),
+        (["--out", "file/result.json"], "--out is file/result.json, where no result can be written"),
+        (["--seconds", "nan"], "--seconds is nan"),
+        (["--seconds", "inf"], "--seconds is inf"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--timeout", "1e300"], "--timeout is 1e+300; it must be at most 86400 seconds"),
+        (["--warmup", "-1"], "--warmup is -1; it must be at least 0"),
+        (["--lengths", "64", "63"], "--lengths: 63 tokens cannot be cut into 2 x 1 equal chunks; give a multiple of 2"),
+        (["--check-length", "31"], "--check-length: 31 tokens cannot be cut into 2 x 1 equal chunks"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_is_refused_before_it_starts(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert attention.benchmark(arguments(*SHORTEST, *words)) == 2
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "results of" not in errors  # nothing was begun
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_benchmark_that_is_refused_leaves_the_result_before_it(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    out.write_text("before")
+    assert attention.benchmark(arguments(*SHORTEST, "--kernel", "reference", "--out", str(out))) == 2
+    assert out.read_text() == "before"
+
+
+def test_variables_of_no_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert attention.benchmark(arguments(*SHORTEST)) == 2
+    assert "attention.py: The environment variable WORLD_SIZE is 'abc'" in capsys.readouterr().err
+
+
+def test_lengths_that_were_not_given_fit_any_number_of_ranks() -> None:
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    for size in (1, 3, 4, 7):
+        options = parser.parse_args([])
+        attention.set_lengths(options, types.SimpleNamespace(size=size))
+        lengths, least = [*options.lengths, options.check_length], [*attention.LENGTHS, 2048]
+        assert all(length % (16 * size) == 0 for length in lengths)
+        assert all(0 <= length - shortest < 16 * size for length, shortest in zip(lengths, least, strict=True))
+    options = parser.parse_args(["--lengths", "8192"])
+    with pytest.raises(ConfigError, match=r"--lengths: 8192 tokens .* give a multiple of 6, such as 8190"):
+        attention.set_lengths(options, types.SimpleNamespace(size=3))
+
+
+def spoiled(name: str, when: str) -> Contender:
+    """A contender that raises an error or computes a wrong result at some time."""
+
+    def build(case: Case) -> Prepared:
+        good = hf_burst("burst").build(case)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if when == "call":
+                raise RuntimeError("not today")
+            return good.attend(q, k, v) * (1.01 if when == "result" else 1.0)
+
+        if when == "build":
+            raise ImportError("not installed")
+        return Prepared(attend, good.cut, good.sent)
+
+    return Contender(name, "spoiled", build)
+
+
+@pytest.mark.parametrize(
+    ("words", "when", "status"),
+    [
+        (["--schedules", "burst"], "build", 0),
+        (["--schedules", "burst"], "call", 1),
+        (["--schedules", "burst"], "result", 1),
+        (["--schedules", "burst"], "never", 0),
+        (["--schedules", "ulysses_2+burst", "burst"], "never", 0),  # which one rank cannot do
+        (["--schedules", "ulysses_2+burst"], "never", 1),
+        (["--contenders", "limit"], "never", 0),
+        (["--contenders", "peer"], "build", 1),
+    ],
+)
+def test_the_status_of_a_benchmark(words: list[str], when: str, status: int) -> None:
+    assert attention.benchmark(arguments(*SHORTEST, *words), [spoiled("peer", when)]) == status
+
+
+def test_columns_of_a_table_stand_apart() -> None:
+    row = {"ranks": 2, "q_heads": 4, "kv_heads": 2, "dtype": "float32", "limit_kernel": "cpu_flash", "status": "ok"}
+    row |= {"contender": "hf_burst all_gather", "tflops_per_gpu": {"both": 0.00012}, "share_of_limit": {"both": 1.56}}
+    rows = [row | {"length": length} for length in (1024, 2048)]
+    lines = table({"hardware": {"device": "x"}, "results": rows, "checks": []}).splitlines()
+    assert "hf_burst all_gather 0.00012 (156%) 0.00012 (156%)" in lines
+    assert re.fullmatch(r" +1K +2K", lines[1])
+    assert len(lines[1]) == len(lines[2])
 
 
 def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
@@ -387,10 +500,10 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
         assert check == pytest.approx(checks[0], rel=1e-5)
     limits = result["limits"]["250"]
     assert limits["nothing recomputed"] < limits["attention saved"] < limits["all recomputed"]
-    wanted = {"attention saved": "attention saved", "attention recomputed": "all recomputed"}
+    of_contender = {"attention saved": "attention saved", "attention recomputed": "all recomputed"}
     for name, row in ours.items():
         assert row["median_s"] == row["steps"][0]["seconds"]
-        limit = limits[wanted.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
+        limit = limits[of_contender.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
         assert row["share_of_limit"] == limit / row["median_s"]
         assert len(row["times_as_fast_as"]) == len(checks) - 1
     draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
@@ -519,8 +632,8 @@ def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
     ]
     events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
     parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
-    wanted = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
-    assert parts == pytest.approx(wanted, abs=1e-6)
+    expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
+    assert parts == pytest.approx(expected, abs=1e-6)
     (first, second, third) = training_profile.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
     assert [part["kind"] for part in (first, second, third)] == ["attention", "matrix products", "messages"]
     assert [part["start_ms"] for part in (first, second, third)] == pytest.approx([0, 0, 5], abs=1e-3)
@@ -562,14 +675,13 @@ def test_the_results_of_training_are_what_was_measured() -> None:
         result = json.loads(path.read_text())
         assert len(result["git_commit"]) == 40
         for row in result["results"]:
-            first = next(other for other in result["results"] if other["length"] == row["length"])
+            first = next(earlier for earlier in result["results"] if earlier["length"] == row["length"])
             assert row["check"] == pytest.approx(first["check"], rel=2e-2)
             if row["steps"]:  # the time of a run may be up before
                 assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])
 
 
-@pytest.mark.parametrize("readme", ["README.md", "recipes/benchmarks/README.md"])
-def test_every_step_of_the_readme_was_measured(readme: str) -> None:
+def test_every_step_of_the_texts_was_measured() -> None:
     """Each "1.30 s, 20.5 GiB" is a result."""
     rows = [
         row
@@ -577,15 +689,16 @@ def test_every_step_of_the_readme_was_measured(readme: str) -> None:
         for row in json.loads(path.read_text())["results"]
         if "median_s" in row
     ]
-    told = re.findall(r"([\d.]+) s, ([\d.]+) GiB", (ROOT / readme).read_text())
-    assert len(told) > 10
-    for pair in told:
+    texts = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/benchmarks/README.md"]
+    steps = [(text.name, pair) for text in texts for pair in re.findall(r"([\d.]+) s, ([\d.]+) GiB", text.read_text())]
+    assert len(steps) > 10
+    for name, pair in steps:
         decimals = [len(text.partition(".")[2]) for text in pair]
         assert any(
             abs(row["median_s"] - float(pair[0])) <= 0.5001 * 10 ** -decimals[0]
             and abs(row["peak_memory_gib"] - float(pair[1])) <= 0.5001 * 10 ** -decimals[1]
             for row in rows
-        ), pair
+        ), (name, pair)
 
 
 def test_balance_is_measured(tmp_path: Path) -> None:
@@ -613,3 +726,67 @@ def test_balance_is_measured(tmp_path: Path) -> None:
         assert 0 < row["seconds_of_auto"]["median"] <= row["seconds_of_auto"]["worst"]
     committed = json.loads((ROOT / "recipes/benchmarks/results/balance.json").read_text())
     assert committed["log_uniform"][0].keys() == result["log_uniform"][0].keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype", "float32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--documents", "8", "50"],
+        pytest.param(["--model", "tiny", "--layers", "1", "--width", "32"], marks=pytest.mark.full),
+    ],
+    ids=["attention", "model"],
+)
+def test_two_versions_take_turns(tmp_path: Path, options: list[str]) -> None:
+    """The same checkout twice, so that all results are the same."""
+    out = tmp_path / "versions.json"
+    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", ".", "--after", str(ROOT)]
+    command += ["--ranks", "2", "--device", "cpu", "--lengths", "128", "--rounds", "3", "--warmup", "1", *options]
+    done = subprocess.run(
+        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    result = json.loads(out.read_text())
+    assert set(result) == {"command", "git_commits", "hardware", "versions", "settings", "results"}
+    assert set(result["git_commits"]) == {"before", "after"}
+    assert len(result["results"]) == (1 if "--model" in options else 2)
+    for row in result["results"]:
+        assert all(row["same_bits"].values()), row["same_bits"]
+        for part, ratio in row["ratio"].items():
+            before, after = (row["seconds"][version][part] for version in ("before", "after"))
+            assert len(before) == len(after) == 3
+            assert ratio == statistics.median(after) / statistics.median(before)
+        assert row["peak_memory_bytes"] == {"before": None, "after": None}
+    assert "| after / before |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--before", "tests"], "--before is tests, which holds no hf_burst package"),
+        (["--rounds", "0"], "--rounds is 0; it must be above 0"),
+        (["--layers", "2"], "--layers and --width are for --model"),
+        (["--model", "huge"], "--model is 'huge'; it must be one of llama-8b"),
+        (["--model", "tiny", "--width", "33"], "--width is 33, to which the heads of tiny cannot be scaled"),
+        (["--out", "tests"], "--out is tests, a folder"),
+    ],
+)
+def test_versions_that_cannot_be_compared(
+    options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.benchmarks import versions
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit):
+        versions.read_arguments(["--before", ".", "--after", ".", "--device", "cpu", *options])
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_version_that_fails_ends_the_others(tmp_path: Path) -> None:
+    (tmp_path / "hf_burst").mkdir()
+    (tmp_path / "hf_burst" / "__init__.py").write_text("raise ImportError('an old torch')")
+    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", str(tmp_path), "--after", "."]
+    command += ["--device", "cpu", "--lengths", "64"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "an old torch" in done.stderr
+    assert "versions.py: rank 0 of before failed" in done.stderr

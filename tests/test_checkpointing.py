@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_burst
 from hf_burst import linear_loss
+from hf_burst.attention import AttentionCache
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import checkpointing
 from hf_burst.hf.accelerate import PATCH
-from hf_burst.op import Memory
+from hf_burst.kernels import Scores
 from hf_burst.ring import ShardedAttention
 from tests import models
 from tests.ranks import RankError, RankPool
@@ -250,25 +251,25 @@ def checkpoint_other_layers(rank: int, size: int) -> None:
 
 
 def test_attention_without_a_graph_is_not_remembered() -> None:
-    memory, q = Memory(1.0), torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True)
+    cache, q = AttentionCache(1.0), torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True)
     layout = hf_burst.SequenceLayout.for_batch([(0, 8)], 1).encode()
-    settings = (None, layout, True, -1, 0, 0.25, 0.0, "auto", "kv_ring", "auto", False, "")
+    settings = (None, layout, hf_burst.AttentionRequest(scores=Scores(0.25), schedule="kv_ring"))
     outs = []
     for start in (None, 0):
-        memory.next = start
+        cache.position = start
         with torch.no_grad():
-            memory.attention(2 * q, q, q, *settings)
-        outs.append(memory.attention(q, q, q, *settings))
-    assert len(memory.found) == 1
+            cache.attention(2 * q, q, q, *settings)
+        outs.append(cache.attention(q, q, q, *settings))
+    assert len(cache.entries) == 1
     assert torch.equal(*outs)
-    memory.next = 0
+    cache.position = 0
     with pytest.raises(KernelError, match="in another order"):
-        memory.attention(q[:, :4], q[:, :4], q[:, :4], *settings)
-    memory.next = 0
+        cache.attention(q[:, :4], q[:, :4], q[:, :4], *settings)
+    cache.position = 0
     with torch.no_grad():
         outs[0].mul_(2)
     with pytest.raises(KernelError, match="in place"):
-        memory.attention(q, q, q, *settings)
+        cache.attention(q, q, q, *settings)
 
 
 def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
@@ -303,14 +304,14 @@ def test_what_is_remembered_lives_as_long_as_the_graph() -> None:
     batch = models.make_batch("plain", LENGTH)
     model = hf_burst.patch_model(models.make_model("llama").train())
     model.gradient_checkpointing_enable()
-    made: list[weakref.ref[Memory]] = []
+    made: list[weakref.ref[AttentionCache]] = []
 
-    def make(share: float) -> Memory:
-        memory = Memory(share)
-        made.append(weakref.ref(memory))
-        return memory
+    def make(share: float) -> AttentionCache:
+        cache = AttentionCache(share)
+        made.append(weakref.ref(cache))
+        return cache
 
-    with mock.patch.object(checkpointing, "Memory", make):
+    with mock.patch.object(checkpointing, "AttentionCache", make):
         loss = model(**batch).loss
     gc.collect()
     assert [ref() is not None for ref in made] == [True, True]

@@ -1,6 +1,7 @@
 """Bad input is noticed on every rank before any of it is sent, said in a sentence, and leaves the ranks in step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import (
     BatchError,
     BurstError,
@@ -18,6 +19,7 @@ from hf_burst.errors import (
     RankMismatchError,
     ShardingError,
 )
+from hf_burst.kernels import Scores
 from hf_burst.plan import MaskPattern
 from hf_burst.plan.sharding import pattern
 
@@ -31,7 +33,13 @@ def good_arguments(rank: int, size: int) -> dict[str, Any]:
     shapes = {"q": (1, TOKENS, 4, 8), "k": (1, TOKENS, 2, 8), "v": (1, TOKENS, 2, 8)}
     generator = torch.Generator().manual_seed(rank)
     tensors = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
-    return {**tensors, "layout": layout, "group": ContextGroup.from_mesh(None) if size > 1 else ContextGroup()}
+    group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
+    return {**tensors, "layout": layout, "request": AttentionRequest(group)}
+
+
+def change(arguments: dict[str, Any], **changes: Any) -> None:
+    """Changes the request."""
+    arguments["request"] = replace(arguments["request"], **changes)
 
 
 def last(rank: int, size: int) -> bool:
@@ -73,15 +81,15 @@ def other_head_size(arguments: dict[str, Any], rank: int, size: int) -> None:
 
 
 def other_window(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["window"] = rank
+    change(arguments, pattern=MaskPattern(window=rank))
 
 
 def other_causal(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["causal"] = last(rank, size)
+    change(arguments, pattern=MaskPattern(last(rank, size)))
 
 
 def other_scale(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["scale"] = 0.5 + rank
+    change(arguments, scores=Scores(0.5 + rank))
 
 
 def sinks_on_one_rank(arguments: dict[str, Any], rank: int, size: int) -> None:
@@ -90,11 +98,11 @@ def sinks_on_one_rank(arguments: dict[str, Any], rank: int, size: int) -> None:
 
 
 def other_schedule(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["config"] = BurstConfig(schedule="burst" if last(rank, size) else "kv_ring")
+    change(arguments, schedule="burst" if last(rank, size) else "kv_ring")
 
 
 def other_kernel(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["config"] = BurstConfig(kernel="reference" if last(rank, size) else "cpu_flash")
+    change(arguments, kernel="reference" if last(rank, size) else "cpu_flash")
 
 
 DIFFERENT = {
@@ -103,12 +111,15 @@ DIFFERENT = {
     other_chunking: ("layout",),
     other_dtype: ("dtype", "torch.float32", "torch.float64"),
     other_head_size: ("shapes of q, k, v",),
-    other_window: ("causal, window, attention_chunk_size", "rank 0 has [True, 0, None]", "rank 1 has [True, 1, None]"),
-    other_causal: ("causal, window, attention_chunk_size",),
-    other_scale: ("scale, softcap, sinks", "0.5", "1.5"),
-    sinks_on_one_rank: ("scale, softcap, sinks", "False", "True"),
-    other_schedule: ("config", "burst", "kv_ring"),
-    other_kernel: ("config", "reference", "cpu_flash"),
+    other_window: (
+        "mask pattern: rank 0 has MaskPattern(causal=True, window=0",
+        "window=1",
+    ),
+    other_causal: ("mask pattern",),
+    other_scale: ("scores", "0.5", "1.5"),
+    sinks_on_one_rank: ("sinks", "False", "True"),
+    other_schedule: ("schedule", "burst", "kv_ring"),
+    other_kernel: ("kernel", "reference", "cpu_flash"),
 }
 
 
@@ -169,15 +180,15 @@ def values_of_other_heads(arguments: dict[str, Any], rank: int, size: int) -> No
 
 
 def a_soft_cap_that_the_kernel_lacks(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments.update(softcap=2.0, config=BurstConfig(kernel="cpu_flash"))
+    change(arguments, scores=Scores(1.0, 2.0), kernel="cpu_flash")
 
 
 def a_negative_soft_cap(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["softcap"] = -1.0
+    change(arguments, scores=Scores(1.0, -1.0))
 
 
 def an_empty_chunk(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["attention_chunk_size"] = 0
+    change(arguments, pattern=MaskPattern(attention_chunk_size=0))
 
 
 def sinks_of_other_heads(arguments: dict[str, Any], rank: int, size: int) -> None:
@@ -189,7 +200,7 @@ def a_dtype_that_no_kernel_takes(arguments: dict[str, Any], rank: int, size: int
 
 
 def a_kernel_for_another_device(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["config"] = BurstConfig(kernel="torch_flash")
+    change(arguments, kernel="torch_flash")
 
 
 def no_queries_at_all(arguments: dict[str, Any], rank: int, size: int) -> None:
@@ -210,7 +221,7 @@ def documents_in_lists(arguments: dict[str, Any], rank: int, size: int) -> None:
 
 
 def a_schedule_for_other_heads(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["config"] = BurstConfig(schedule=f"ulysses_{4 * size}+kv_ring")
+    change(arguments, schedule=f"ulysses_{4 * size}+kv_ring")
 
 
 WRONG = {
@@ -243,7 +254,7 @@ WRONG = {
 
 
 def a_negative_window(arguments: dict[str, Any], rank: int, size: int) -> None:
-    arguments["window"] = -1
+    change(arguments, pattern=MaskPattern(window=-1))
 
 
 def documents_beyond_the_batch(arguments: dict[str, Any], rank: int, size: int) -> None:
@@ -465,14 +476,15 @@ def test_without_distributed_the_group_is_this_process():
 
 
 def ask_for_symmetric_memory(rank: int, size: int, schedule: str) -> str:
+    arguments = good_arguments(rank, size)
+    change(arguments, schedule=schedule, transport="symmetric")
     with pytest.raises(ConfigError) as caught:
-        burst_attention(**good_arguments(rank, size), config=BurstConfig(schedule=schedule, transport="symmetric"))
+        burst_attention(**arguments)
     return str(caught.value)
 
 
 def test_symmetric_memory_is_refused_where_there_is_none(ask):
-    for message in ask(2, ask_for_symmetric_memory, "kv_ring"):
-        assert "rank 0: symmetric memory is for GPUs, not for cpu; rank 1" in message
-    for message in ask(2, ask_for_symmetric_memory, "auto"):
-        assert "does not reach 2 ranks" in message
-        assert "'p2p'" in message
+    for schedule in ("kv_ring", "auto"):
+        for message in ask(2, ask_for_symmetric_memory, schedule):
+            assert "rank 0: symmetric memory is for GPUs, not for cpu; rank 1" in message
+            assert "'p2p'" in message

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from hf_burst import BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
 from hf_burst.kernels import (
     KERNELS,
+    BackwardInputs,
     Band,
     Capabilities,
     Kernel,
+    KernelRequest,
     Scores,
     explain_kernels,
     flash,
@@ -79,8 +82,8 @@ def spare(kernel: Kernel, dtype: torch.dtype, kept: bool = True) -> None:
         pytest.skip(f"{kernel.capabilities.name} compiles each kind of call")
 
 
-def head_size_of(card: Capabilities) -> int:
-    return max(card.head_dims[0], card.head_multiple * -(-12 // card.head_multiple))
+def head_size_of(capabilities: Capabilities) -> int:
+    return max(capabilities.head_dims[0], capabilities.head_multiple * -(-12 // capabilities.head_multiple))
 
 
 def kernels_and_dtypes() -> list:
@@ -181,6 +184,9 @@ class Tensors:
     def scores(self) -> Scores:
         return Scores(self.scale, self.softcap)
 
+    def backward_inputs(self, out: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor | None):
+        return BackwardInputs(self.dout, self.q, self.k, self.v, out, lse, delta)
+
     def to(self, dtype: torch.dtype | None = None, device: str | None = None) -> "Tensors":
         moved = (tensor.to(dtype=dtype, device=device) for tensor in (self.q, self.k, self.v, self.dout))
         return Tensors(*moved, self.scale, self.softcap)
@@ -218,7 +224,7 @@ class Answer:
 def refuse_or_go_on(kernel: Kernel, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
     """Ends a test of head sizes that the kernel does not compute; it says which."""
     device = device_of(kernel)
-    refusal = kernel.capabilities.refusal(device, dtype, head_dim, value_dim)
+    refusal = kernel.capabilities.refusal(KernelRequest(device, dtype, head_dim, value_dim))
     if refusal is None and device == "cuda":
         refusal = kernel.unavailable(head_dim, value_dim)
     if refusal is not None:
@@ -248,9 +254,7 @@ def by_kernel(kernel: Kernel, tensors: Tensors, band: Band) -> Answer:
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
     delta = product(tensors.dout, out)
     given_out = out if kernel.capabilities.wants_out else None
-    gradients = kernel.backward(
-        tensors.dout, tensors.q, tensors.k, tensors.v, given_out, lse, delta, band, tensors.scores
-    )
+    gradients = kernel.backward(tensors.backward_inputs(given_out, lse, delta), band, tensors.scores)
     return Answer(*(tensor.cpu() for tensor in (out, lse, *gradients)))
 
 
@@ -347,12 +351,14 @@ def test_strides_do_not_matter(kernel, dtype, strides, segments):
 
 
 def test_boundaries_of_documents_belong_to_a_stream():
-    """They are copied behind what it does; another stream would not wait for them."""
+    """They are copied behind its work; another stream would not wait for them."""
     band, cpu = Band(0, None, (0, 3, 4, 9)), torch.device("cpu")
-    one, other = flash._documents(band, 2, cpu, "one stream"), flash._documents(band, 2, cpu, "another")
-    assert one is flash._documents(band, 2, cpu, "one stream")
-    assert one is not other
-    for bounds, longest in (one, other):
+    first, second = flash._packed_calls(band, 2, cpu, "one stream"), flash._packed_calls(band, 2, cpu, "another")
+    assert first is flash._packed_calls(band, 2, cpu, "one stream")
+    assert first is not second
+    for (call,) in (first, second):
+        bounds, _, longest, _ = call.lengths
+        assert call.lengths == (bounds, bounds, longest, longest)
         assert bounds.dtype == torch.int32
         assert (bounds.tolist(), longest) == ([0, 3, 4, 9, 12, 13, 18], 5)
 
@@ -365,11 +371,11 @@ def test_inputs_of_a_kernel_stay_as_they_are(kernel, dtype):
     tensors = make_tensors(shape, dtype, head_size_of(kernel.capabilities)).to(device=device)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scores)
     delta = product(tensors.dout, out)
-    given = [tensors.dout, tensors.q, tensors.k, tensors.v, out, lse, delta]
-    before = [tensor.clone() for tensor in given]
-    kernel.backward(*given, shape.band, tensors.scores)
+    inputs = tensors.backward_inputs(out, lse, delta)
+    before = [tensor.clone() for tensor in inputs]
+    kernel.backward(inputs, shape.band, tensors.scores)
     kernel.forward(tensors.q, tensors.k, tensors.v, shape.band, tensors.scores)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(given, before, strict=True))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), kernels_and_dtypes())
@@ -384,16 +390,15 @@ def test_results_may_be_put_where_they_are_wanted(kernel, dtype, segments):
     places = [torch.full_like(tensor, torch.nan) for tensor in (t.dout, t.q, t.k, t.v)]
     lse_place = torch.full((1, 4, 64), torch.nan, device=device).transpose(1, 2)
     results = []
-    for into, gradients_into in ((None, None), ((places[0], lse_place), (None, *places[2:])), (None, places[1:])):
-        out, lse = kernel.forward(t.q, t.k, t.v, shape.band, t.scores, into)
+    for buffers, gradient_buffers in ((None, None), ((places[0], lse_place), (None, *places[2:])), (None, places[1:])):
+        out, lse = kernel.forward(t.q, t.k, t.v, shape.band, t.scores, buffers)
         delta = None if kernel.capabilities.derives_delta else product(t.dout, out)
-        gradients = kernel.backward(
-            *(t.dout, t.q, t.k, t.v, out.to(dtype), lse, delta, shape.band, t.scores, gradients_into)
-        )
+        inputs = t.backward_inputs(out.to(dtype), lse, delta)
+        gradients = kernel.backward(inputs, shape.band, t.scores, gradient_buffers)
         results.append([out, lse, *gradients])
-    for found in results[1:]:
-        for one, other in zip(results[0], found, strict=True):
-            assert torch.allclose(one.double(), other.double(), rtol=1e-2, atol=1e-2)
+    for written in results[1:]:
+        for own, buffer in zip(results[0], written, strict=True):
+            assert torch.allclose(own.double(), buffer.double(), rtol=1e-2, atol=1e-2)
     if kernel.capabilities.name.startswith("flash_attn_4"):
         assert [tensor.data_ptr() for tensor in results[2][2:]] == [place.data_ptr() for place in places[1:]]
         assert segments or results[1][0].data_ptr() == places[0].data_ptr()
@@ -424,15 +429,13 @@ def test_two_tiles_with_the_global_lse_are_the_whole(kernel, dtype, window, give
         merge_(out, lse, *kernel.forward(t.q, t.k[:, columns], t.v[:, columns], band, t.scores))
     out = out.to(dtype)
     delta = product(t.dout, out)
-    dout, given = t.dout, None
+    dout, tile_out = t.dout, None
     if given_out == "true":
-        given = out
+        tile_out = out
     elif kernel.capabilities.wants_out:
-        dout, given = project_out(t.dout, delta)
-    parts = [
-        kernel.backward(dout, t.q, t.k[:, columns], t.v[:, columns], given, lse, delta, band, t.scores)
-        for columns, band in halves
-    ]
+        dout, tile_out = project_out(t.dout, delta)
+    inputs = BackwardInputs(dout, t.q, t.k, t.v, tile_out, lse, delta)
+    parts = [kernel.backward(inputs.cut(slice(0, rows), columns), band, t.scores) for columns, band in halves]
     dq = parts[0][0].to(wide) + parts[1][0].to(wide)
     dk, dv = (torch.cat([part[index] for part in parts], 1) for index in (1, 2))
     answer = Answer(*(tensor.cpu() for tensor in (out, lse, dq, dk, dv)))
@@ -500,13 +503,13 @@ def test_head_sizes(kernel, dtype, head_dim):
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("band", [Band(0), Band(0, 100), Band(0, None, (0, 300, 517))], ids=str)
 def test_a_deterministic_kernel_gives_the_same_bits_each_time(kernel, heads, band):
-    card = kernel.capabilities
+    capabilities = kernel.capabilities
     device = device_of(kernel)
-    if not card.deterministic:
-        with pytest.raises(
-            KernelError, match=f"{card.name} cannot give the same bits each time.* Deterministic ones are"
-        ):
-            select_kernel(card.name, device, card.dtypes[0], 64, 64, deterministic=True)
+    if not capabilities.deterministic:
+        refusal = f"{capabilities.name} cannot give the same bits each time.* Deterministic ones are"
+        request = KernelRequest(device, capabilities.dtypes[0], 64, 64, deterministic=True)
+        with pytest.raises(KernelError, match=refusal):
+            select_kernel(capabilities.name, request)
         return
     dtype = torch.bfloat16
     spare(kernel, dtype, kept=heads == (8, 2))
@@ -569,11 +572,9 @@ def backward_inputs(batch: int) -> tuple[Tensors, torch.Tensor, torch.Tensor, to
 def test_flash_attn_4_reads_out_or_delta_without_a_copy(flash_attn_4, segments, batch):
     kernel, calls = flash_attn_4
     t, out, lse, delta = backward_inputs(batch)
-    found = [
-        kernel.backward(t.dout, t.q, t.k, t.v, given, lse, delta, Band(0, None, segments), t.scores)
-        for given in (out, None)
-    ]
-    for by_out, by_delta in zip(*found, strict=True):
+    band = Band(0, None, segments)
+    gradients = [kernel.backward(t.backward_inputs(read, lse, delta), band, t.scores) for read in (out, None)]
+    for by_out, by_delta in zip(*gradients, strict=True):
         assert relative_error(by_delta, by_out.double()) < 1e-5
     with_out, with_delta = calls
     assert with_out["dlse"] is None
@@ -589,9 +590,7 @@ def test_flash_attn_4_cuts_rows_out_of_a_log_sum_exp_that_is_stored_by_head_with
     kernel, calls = flash_attn_4
     t, out, lse, delta = backward_inputs(2)
     rows = slice(12, 24)
-    kernel.backward(
-        *(t.dout[:, rows], t.q[:, rows], t.k, t.v, out[:, rows], lse[:, rows], delta[:, rows], Band(), t.scores)
-    )
+    kernel.backward(t.backward_inputs(out, lse, delta).cut(rows, slice(0, 24)), Band(), t.scores)
     assert calls[0]["lse"].data_ptr() == lse[:, rows].data_ptr()
     assert calls[0]["lse"].stride(-1) == 1
 
@@ -603,9 +602,7 @@ def test_flash_attn_4_takes_the_heads_of_deepseek_as_they_are_if_none_are_shared
     tensors = make_tensors(Shape(13, 13, Band(0), heads=heads), torch.bfloat16, 192, 128)
     out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, Band(0), tensors.scores)
     assert out.shape[3] == 128
-    kernel.backward(
-        *(tensors.dout, tensors.q, tensors.k, tensors.v, None, lse, product(tensors.dout, out)), Band(0), tensors.scores
-    )
+    kernel.backward(tensors.backward_inputs(None, lse, product(tensors.dout, out)), Band(0), tensors.scores)
     assert library.backward_calls[0]["out"].shape[3] == (128 if heads == (4, 4) else 192)
 
 
@@ -619,7 +616,7 @@ def test_libraries_are_asked_for_determinism(deterministic, segments):
         FlashAttn2Kernel(deterministic, second),
         TorchFlashKernel(deterministic, aten),
     ):
-        kernel.backward(t.dout, t.q, t.k, t.v, out, lse, delta, Band(0, None, segments), t.scores)
+        kernel.backward(t.backward_inputs(out, lse, delta), Band(0, None, segments), t.scores)
     asked = [fourth.backward_calls[0]["deterministic"], *second.deterministic, *aten.deterministic]
     assert asked == [deterministic] * 3
 
@@ -631,10 +628,10 @@ def test_the_switch_of_torch_is_put_back(monkeypatch, enabled, warns):
     t, out, lse, delta = backward_inputs(1)
     torch.use_deterministic_algorithms(enabled, warn_only=warns)
     try:
-        TorchFlashKernel(True, aten).backward(t.dout, t.q, t.k, t.v, out, lse, delta, Band(0), t.scores)
+        TorchFlashKernel(True, aten).backward(t.backward_inputs(out, lse, delta), Band(0), t.scores)
         monkeypatch.setattr(aten, "_flash_attention_backward", None)
         with pytest.raises(TypeError):
-            TorchFlashKernel(True, aten).backward(t.dout, t.q, t.k, t.v, out, lse, delta, Band(0), t.scores)
+            TorchFlashKernel(True, aten).backward(t.backward_inputs(out, lse, delta), Band(0), t.scores)
         assert torch.are_deterministic_algorithms_enabled() is enabled
         assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
     finally:
@@ -744,11 +741,11 @@ def test_a_second_derivative_is_refused():
 def chosen(caplog):
     """Chooses a kernel as if for the first time; returns it and what was logged."""
 
-    def choose(*arguments) -> tuple[Kernel, str]:
+    def choose(requested: str, *properties) -> tuple[Kernel, str]:
         select_kernel.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="hf_burst"):
-            kernel = select_kernel(*arguments)
+            kernel = select_kernel(requested, KernelRequest(*properties))
         return kernel, caplog.text
 
     yield choose
@@ -779,7 +776,7 @@ def test_a_choice_is_logged_once(chosen, caplog):
     _, log = chosen("auto", "cpu", torch.float32, 24, 24)
     assert log.count("hf_burst computes attention") == 1
     with caplog.at_level(logging.INFO, logger="hf_burst"):
-        select_kernel("auto", "cpu", torch.float32, 24, 24)
+        select_kernel("auto", KernelRequest("cpu", torch.float32, 24, 24))
     assert caplog.text == log
 
 
@@ -821,6 +818,25 @@ LIBRARIES: dict[str, tuple[str, Callable[[], object]]] = {
 def all_installed(installed):
     for module, library in LIBRARIES.values():
         installed(module, library())
+
+
+def test_a_warning_of_the_compiler_of_flash_attn_4_is_not_shown(installed):
+    """Only this one, and only once the library is loaded."""
+
+    class Warns(flash_libraries.FlashAttn4):
+        def _flash_attn_fwd(self, *arguments, **keywords):
+            warnings.warn("While it compiles:\naux_data (position 17) of type list cannot be converted", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+            return super()._flash_attn_fwd(*arguments, **keywords)
+
+    installed(LIBRARIES["flash_attn_4"][0], Warns())
+    tensors = make_tensors(Shape(13, 13, Band(0)), torch.bfloat16, 64)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for deterministic in (False, True):
+            kernel = FlashAttn4Kernel(deterministic)
+            kernel.forward(tensors.q, tensors.k, tensors.v, Band(0), tensors.scores)
+    assert [str(warning.message) for warning in shown] == ["something else"] * 2
 
 
 def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_installed, chosen):
@@ -867,7 +883,7 @@ def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
 )
 def test_gpus_have_their_kernels(monkeypatch, hopper, all_installed, capability, sizes, names):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    explained = explain_kernels("cuda", torch.bfloat16, *sizes)
+    explained = explain_kernels(KernelRequest("cuda", torch.bfloat16, *sizes))
     assert [name for name, _ in explained] == [kernel.capabilities.name for kernel in KERNELS]
     assert [name for name, refusal in explained if refusal is None] == names
     assert all(refusal for name, refusal in explained if name not in names)
@@ -880,23 +896,23 @@ def test_determinism_is_had_or_refused(hopper, all_installed, chosen):
     assert "deterministic" in log
     assert not chosen("auto", "cuda", torch.bfloat16, 128, 128)[0].deterministic
     with pytest.raises(KernelError) as caught:
-        select_kernel("torch_cudnn", "cuda", torch.bfloat16, 128, 128, deterministic=True)
+        select_kernel("torch_cudnn", KernelRequest("cuda", torch.bfloat16, 128, 128, deterministic=True))
     assert "torch_cudnn cannot give the same bits each time" in str(caught.value)
     able = "flash_attn_4, flash_attn_3, flash_attn_2, torch_flash, cpu_flash, reference"
     assert f"Deterministic ones are {able}." in str(caught.value)
     with pytest.raises(KernelError, match="flash_attn_3 cannot give the same bits each time with head size 256"):
-        select_kernel("flash_attn_3", "cuda", torch.bfloat16, 256, 256, deterministic=True)
+        select_kernel("flash_attn_3", KernelRequest("cuda", torch.bfloat16, 256, 256, deterministic=True))
 
 
 def test_windows_are_refused_by_what_knows_none(hopper):
     with pytest.raises(KernelError, match="and a sliding window: torch_cudnn computes no windows"):
-        select_kernel("torch_cudnn", "cuda", torch.bfloat16, 128, 128, window=True)
+        select_kernel("torch_cudnn", KernelRequest("cuda", torch.bfloat16, 128, 128, window=True))
 
 
 def test_old_cudnn_is_refused(monkeypatch, hopper):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8907)
     with pytest.raises(KernelError, match="torch_cudnn needs cuDNN 90000 or above, torch has 8907"):
-        select_kernel("torch_cudnn", "cuda", torch.bfloat16, 96, 96)
+        select_kernel("torch_cudnn", KernelRequest("cuda", torch.bfloat16, 96, 96))
 
 
 def test_a_library_that_is_not_the_one_that_was_read_is_refused(installed):
@@ -968,21 +984,23 @@ def test_gpu_refusals(monkeypatch):
 )
 def test_what_was_asked_for_and_is_impossible_raises(arguments, parts):
     with pytest.raises(KernelError) as caught:
-        select_kernel(*arguments)
+        select_kernel(arguments[0], KernelRequest(*arguments[1:]))
     for part in (str(arguments[2]), arguments[1], str(arguments[3]), "BurstConfig(kernel=...)", *parts):
         assert part in str(caught.value)
 
 
-def test_a_card_refuses_head_sizes_out_of_step():
-    card = Capabilities("some", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True, wide=True, wants_out=False)
-    assert card.refusal("cpu", torch.float32, 64, 256) is None
-    alike = replace(card, own_value_dim=False)
-    assert alike.refusal("cpu", torch.float32, 64, 256) == "needs one head size, got 64 for q and k and 256 for v"
-    assert card.refusal("cpu", torch.float32, 64, 64, softcap=True) == "knows no soft-capping of scores"
-    assert card.refusal("cpu", torch.float32, 64, 64, deterministic=True) == "cannot give the same bits each time"
-    assert replace(card, windows=False).refusal("cpu", torch.float32, 64, 64, window=True) == "computes no windows"
-    assert replace(alike, value_dims=((192, 128),)).refusal("cpu", torch.float32, 192, 128) is None
+def test_capabilities_refuse_head_sizes_out_of_step():
+    request = KernelRequest("cpu", torch.float32, 64, 64)
+    steps = Capabilities("steps", ("cpu",), (torch.float32,), (8, 256), 8, own_value_dim=True)
+    assert steps.refusal(request._replace(value_dim=256)) is None
+    alike = replace(steps, own_value_dim=False)
+    assert alike.refusal(request._replace(value_dim=256)) == "needs one head size, got 64 for q and k and 256 for v"
+    assert steps.refusal(request._replace(softcap=True)) == "knows no soft-capping of scores"
+    assert steps.refusal(request._replace(deterministic=True)) == "cannot give the same bits each time"
+    assert replace(steps, windows=False).refusal(request._replace(window=True)) == "computes no windows"
+    deepseek = request._replace(head_dim=192, value_dim=128)
+    assert replace(alike, value_dims=((192, 128),)).refusal(deepseek) is None
     for size in (4, 12, 264):
         for sizes in ((size, 64), (64, size)):
-            refusal = card.refusal("cpu", torch.float32, *sizes)
+            refusal = steps.refusal(KernelRequest("cpu", torch.float32, *sizes))
             assert refusal == f"takes head sizes 8 to 256 in steps of 8, not {size}"

@@ -35,10 +35,7 @@ WITHIN = {
         *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
-    "cli": [
-        *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan"),
-        "__init__",
-    ],
+    "cli": ["launch", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
         *("head", "experts", "outputs", "positions", "rope", "patch"),

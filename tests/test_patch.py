@@ -19,7 +19,7 @@ from hf_burst import op
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import support
 from hf_burst.hf.batch import fingerprint
-from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
+from hf_burst.plan import MaskPattern, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models
 from tests.ranks import RankError, RankPool
@@ -519,10 +519,9 @@ def choose_by_documents(rank: int, size: int) -> None:
     short = hf_burst.SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
     group = hf_burst.ContextGroup.from_mesh(None)
     machine = replace(cpu(), ranks_per_host=size)
-    layers = [Layer(one.masks(MaskPattern()), one.sharding, Shapes(4, 4, 8, 8, 8, 8)) for one in (whole, short)]
-    usual = choose("auto", layers[0], machine).route
-    wanted = [name_of(route, size) for route in (usual, choose("auto", layers[1], machine, usual=usual).route)]
-    assert wanted == ["ulysses", "kv_ring"]
+    choices = [choose(layout.masks(MaskPattern()), layout.sharding, 4, 4, size) for layout in (whole, short)]
+    wanted = [name_of(choice.schedule, size) for choice in choices]
+    assert wanted == ["ulysses", "burst"]
     with mock.patch.object(op, "machine_for", return_value=machine):  # what tests before have measured may differ
         train_by_documents(model, group, (whole, short), wanted)
 

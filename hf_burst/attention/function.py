@@ -51,6 +51,8 @@ def burst_attention(
     >>> out, lse = burst_attention(q, k, v, SequenceLayout.for_batch([(0, 131072)], ranks=8), request)
     ```
     """
+    if not isinstance(request, AttentionRequest):
+        raise BatchError(f"Attention takes an AttentionRequest behind the layout, got {type(request).__name__}.")
     error: Exception | None = None
     facts: dict[str, Any] = {}
     try:
@@ -100,10 +102,9 @@ def _checked_facts(
     sinks: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The facts that must be equal on all ranks, of inputs that are right on this one."""
-    expected = (q, torch.Tensor), (k, torch.Tensor), (v, torch.Tensor), (layout, SequenceLayout)
-    if not all(isinstance(value, kind) for value, kind in (*expected, (request, AttentionRequest))):
-        kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout, request))
-        raise BatchError(f"Attention takes three tensors, a SequenceLayout and an AttentionRequest, got {kinds}.")
+    if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
+        kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout))
+        raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
     _check_tensors(q, k, v)
     _check_layout(q, layout, request.group)
     _check_request(request, q, sinks)
@@ -118,9 +119,11 @@ def _checked_facts(
         "dtype": str(q.dtype),
         "layout": str(layout.encode().tolist()),
         "mask pattern": str(pattern),
-        "scores, sinks": [str(request.scores), sinks is not None],
-        "kernel, schedule, transport": [request.kernel, request.schedule, request.transport],
-        "kernel": kernel.capabilities.name,
+        "scores": str(request.scores),
+        "sinks": sinks is not None,
+        "kernel": [request.kernel, kernel.capabilities.name],
+        "schedule": request.schedule,
+        "transport": request.transport,
         "gradients": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
     }
 

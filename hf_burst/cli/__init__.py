@@ -1,4 +1,4 @@
-"""The command line: `hf-burst doctor`, `hf-burst bench attention` and `hf-burst plan`.
+"""The command line: `hf-burst doctor`, `hf-burst calibrate` and `hf-burst plan`.
 
 A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code; it is imported when it is
 called for.
@@ -14,9 +14,9 @@ from ..errors import BurstError
 
 # a command is a module of this name; what it does
 _COMMANDS = {
-    "doctor": "what hf_burst can do on this machine, and which schedule it would take, and why",
-    "bench": "time attention over the ranks of this launch",
-    "plan": "who computes which part of a mask in which step, as a table and a picture",
+    "doctor": "what hf_burst can do on this machine, which schedule it takes, and the seconds that it predicts",
+    "calibrate": "measure kernel, memory and links of this launch, and remember them",
+    "plan": "show which rank computes which part of a mask in which step, as a table and a picture",
 }
 
 

@@ -1,37 +1,36 @@
-"""`hf-burst doctor`: what is here, what can run on it, and which schedule an example would take. Made to be pasted into
-an issue."""
+"""`hf-burst doctor`: versions, devices, kernels, and the schedule of an example with predicted seconds.
+
+Made to be pasted into an issue.
+"""
 
 import argparse
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, cycle, takewhile
 
 import torch
 import torch.distributed as dist
 
-from ..calibrate import calibrate, default_kernel, machine_for, machine_of, profile_path
+from ..calibrate import machine_for, machine_of, profile_path
+from ..config import Schedule
 from ..errors import BurstError, ConfigError
 from ..kernels import KernelRequest, explain_kernels
 from ..mesh import ContextGroup
-from ..plan import Layer, Machine, Mask, Shapes, assign, choose, cut
-from .launch import launched
+from ..plan import Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of
+from .launch import joined
 
 _PACKAGES = (
     *("hf_burst", "torch", "transformers", "accelerate", "trl", "peft"),
     *("triton", "flash-attn", "flash-attn-4", "liger-kernel"),
 )
-# what a CPU goes through in some ten seconds
+# a CPU goes through so many in some ten seconds
 _MOST_RANKS = 2048
 _MOST_PARTS = 2**18  # documents and ranks, of every sequence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--calibrate", action="store_true", help="measure kernel, memory and links, and remember them")
     example = parser.add_argument_group("the layer that the table of schedules is for")
     example.add_argument("--q-heads", type=int, default=32, help="query heads (default %(default)s)")
     example.add_argument("--kv-heads", type=int, default=8, help="key heads (default %(default)s)")
@@ -57,14 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         `int`: 0 if attention can be computed here, 1 if not.
     """
-    with _launched() as (group, device):
+    with joined() as (group, device):
         problems = _problems(arguments, device)
         lines: list[str] = []
         if not problems:
             ranks = arguments.ranks or (group.size if group.size > 1 else max(torch.cuda.device_count(), 2))
             try:
                 machine = _machine(arguments, group, device, ranks)
-                lines += _describe_machine(machine, ranks)
+                lines += describe_machine(machine, ranks)
                 lines += _describe_choice(arguments, machine, ranks, device)
             except BurstError as problem:
                 problems.append(str(problem))
@@ -74,28 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if problems else 0
 
 
-@contextmanager
-def _launched() -> Iterator[tuple[ContextGroup, torch.device]]:
-    """The ranks of `torchrun` or `accelerate launch`, joined for the time of the command; or this process alone."""
-    size, _ = launched()
-    here = int(os.environ.get("LOCAL_RANK", "0"))
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    on_gpu = torch.cuda.is_available() and here < torch.cuda.device_count() and not forced
-    device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    joins = size > 1 and dist.is_available() and not dist.is_initialized()
-    if joins:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        yield ContextGroup.from_mesh(None), device
-    finally:
-        if joins:
-            dist.destroy_process_group()
-
-
 def _explained(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str | None]]:
-    """The kernels, the fastest first, and why each cannot compute the example; `None` for those that can."""
+    """The kernels, the fastest first, each with the reason why it cannot compute the example, or `None`."""
     sizes = (arguments.head_dim, arguments.head_dim)
     return explain_kernels(KernelRequest(device.type, _dtype(device), *sizes, window=arguments.window is not None))
 
@@ -149,14 +128,13 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def _machine(arguments: argparse.Namespace, group: ContextGroup, device: torch.device, ranks: int) -> Machine:
     """The machine of this launch, or for another number of ranks one with as many hosts as they need."""
-    measured = calibrate(group, device, default_kernel(device)) if arguments.calibrate else None
     if ranks == group.size and not arguments.ranks_per_host:
-        return measured or machine_for(group, device)
+        return machine_for(group, device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else ranks
     per_host = arguments.ranks_per_host or (gpus if ranks % gpus == 0 else ranks)
     if ranks % per_host:
         raise ConfigError(f"{ranks} ranks do not lie on hosts of {per_host} each: give --ranks-per-host that divides.")
-    return replace(measured, ranks_per_host=per_host) if measured else machine_of(device, ranks, per_host)
+    return machine_of(device, ranks, per_host)
 
 
 def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:
@@ -199,8 +177,8 @@ def _symmetric_memory() -> str:
     return f"GPUs {', '.join(apart)} cannot read each other's memory" if apart else "all GPUs read each other's memory"
 
 
-def _describe_machine(machine: Machine, ranks: int) -> list[str]:
-    """The numbers that the cost model is given."""
+def describe_machine(machine: Machine, ranks: int) -> list[str]:
+    """The numbers from which seconds are predicted, in lines."""
     path = profile_path(machine.device, machine.kernel, ranks, machine.ranks_per_host)
     measured = machine.source.startswith("measured")
     lines = [
@@ -218,29 +196,62 @@ def _describe_machine(machine: Machine, ranks: int) -> list[str]:
             speed = f"{link.latency * 1e6:.0f} us + {link.bandwidth / 1e9:.1f} GB/s"
             lines.append(f"  {name}: {speed}, holds up a kernel by {link.drag:.0%} of its time")
     if not measured:
-        lines.append("  measure this machine: hf-burst doctor --calibrate, under torchrun or accelerate launch")
+        lines.append("  measure this machine: hf-burst calibrate, under torchrun or accelerate launch")
     return lines
 
 
 def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int, device: torch.device) -> list[str]:
-    """What the cost model says of the example."""
+    """The schedule of the example and why, and what is predicted of every schedule that the ranks can run."""
     itemsize = _dtype(device).itemsize
-    shapes = Shapes(arguments.q_heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
+    q_heads, kv_heads = arguments.q_heads, arguments.kv_heads
+    shapes = Shapes(q_heads, kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
     ends = takewhile(lambda end: end < arguments.length, accumulate(cycle(arguments.documents or [arguments.length])))
     masks = (Mask(arguments.length, True, arguments.window, (0, *ends, arguments.length)),) * arguments.batch
     layer = Layer(masks, cut(arguments.length, assign(masks, ranks)), shapes)
-    usual = None
-    if arguments.documents and arguments.schedule == "auto":
-        whole = (Mask(arguments.length, True, arguments.window),) * arguments.batch
-        usual = choose("auto", Layer(whole, cut(arguments.length, assign(whole, ranks)), shapes), machine).route
-    choice = choose(arguments.schedule, layer, machine, usual=usual)
+    taken, reason = _asked(arguments.schedule, ranks, q_heads, kv_heads), "asked for"
+    if taken is None:
+        choice = choose(masks, layer.sharding, q_heads, kv_heads, machine.ranks_per_host)
+        taken, reason = choice.schedule, choice.reason
     count = arguments.batch * (len(masks[0].documents) - 1)
     title = (
-        f"a causal layer of {arguments.q_heads} query and {arguments.kv_heads} key heads of {arguments.head_dim}, "
-        f"{arguments.batch} x {arguments.length} tokens in {count} document{'s'[: count - 1]} over {ranks} ranks, "
-        f"{machine.ranks_per_host} a host:"
+        f"a causal layer of {q_heads} query and {kv_heads} key heads of {arguments.head_dim}, {arguments.batch} x "
+        f"{arguments.length} tokens in {count} document{'s'[: count - 1]} over {ranks} ranks, "
+        f"{machine.ranks_per_host} a host takes {name_of(taken, ranks)}: {reason}"
     )
-    return ["", title, *(f"  {line}" for line in choice.table.splitlines())]
+    return ["", title, "predicted:", *(f"  {line}" for line in _predicted(layer, machine, taken))]
+
+
+def _asked(name: str, ranks: int, q_heads: int, kv_heads: int) -> Schedule | None:
+    """The schedule of a name, which the ranks can run; `None` for `"auto"`. One rank exchanges nothing, whatever the
+    name."""
+    if name == "auto":
+        return None
+    schedule = Schedule.parse(name, ranks)
+    problem = schedule.refusal(ranks, q_heads, kv_heads)
+    if ranks > 1 and problem:
+        raise ConfigError(f"The schedule {name!r} cannot run: {problem}. Name another one, or leave --schedule out.")
+    return schedule if ranks > 1 else Schedule()
+
+
+def _predicted(layer: Layer, machine: Machine, taken: Schedule) -> list[str]:
+    """A table with one line for every schedule, the one taken first, then the fastest."""
+    heads, ranks = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.ranks
+    schedules = dict.fromkeys([taken, *candidates(ranks, *heads, machine.ranks_per_host)])
+    costs = {schedule: estimate(schedule, layer, machine) for schedule in schedules}
+    rows = [["schedule", "forward", "backward", "total", "exposed", "sent", "memory", "by", "slices", ""]]
+    for schedule in sorted(costs, key=lambda schedule: (schedule != taken, costs[schedule].total_s)):
+        cost = costs[schedule]
+        times = (cost.forward_s, cost.backward_s, cost.total_s, cost.exposed_s)
+        sizes = [f"{cost.sent_bytes / 1e6:.1f} MB", f"{cost.memory_bytes / 2**20:.0f} MiB"]
+        ratio = f"{cost.total_s / costs[taken].total_s:.2f}x"
+        rows.append([name_of(schedule, ranks), *map(_time, times), *sizes])
+        rows[-1] += [cost.transport if ranks > 1 else "-", str(cost.slices), "taken" if schedule == taken else ratio]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def _gib(size: float) -> str:

@@ -1,12 +1,18 @@
-"""The processes of a launch, as `torchrun` and `accelerate launch` tell each of them in its environment."""
+"""The processes of a launch, as `torchrun` and `accelerate launch` describe them in the environment."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
 
 from ..errors import ConfigError
+from ..mesh import ContextGroup
 
 
 def launched() -> tuple[int, int]:
-    """How many processes there are, and which one this is; one where nothing is said.
+    """How many processes there are, and the number of this one; without a launcher one process, number 0.
 
     Raises:
         ConfigError: If the variables cannot be those of a launcher.
@@ -30,3 +36,27 @@ def launched() -> tuple[int, int]:
             "start with torchrun or accelerate launch."
         )
     return size, rank
+
+
+@contextmanager
+def joined() -> Iterator[tuple[ContextGroup, torch.device]]:
+    """The ranks of a launch, joined for the time of a command, and the device of this one; or this process alone.
+
+    Raises:
+        ConfigError: As [`launched`] does.
+    """
+    size, _ = launched()
+    here = int(os.environ.get("LOCAL_RANK", "0"))
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    on_gpu = torch.cuda.is_available() and here < torch.cuda.device_count() and not forced
+    device = torch.device("cuda", here) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    joins = size > 1 and dist.is_available() and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        yield ContextGroup.from_mesh(None), device
+    finally:
+        if joins:
+            dist.destroy_process_group()

@@ -97,7 +97,7 @@ class Capabilities:
         softcap (`bool`, defaults to `False`): Whether scores may be capped.
         deterministic (`bool`, defaults to `False`): Whether its backward can give the same bits each time.
         windows (`bool`, defaults to `True`): Whether it takes any band, not only whole tiles and causal squares.
-        auto_refusal (`str`, defaults to `""`): Why `"auto"` passes it over; empty if it does not.
+        auto_refusal (`str`, *optional*): Why `"auto"` passes it over.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Capabilities:
     softcap: bool = False
     deterministic: bool = False
     windows: bool = True
-    auto_refusal: str = ""
+    auto_refusal: str | None = None
 
     def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot compute such an attention; `None` if it can."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from .pieces import Piece, PiecewiseKernel, crop
 Lengths = tuple[Tensor | None, Tensor | None, int, int]
 Window = tuple[bool, int | None, int | None]
 
-
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 # capabilities that most FlashAttention libraries share
 FLASH = Capabilities(
     name="",
@@ -36,8 +36,9 @@ FLASH = Capabilities(
 )
 
 
-class FlashCall(NamedTuple):
-    """The arguments of a library's function that describe the mask of a piece."""
+@dataclass(frozen=True)
+class FlashCall(Piece):
+    """A piece of a tile as the call of a library that computes it."""
 
     lengths: Lengths
     window: Window
@@ -48,14 +49,7 @@ class FlashCall(NamedTuple):
         return self.lengths[0] is not None
 
 
-@dataclass(frozen=True)
-class FlashPiece(Piece):
-    """A piece and the call that computes it."""
-
-    call: FlashCall
-
-
-class FlashKernel(PiecewiseKernel[FlashPiece]):
+class FlashKernel(PiecewiseKernel[FlashCall]):
     """The common part of all libraries. Subclasses launch a call, and cut pieces that its windows do not express.
 
     Args:
@@ -89,60 +83,51 @@ class FlashKernel(PiecewiseKernel[FlashPiece]):
     def launch_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of one call, possibly written to buffers of these shapes.
+        """`out` and `lse` of one call, possibly written to `buffers`.
 
-        Args:
-            q, k, v (`torch.Tensor` of shape `(B, S, H, D)`, or `(T, H, D)` if the call is packed): Inputs.
-            call ([`FlashCall`]): Lengths and window.
-            scores ([`Scores`]): Scale and soft-capping.
-            buffers (sequence of `torch.Tensor`, *optional*): As in [`Kernel.forward`], `lse` by head.
-
-        Returns:
-            `out` in the shape of q, and `lse` of shape `(B, H, S)` or `(H, T)`.
+        Tensors have shapes `(B, S, H, D)`, and `lse` has `(B, H, S)`; `(T, H, D)` and `(H, T)` if the call is packed.
         """
         raise NotImplementedError
 
     def launch_backward(
         self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`dq`, `dk` and `dv` of one call. The inputs have the shapes of `launch_forward`, and delta that of lse.
-        Either `out` or `delta` is `None`."""
+        """`dq`, `dk` and `dv` of one call. Shapes are those of `launch_forward`; either `out` or `delta` is `None`."""
         raise NotImplementedError
 
-    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[FlashPiece]:
+    def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[FlashCall]:
         """See [`PiecewiseKernel.pieces`]."""
         if not band.segments:
-            return _dense_pieces(self, band, q.shape[1], k.shape[1])
+            return _dense_calls(self, band, q.shape[1], k.shape[1])
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
         # a CUDA graph outlives a cache
-        packed = _packed_pieces.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _packed_pieces
+        packed = _packed_calls.__wrapped__ if stream and torch.cuda.is_current_stream_capturing() else _packed_calls
         return packed(band, q.shape[0], q.device, stream)
 
     def forward_piece(
-        self, piece: FlashPiece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: FlashCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         """See [`PiecewiseKernel.forward_piece`]."""
-        call = piece.call
-        if call.packed:
-            out, lse = self.launch_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), call, scores)
+        if piece.packed:
+            out, lse = self.launch_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), piece, scores)
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).permute(1, 2, 0)
         if buffers is not None:
             out_buffer, lse_buffer = buffers
             buffers = (out_buffer, None if lse_buffer is None else lse_buffer.transpose(1, 2))
-        out, lse = self.launch_forward(q, k, v, call, scores, buffers)
+        out, lse = self.launch_forward(q, k, v, piece, scores, buffers)
         return out, lse.transpose(1, 2)
 
     def backward_piece(
-        self, piece: FlashPiece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
+        self, piece: FlashCall, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See [`PiecewiseKernel.backward_piece`]."""
         dout, q, k, v, out, lse, delta = inputs
         delta = delta if out is None else None
-        if not piece.call.packed:
+        if not piece.packed:
             by_head = BackwardInputs(
                 dout, q, k, v, out, lse.transpose(1, 2), None if delta is None else delta.transpose(1, 2)
             )
-            return self.launch_backward(by_head, piece.call, scores, buffers)
+            return self.launch_backward(by_head, piece, scores, buffers)
         flat = BackwardInputs(
             dout.flatten(0, 1),
             q.flatten(0, 1),
@@ -154,24 +139,35 @@ class FlashKernel(PiecewiseKernel[FlashPiece]):
         )
         if buffers is not None:
             buffers = tuple(None if buffer is None else buffer.flatten(0, 1) for buffer in buffers)
-        dq, dk, dv = self.launch_backward(flat, piece.call, scores, buffers)
+        dq, dk, dv = self.launch_backward(flat, piece, scores, buffers)
         return dq.unflatten(0, q.shape[:2]), dk.unflatten(0, k.shape[:2]), dv.unflatten(0, v.shape[:2])
 
 
-def dense_call(piece: Piece) -> FlashCall:
-    """From the bottom right corner: left = high + Sk - Sq, right = Sq - Sk - low; a cropped piece keeps both >= 0."""
-    band, ahead = piece.band, piece.width - piece.height
-    lengths = (None, None, piece.height, piece.width)
-    if band == Band(low=0) and ahead == 0:
-        return FlashCall(lengths, (True, None, None))
-    left = None if band.high is None else band.high + ahead
-    return FlashCall(lengths, (False, left, None if band.low is None else -ahead - band.low))
+def window_of(band: Band, ahead: int) -> Window:
+    """From the bottom right corner: left = high + Sk - Sq, right = Sq - Sk - low; a cropped piece keeps both >= 0.
+
+    Args:
+        band ([`Band`]): Its segments do not count: each has as many rows as columns.
+        ahead (`int`): Sk - Sq.
+    """
+    if band.low == 0 and band.high is None and ahead == 0:
+        return True, None, None
+    return False, None if band.high is None else band.high + ahead, None if band.low is None else -ahead - band.low
 
 
-def unbounded_is_negative(window: Window) -> tuple[bool, int, int]:
-    """As most libraries write it: -1 for no window."""
-    causal, left, right = window
-    return causal, -1 if left is None else left, -1 if right is None else right
+def library_keywords(call: FlashCall, scores: Scores, no_window: int | None = -1) -> dict[str, Any]:
+    """A call in the words that the packages share; `no_window` is how a library writes a missing window."""
+    causal, left, right = call.window
+    keywords: dict[str, Any] = {
+        "softmax_scale": scores.scale,
+        "causal": causal,
+        "window_size_left": no_window if left is None else left,
+        "window_size_right": no_window if right is None else right,
+        "softcap": scores.softcap,
+    }
+    if call.packed:
+        keywords.update(zip(LENGTHS, call.lengths, strict=True))
+    return keywords
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -195,14 +191,17 @@ def _by_head(rows: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def _dense_pieces(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tuple[FlashPiece, ...]:
+def _dense_calls(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tuple[FlashCall, ...]:
     """The calls that compute a band without segments."""
     pieces = kernel.cut(Piece(slice(0, rows), slice(0, columns), band))
-    return tuple(FlashPiece(piece.rows, piece.columns, piece.band, dense_call(piece)) for piece in pieces)
+    return tuple(
+        FlashCall(p.rows, p.columns, p.band, (None, None, p.height, p.width), window_of(p.band, p.width - p.height))
+        for p in pieces
+    )
 
 
 @lru_cache(maxsize=64)
-def _packed_pieces(band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[FlashPiece]:
+def _packed_calls(band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[FlashCall]:
     """The call that computes all documents of all batch rows, each with as many rows as columns.
 
     Their boundaries lie on the device. Each stream has its own, since another one would not wait for the copy.
@@ -211,8 +210,5 @@ def _packed_pieces(band: Band, batch: int, device: torch.device, stream: torch.c
     stops = [row * size + stop for row in range(batch) for stop in band.segments[1:]]
     bounds = from_host([0, *stops], torch.int32, device)
     longest = max(stop - start for start, stop in pairwise(band.segments))
-    window: Window = (False, band.high, None if band.low is None else -band.low)
-    if band.low == 0 and band.high is None:
-        window = (True, None, None)
     whole = slice(0, size)
-    return (FlashPiece(whole, whole, band, FlashCall((bounds, bounds, longest, longest), window)),)
+    return (FlashCall(whole, whole, band, (bounds, bounds, longest, longest), window_of(band, ahead=0)),)

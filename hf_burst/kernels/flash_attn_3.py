@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from .base import BackwardInputs, OutputBuffers, Scores
-from .flash import FLASH, FlashCall, FlashKernel, aligned, gradient_buffers, unbounded_is_negative
+from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, aligned, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal, parameters
 
-_SHARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap")
+_SHARED = (*LENGTHS, "softmax_scale", "softcap")
 _SIGNATURES: Signatures = (
     ("_flash_attn_forward", ("q", "k", "v", *_SHARED, "causal")),
     (
@@ -58,14 +58,9 @@ class FlashAttn3Kernel(FlashKernel):
 def _run(function: Any, arguments: dict[str, Any], call: FlashCall, scores: Scores) -> Any:
     """Calls a function of any version. Parameters that it requires and we do not know are `None`."""
     names = parameters(function)
-    causal, left, right = unbounded_is_negative(call.window)
-    cu_q, cu_k, longest_q, longest_k = call.lengths
-    if call.packed:
-        arguments |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-    arguments |= {"softmax_scale": scores.scale, "softcap": scores.softcap}
-    arguments["causal" if "causal" in names else "is_causal"] = causal
+    arguments |= library_keywords(call, scores)
+    if "causal" not in names:
+        arguments["is_causal"] = arguments.pop("causal")
     if "window_size" in names:
-        arguments["window_size"] = (left, right)
-    else:
-        arguments |= {"window_size_left": left, "window_size_right": right}
+        arguments["window_size"] = (arguments.pop("window_size_left"), arguments.pop("window_size_right"))
     return function(**{name: None for name, required in names.items() if required} | arguments)

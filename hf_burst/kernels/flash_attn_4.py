@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 
 from .base import BackwardInputs, OutputBuffers, Scores
-from .flash import FLASH, FlashCall, FlashKernel, gradient_buffers
+from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
 
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 _SCORES = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
 _GRADIENTS = ("dq", "dk", "dv")
 _SIGNATURES: Signatures = (
-    ("_flash_attn_fwd", ("q", "k", "v", *_LENGTHS, *_SCORES, "return_lse", "out", "lse")),
+    ("_flash_attn_fwd", ("q", "k", "v", *LENGTHS, *_SCORES, "return_lse", "out", "lse")),
     (
         "_flash_attn_bwd",
-        ("q", "k", "v", "out", "dout", "lse", *_LENGTHS, *_SCORES, *_GRADIENTS, "dlse", "deterministic"),
+        ("q", "k", "v", "out", "dout", "lse", *LENGTHS, *_SCORES, *_GRADIENTS, "dlse", "deterministic"),
     ),
 )
-_COMPILER_WARNING = r"(?s).*aux_data \(position \d+\).*cannot be converted"
+_COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
 
 
 class FlashAttn4Kernel(FlashKernel):
@@ -68,7 +67,7 @@ class FlashAttn4Kernel(FlashKernel):
     ) -> tuple[Tensor, Tensor]:
         """See [`FlashKernel.launch_forward`]; the library copies tensors that are not aligned."""
         out, lse = buffers or (None, None)
-        keywords = _keywords(call, scores)
+        keywords = library_keywords(call, scores, no_window=None)  # a negative one would be taken at its word
         out, lse, *_ = self.library._flash_attn_fwd(q, k, v, **keywords, return_lse=True, out=out, lse=lse)
         return out, lse
 
@@ -85,19 +84,11 @@ class FlashAttn4Kernel(FlashKernel):
             assert delta is not None, "there is out or delta"
             out = _zeros(v.shape[-1], dout.dtype, dout.device).expand(dout.shape)
             dlse = torch.neg(delta, out=delta.new_empty(delta.shape))
-        keywords = {**_keywords(call, scores), **gradient_buffers(inputs, buffers)}
+        keywords = library_keywords(call, scores, no_window=None) | gradient_buffers(inputs, buffers)
         dq, dk, dv = self.library._flash_attn_bwd(
             q, k, v, out, dout, lse, **keywords, dlse=dlse, deterministic=self.deterministic
         )
         return dq, dk, dv
-
-
-def _keywords(call: FlashCall, scores: Scores) -> dict[str, Any]:
-    """No window is `None`; a negative one would be taken at its word."""
-    causal, left, right = call.window
-    values = (scores.scale, causal, scores.softcap, left, right)
-    lengths = dict(zip(_LENGTHS, call.lengths, strict=True)) if call.packed else {}
-    return {**lengths, **dict(zip(_SCORES, values, strict=True))}
 
 
 @lru_cache(maxsize=16)

@@ -117,7 +117,8 @@ def crop(piece: Piece) -> Piece | None:
     last = height if band.high is None else min(height, width + band.high)
     left = 0 if band.high is None else max(0, first - band.high)
     right = width if band.low is None else min(width, last - band.low)
-    if first >= last or left >= right:
+    crossed = band.low is not None and band.high is not None and band.low > band.high
+    if crossed or first >= last or left >= right:
         return None
     moved = shift(band, first - left)
     low = None if moved.low is None or moved.low <= left - right + 1 else moved.low

@@ -53,19 +53,22 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
         if requested not in ("auto", capabilities.name):
             continue
         refusal = _refusal(kernel, request)
-        if refusal is None and requested == "auto" and capabilities.auto_refusal:
+        if refusal is None and requested == "auto":
             refusal = capabilities.auto_refusal
         if refusal is None:
-            _log_choice(requested, request, capabilities, refusals)
-            sizes = (request.head_dim, request.value_dim)
-            return kernel.for_sizes(*sizes) if isinstance(kernel, PaddedHeads) else kernel
+            faster = _joined([(passed, why) for passed, why in refusals if request.device in passed.devices])
+            reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
+            logger.log(
+                logging.WARNING if requested == "auto" and capabilities.name == "reference" else logging.INFO,
+                "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
+                *(capabilities.name, *request[:3], ", deterministic" * request.deterministic, reason),
+            )
+            return kernel.for_sizes(request.head_dim, request.value_dim) if isinstance(kernel, PaddedHeads) else kernel
         refusals.append((capabilities, refusal))
-    features = (
-        f"{' and soft-capped scores' if request.softcap else ''}{' and a sliding window' if request.window else ''}"
-    )
+    features = " and soft-capped scores" * request.softcap + " and a sliding window" * request.window
     able = ", ".join(kernel.capabilities.name for kernel in kernels if kernel.capabilities.deterministic)
     raise KernelError(
-        f"No {'deterministic ' if request.deterministic else ''}kernel for {request.dtype} on {request.device} with "
+        f"No {'deterministic ' * request.deterministic}kernel for {request.dtype} on {request.device} with "
         f"head sizes {request.head_dim} (q, k) and {request.value_dim} (v){features}: {_joined(refusals)}. "
         f"{f'Deterministic ones are {able}. ' if request.deterministic else ''}"
         "Set BurstConfig(kernel=...) to one that can, or convert the model."
@@ -77,8 +80,7 @@ def explain_kernels(request: KernelRequest) -> list[tuple[str, str | None]]:
     `None` if nothing speaks against it. [`select_kernel`] goes by it."""
     kernels = _DETERMINISTIC if request.deterministic else KERNELS
     return [
-        (kernel.capabilities.name, _refusal(kernel, request) or kernel.capabilities.auto_refusal or None)
-        for kernel in kernels
+        (kernel.capabilities.name, _refusal(kernel, request) or kernel.capabilities.auto_refusal) for kernel in kernels
     ]
 
 
@@ -86,24 +88,6 @@ def _refusal(kernel: Kernel, request: KernelRequest) -> str | None:
     """Why a kernel cannot, by its capabilities and then by its package and this machine."""
     refusal = kernel.capabilities.refusal(request)
     return kernel.unavailable(request.head_dim, request.value_dim) if refusal is None else refusal
-
-
-def _log_choice(
-    requested: KernelName, request: KernelRequest, chosen: Capabilities, refusals: list[tuple[Capabilities, str]]
-) -> None:
-    """Logs a kernel and the reason; `"auto"` with the slow reference is a warning."""
-    faster = _joined([(capabilities, why) for capabilities, why in refusals if request.device in capabilities.devices])
-    reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
-    logger.log(
-        logging.WARNING if requested == "auto" and chosen.name == "reference" else logging.INFO,
-        "hf_burst computes attention with the kernel %s (%s, %s, head size %d%s): %s",
-        chosen.name,
-        request.device,
-        request.dtype,
-        request.head_dim,
-        ", deterministic" if request.deterministic else "",
-        reason,
-    )
 
 
 def _joined(refusals: list[tuple[Capabilities, str]]) -> str:

@@ -1,8 +1,8 @@
 """Balance: which rank owns which chunk, so that all ranks hold as many tokens and compute as many pairs.
 
 They compute as many in all and in each step of a ring, since ranks wait for each other after a step. Zigzag balances
-one long document under a causal mask. Long documents of a packed batch cost most, wherever they lie, so their chunks are
-dealt out. The coarsest cut that is even enough is taken: its kernel calls are fewer and larger, and fewer documents
+one long document under a causal mask. Long documents of a packed batch cost most, wherever they lie, so their chunks
+are dealt out. The coarsest cut that is even enough is taken: its kernel calls are fewer and larger, and fewer documents
 reach from one rank to another.
 """
 
@@ -86,8 +86,8 @@ def assign(
 
 
 def chunks_per_rank(length: int, ranks: int, chunking: Chunking, stretches: int = 1) -> int:
-    """Into how many chunks a rank's tokens are cut at most. Sequences are padded to a multiple of that for all ranks, so
-    that their length does not depend on how documents are packed."""
+    """Into how many chunks a rank's tokens are cut at most. Sequences are padded to a multiple of that for all ranks,
+    so that their length does not depend on how documents are packed."""
     if ranks == 1 or chunking == "contiguous":
         return stretches
     coarse = 2 * stretches
@@ -267,8 +267,8 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
 
 
 def _best_swap(more: Sequence[int], less: Sequence[int]) -> tuple[int, int] | None:
-    """The chunk of the rank with more and the chunk of the other that, swapped, leave them nearest to each other; `None`
-    if no swap brings them nearer."""
+    """The chunk of the rank with more and that of the other whose swap leaves them nearest to each other; `None` if no
+    swap brings them nearer."""
     gap = sum(more) - sum(less)
     order = sorted(range(len(less)), key=less.__getitem__)
     sizes = [less[index] for index in order]

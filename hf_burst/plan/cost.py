@@ -308,8 +308,8 @@ class _Pass:
         return coming, leaving
 
     def _exchange(self) -> tuple[_Messages, _Messages]:
-        """What comes and what leaves for a slice: q, k and v and the output with its log-sum-exp, or dO with two scalars
-        a row and dQ, dK and dV. A rank sends equal parts of what it holds to its Ulysses ranks."""
+        """Messages that come and that leave for a slice: q, k and v and the output with its log-sum-exp, or dO with two
+        scalars a row and dQ, dK and dV. A rank sends equal parts of its tensors to its Ulysses ranks."""
         shapes, ulysses, rows = self.shapes, self.schedule.ulysses, self.rows
         inputs = shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
         inputs, outputs = rows * inputs * shapes.itemsize, rows * shapes.q_heads * shapes.value_dim * shapes.itemsize

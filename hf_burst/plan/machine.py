@@ -1,9 +1,10 @@
-"""A machine in a few numbers: how fast its attention kernel, its memory and its links are. What a plan costs on it is
-the matter of `cost.py`, measuring it that of `hf_burst.calibrate`."""
+"""A machine in a few numbers: how fast its attention kernel, its memory and its links are. `cost.py` predicts seconds
+from them, `hf_burst.calibrate` measures them."""
 
 import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 from ..errors import ConfigError
@@ -26,12 +27,12 @@ class KernelRate:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages from one rank to another; `latency + bytes / bandwidth` seconds a round of messages.
+    """A link between ranks. Messages that all ranks send at one time take `latency + bytes / bandwidth` seconds.
 
     Args:
-        latency (`float`): Seconds that a round takes, however short.
+        latency (`float`): Seconds of the shortest messages.
         bandwidth (`float`): Bytes/s that leave a rank, while as many arrive.
-        drag (`float`, defaults to 0.0): By which share of the time of a message a kernel beside it takes longer: some
+        drag (`float`, defaults to 0.0): Share of the time of a message by which a kernel beside it takes longer. Some
             transports compute on the same multiprocessors, all of them load the same memory.
     """
 
@@ -40,13 +41,13 @@ class Link:
     drag: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """How long a round of `size` bytes takes; none takes no time."""
+        """The time of messages of `size` bytes; 0 for none."""
         return self.latency + size / self.bandwidth if size else 0.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the cost of a schedule depends on beside its plan. Equal on all ranks, so that all choose alike.
+    """The numbers that a plan costs seconds by. Equal on all ranks of a group.
 
     Args:
         device (`str`): Name of the device.
@@ -59,17 +60,17 @@ class Machine:
         between_hosts ([`Link`]): Messages between hosts.
         symmetric ([`Link`], *optional*): Copy engines that read a peer's memory, inside a host.
         ranks_per_host (`int`, defaults to 1): Ranks of the group on one host, neighbours of each other.
-        block (`int`, defaults to 0): Rows and columns that the kernel computes together, whole, where documents end
-            inside; 0 if it computes the pairs of documents only.
-        document_blocks (`int`, defaults to 0): Blocks whose time a further document of a call takes beside its own.
-        gathered_rate (`float`, defaults to 1.0): Share of the kernel's rates that is left on tiles of gathered keys,
-            which have more keys than rows and few heads.
-        strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that is left for heads cut
-            out of rows.
-        waiting (`float`, defaults to 1.0): How much of the time that uneven steps of a ring cost remains, as ranks may
-            be ahead of each other: 0 is nothing.
-        slice_blocks (`int`, defaults to 0): Blocks of 128 rows of queries, of all heads that a rank computes, that are
-            worth a slice of the heads; 0 if as many slices as may be pay.
+        block (`int`, defaults to 0): Rows and columns of the blocks that the kernel computes whole, also where a
+            document ends inside; 0 for a kernel that computes no other pairs than those of documents.
+        document_blocks (`int`, defaults to 0): Blocks whose time a call takes longer for every document.
+        gathered_rate (`float`, defaults to 1.0): Share of the rates that the kernel reaches on gathered keys, whose
+            tiles have more keys than rows and few heads.
+        strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that heads cut out of rows
+            reach.
+        waiting (`float`, defaults to 1.0): Share of the time lost by uneven ring steps that remains, since ranks may
+            run ahead of each other.
+        slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
+            heads of a rank; 0 for no limit.
         source (`str`, defaults to `"built in"`): Where the numbers come from.
     """
 
@@ -104,8 +105,8 @@ class Machine:
                 f"A machine has rates, bandwidths and memory above 0 and times of at least 0, got {self}. Measure it "
                 "anew: hf-burst calibrate."
             )
-        if any(one.scores >= other.scores for one, other in zip(self.rates, self.rates[1:], strict=False)):
-            sizes = [rate.scores for rate in self.rates]
+        sizes = [rate.scores for rate in self.rates]
+        if sizes != sorted(set(sizes)):
             raise ConfigError(f"The sizes of the kernel's rates must rise, got {sizes}. Sort them, one rate a size.")
 
     def kernel_seconds(self, scores: float, flops: float, backward: bool) -> float:
@@ -116,14 +117,12 @@ class Machine:
             flops (`float`): What it computes.
             backward (`bool`): Which pass.
         """
-        rates = [rate.backward if backward else rate.forward for rate in self.rates]
-        for (low, high), first, second in zip(
-            zip(self.rates, self.rates[1:], strict=False), rates, rates[1:], strict=False
-        ):
-            if scores < high.scores:
-                share = max(0.0, math.log(scores / low.scores) / math.log(high.scores / low.scores))
-                return flops / (first + (second - first) * share)
-        return flops / rates[-1]
+        rates = [(rate.scores, rate.backward if backward else rate.forward) for rate in self.rates]
+        for (low, slow), (high, fast) in pairwise(rates):
+            if scores < high:
+                share = max(0.0, math.log(scores / low) / math.log(high / low))
+                return flops / (slow + (fast - slow) * share)
+        return flops / rates[-1][1]
 
     def to_json(self) -> str:
         """The machine as text; [`Machine.from_json`] reads it."""

@@ -1,4 +1,4 @@
-"""hf_burst's attention beside that of other packages and the limit without communication, interleaved in one run.
+"""hf_burst's attention beside other packages and the limit without communication, interleaved in one run.
 
 The whole matrix on 4 GPUs, then the same with the kernels of FlashAttention-2 for all that let one choose:
 
@@ -8,29 +8,302 @@ The whole matrix on 4 GPUs, then the same with the kernels of FlashAttention-2 f
     torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --kv-heads 8 32 --kernel flash_attn_2 \\
         --contenders limit 'hf_burst*' 'ulysses*' 'ring*' --out outputs/attention_4xH200_fa2.json
 
+The schedules of hf_burst beside the limit, without other packages:
+
+    torchrun --nproc-per-node 4 recipes/benchmarks/attention.py --lengths 16384 131072 --contenders limit 'hf_burst*'
+
 On two CPU processes, to see that it works (most peers need GPUs):
 
     torchrun --nproc-per-node 2 recipes/benchmarks/attention.py --device cpu --dtype float32 --q-heads 4 \\
         --kv-heads 2 4 --head-dim 16 --lengths 256 512 --check-length 64 --out outputs/attention_cpu.json
 
-README.md beside this file says what is measured and how to read the result; plot.py draws it.
+README.md beside this file says how it is measured and how to read the result. plot.py draws it.
 """
 
 import argparse
+import json
+import math
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, get_args
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.cli.bench import add_attention_arguments, benchmark
+from hf_burst import BurstConfig
+from hf_burst.config import Chunking
+from hf_burst.errors import BurstError, ConfigError
+from hf_burst.plan import Mask, chunks_per_rank
+from recipes.benchmarks.contenders import Case, Contender, hf_burst, limit
+from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.measure import Effort, check, measure
+from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.peers import peers
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.report import rows, table
+
+SCHEDULES = ("auto", "kv_ring", "burst", "all_gather", "ulysses")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+LENGTHS = (8192, 16384, 32768, 65536, 131072)
+_DAY_S = 86400
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options: the attention to measure, how long, and where the result goes."""
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help=f"tokens of the whole sequence ({' '.join(map(str, LENGTHS))})"
+    )
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8], help="key heads, a table each")
+    parser.add_argument("--q-heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs=2,
+        metavar=("SHORTEST", "LONGEST"),
+        help="tokens of packed documents, whose logarithms are uniform; one whole sequence by default",
+    )
+    parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself; all by default")
+    parser.add_argument("--chunkings", nargs="+", choices=get_args(Chunking), default=["balanced"])
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), help="names of BurstConfig.schedule")
+    parser.add_argument("--kernel", default="auto", help="a name of BurstConfig.kernel, for contenders with a choice")
+    parser.add_argument(
+        "--burst", type=_setting, nargs="+", default=[], metavar="NAME=VALUE", help="further settings of BurstConfig"
+    )
+    parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as limit 'hf_burst*'")
+    parser.add_argument("--seconds", type=float, default=180.0, help="time for the lengths of one number of key heads")
+    parser.add_argument("--rounds", type=int, nargs=2, default=(3, 30), metavar=("FEWEST", "MOST"))
+    parser.add_argument(
+        "--in-a-row", type=int, default=4, help="calls that follow each other, as layers do; fewer if calls are slow"
+    )
+    parser.add_argument("--warmup", type=int, default=56, help="calls before the first round; fewer if they are slow")
+    parser.add_argument(
+        "--check-length",
+        type=int,
+        help="tokens at which results are compared with fp64 (2048; with documents, as many a rank)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that one call may take")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+
+
+def benchmark(arguments: argparse.Namespace, others: Sequence[Contender] = ()) -> int:
+    """Measures the limit, hf_burst's schedules and other contenders; writes the result and prints a table.
+
+    Contenders of packages that are not installed are no failure.
+
+    Args:
+        arguments (`argparse.Namespace`): As `add_arguments` reads them.
+        others (sequence of [`Contender`]): Contenders beside the limit and hf_burst's schedules.
+
+    Returns:
+        `int`: 0 for success and 2 for settings that cannot be used. It is 1 if a contender was wrong against fp64 or
+        failed at every length. It is also 1 if no schedule of hf_burst was measured although one was requested, or if
+        nothing was measured.
+    """
+    try:
+        _validate(arguments)
+        contenders = _requested(arguments, others)
+        ranks = Ranks(arguments.device, arguments.timeout)
+    except BurstError as error:
+        print(f"attention.py: {error}", file=sys.stderr)
+        return 2
+    try:
+        _check_out(arguments.out, ranks)
+        result = _matrix(arguments, contenders, ranks)
+    except BurstError as error:
+        ranks.say(f"attention.py: {error}")
+        return 2
+    finally:
+        ranks.close()
+    if ranks.rank == 0:
+        print(table(result))
+    return _status(result)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Reads `name=value`; the value is JSON, or else a string."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def _validate(arguments: argparse.Namespace) -> None:
+    counts = ("q_heads", "head_dim", "batch", "check_length", "timeout", "seconds", "in_a_row")
+    for name in counts:
+        value = getattr(arguments, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number above 0.")
+    if arguments.timeout > _DAY_S:
+        raise ConfigError(f"--timeout is {arguments.timeout}; it must be at most {_DAY_S} seconds, a day.")
+    if arguments.warmup < 0:
+        raise ConfigError(f"--warmup is {arguments.warmup}; it must be at least 0.")
+    if arguments.lengths and min(arguments.lengths) < 1:
+        raise ConfigError(f"--lengths are {arguments.lengths}; give numbers of tokens, at least 1.")
+    for kv_heads in arguments.kv_heads:
+        if kv_heads < 1 or arguments.q_heads % kv_heads:
+            raise ConfigError(f"--q-heads {arguments.q_heads} is no whole multiple of --kv-heads {kv_heads}.")
+    if arguments.documents and not 1 <= arguments.documents[0] <= arguments.documents[1]:
+        raise ConfigError(f"--documents is {arguments.documents}; give the shortest, at least 1, and the longest.")
+    if arguments.window is not None and arguments.window < 0:
+        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
+    fewest, most = arguments.rounds
+    if not 1 <= fewest <= most:
+        raise ConfigError(f"--rounds is {fewest} {most}; give the fewest, at least 1, and the most.")
+    settings = {"kernel": arguments.kernel, **dict(arguments.burst)}
+    for name in ("schedule", "chunking"):
+        if name in settings:
+            raise ConfigError(f"--burst {name}={settings[name]} is not taken; give --{name}s {settings[name]}.")
+    for schedule in arguments.schedules:
+        BurstConfig.from_dict({**settings, "schedule": schedule})
+
+
+def _requested(arguments: argparse.Namespace, others: Sequence[Contender]) -> list[Contender]:
+    """The contenders whose names match a pattern of `--contenders`."""
+    settings = [dict(arguments.burst) | {"chunking": chunking} for chunking in dict.fromkeys(arguments.chunkings)]
+    own = [hf_burst(schedule, setting) for schedule in arguments.schedules for setting in settings]
+    contenders = [limit(), *own, *others]
+    matching = [
+        contender
+        for contender in contenders
+        if any(fnmatch(contender.name, pattern) for pattern in arguments.contenders)
+    ]
+    if not matching:
+        names = ", ".join(repr(contender.name) for contender in contenders)
+        raise ConfigError(f"--contenders {' '.join(map(repr, arguments.contenders))} is none of {names}.")
+    return matching
+
+
+def _check_out(out: Path | None, ranks: Ranks) -> None:
+    """Raises on all ranks if rank 0 cannot write the result. An older result stays as it is."""
+    problem = None
+    if out is not None and ranks.rank == 0:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            new = not out.exists()
+            out.open("a").close()
+            if new:
+                out.unlink()
+        except OSError as error:
+            problem = (time.time(), f"--out is {out}, where no result can be written: {error}")
+    refusal = ranks.agree(problem)
+    if refusal is not None:
+        raise ConfigError(refusal)
+
+
+def set_lengths(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    """Sets the default lengths to multiples that the ranks can cut, and refuses requested lengths that they cannot."""
+    multiple, finest = 2 * ranks.size, chunks_per_rank(LENGTHS[-1], ranks.size, "balanced") * ranks.size
+    for name, lengths in (("--lengths", arguments.lengths or ()), ("--check-length", (arguments.check_length,))):
+        for length in filter(None, lengths):
+            if length % multiple:
+                raise ConfigError(
+                    f"{name}: {length} tokens cannot be cut into 2 x {ranks.size} equal chunks; give a multiple of "
+                    f"{multiple}, such as {max(1, round(length / multiple)) * multiple}."
+                )
+    if arguments.lengths is None:
+        arguments.lengths = [-(-length // finest) * finest for length in LENGTHS]
+    if arguments.check_length is None:  # documents: so long that chunks are dealt out
+        arguments.check_length = -(-2048 // finest) * finest * (ranks.size if arguments.documents else 1)
+
+
+def _matrix(arguments: argparse.Namespace, contenders: Sequence[Contender], ranks: Ranks) -> dict[str, Any]:
+    """Checks and measures all contenders for each number of key heads; the result as a JSON document."""
+    set_lengths(arguments, ranks)
+    dtype = getattr(torch, arguments.dtype)
+    bounds = (0, 100, 256) if arguments.documents else ()
+    sample = Mask(256, window=arguments.window, documents=bounds)
+    native, refusals = choose_native(arguments.kernel, ranks, dtype, arguments.head_dim, sample)
+    ranks.say(f"kernel {native.name} on {ranks.size} x {ranks.device.type}" + "".join(f"\n  {why}" for why in refusals))
+    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    result |= {"settings": _settings(arguments), "kernel": native.name, "kernels_refused": refusals}
+    result |= {"checks": [], "results": []}
+    for kv_heads in arguments.kv_heads:
+        case = Case(
+            length=arguments.check_length,
+            q_heads=arguments.q_heads,
+            kv_heads=kv_heads,
+            head_dim=arguments.head_dim,
+            batch=arguments.batch,
+            dtype=dtype,
+            device=ranks.device,
+            rank=ranks.rank,
+            ranks=ranks.size,
+            native=native,
+            kernel=arguments.kernel,
+            documents=None if arguments.documents is None else Documents(*arguments.documents),
+            window=arguments.window,
+        )
+        ranks.say(f"{kv_heads} key heads: results of {len(contenders)} contenders at {case.length} tokens")
+        checked = check(contenders, case, ranks)
+        result["checks"] += [{**verdict, "kv_heads": kv_heads, "length": case.length} for verdict in checked]
+        right = {verdict["contender"] for verdict in checked if verdict["status"] == "ok"}
+        _lengths(arguments, [contender for contender in contenders if contender.name in right], case, ranks, result)
+    return result
+
+
+def _lengths(
+    arguments: argparse.Namespace,
+    contenders: Sequence[Contender],
+    case: Case,
+    ranks: Ranks,
+    result: dict[str, Any],
+) -> None:
+    """Measures the lengths, the shortest first. Time that one length does not use is left to the next."""
+    start, warm = time.perf_counter(), frozenset[str]()
+    lengths = sorted(set(arguments.lengths))
+    for index, length in enumerate(lengths):
+        passed = float(ranks.largest(torch.tensor([time.perf_counter() - start], dtype=torch.float64))[0])
+        share = length / sum(lengths[index:])
+        left, rounds = arguments.seconds - passed, tuple(arguments.rounds)
+        effort = Effort(
+            warmup=arguments.warmup, rounds=rounds, seconds=left, share=share, in_a_row=arguments.in_a_row, warm=warm
+        )
+        ranks.say(f"{case.kv_heads} key heads, {length} tokens ({index + 1} of {len(lengths)}, {passed:.0f} s so far)")
+        at_length = replace(case, length=length)
+        results = measure(contenders, at_length, ranks, effort)
+        warm |= {measured.contender.name for measured in results if measured.status == "ok"}
+        result["results"] += rows(results, at_length)
+        if arguments.out is not None and ranks.rank == 0:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _status(result: dict[str, Any]) -> int:
+    """The exit status of a run, as `benchmark` says."""
+    requested = {verdict["contender"] for verdict in result["checks"]}
+    statuses = {(row["contender"], row["status"]) for row in [*result["checks"], *result["results"]]}
+    measured = {row["contender"] for row in result["results"] if row["status"] == "ok"}
+    failed = {name for name, status in statuses if status == "wrong" or (status == "failed" and name not in measured)}
+    expected = {name for name in requested if name.startswith("hf_burst ")} or requested
+    return 1 if failed or not expected & measured else 0
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options, as the result keeps them."""
+    return {
+        name: value for name, value in vars(arguments).items() if isinstance(value, int | float | str | list | tuple)
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add_attention_arguments(parser)
+    add_arguments(parser)
     return benchmark(parser.parse_args(), peers())
 
 

@@ -1,10 +1,11 @@
-"""How evenly packed documents are spread over ranks, and what it takes to plan that. Needs no GPU and no processes.
+"""How evenly packed documents are spread over ranks, and how long planning takes. Needs no GPU and no processes.
+
 Schedules are chosen for layers of 32 query and 8 key heads on H200s, eight a host.
 
     python recipes/benchmarks/balance.py --out outputs/balance.json
 
-Documents of 512 to 65,536 tokens whose logarithms are uniform fill 256K tokens (32K a rank from 16 ranks on), a hundred
-times; beside them ten thousand documents of 100 tokens.
+A hundred draws of documents of 512 to 65,536 tokens, whose logarithms are uniform, fill 256K tokens each. From 16 ranks
+on they fill 32K tokens a rank. Another case has ten thousand documents of 100 tokens.
 """
 
 import argparse
@@ -19,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
-from hf_burst.cli.bench_contenders import Documents
-from hf_burst.cli.bench_report import git_commit
 from hf_burst.plan import Mask, assign, choose, cut, imbalance, imbalance_of_steps
+from recipes.benchmarks.documents import Documents
+from recipes.benchmarks.provenance import git_commit
 
 Q_HEADS, KV_HEADS, HOST = 32, 8, 8
 WAYS = ("contiguous", "zigzag", "balanced")
@@ -34,9 +35,11 @@ def mix(ranks: int, draws: int) -> list[tuple[int, ...]]:
 
 
 def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
-    """Imbalance of each way to cut, in all and of the rounds of a ring one after the other, and the time of the whole
-    decision, and then of that which schedule to take, for a batch that was not seen before."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    """Measures each way to cut the batches: the imbalance of a whole pass and of its rounds, and the host's time.
+
+    `seconds` is the time to cut a new batch. `seconds_of_auto` is the time to choose its schedule afterwards.
+    """
+    passes: dict[str, list[float]] = {way: [] for way in WAYS}
     rounds: dict[str, list[float | None]] = {way: [] for way in WAYS}
     seconds, choices, chunks = [], [], []
     for documents in batches:
@@ -48,26 +51,26 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
         choices.append(time.perf_counter() - start - seconds[-1])
         chunks.append(len(owners) // ranks)
         for way in WAYS:
-            found[way].append(imbalance((mask,), assign((mask,), ranks, way)))
+            passes[way].append(imbalance((mask,), assign((mask,), ranks, way)))
             rounds[way].append(imbalance_of_steps((mask,), assign((mask,), ranks, way)))
     return {
         "ranks": ranks,
         "batches": len(batches),
         "documents": [min(map(len, batches)) - 1, max(map(len, batches)) - 1],
         "tokens": batches[0][-1],
-        "imbalance": {way: {"mean": statistics.mean(each), "worst": max(each)} for way, each in found.items()},
-        "imbalance_of_rounds": {way: counted(each) for way, each in rounds.items()},
+        "imbalance": {way: {"mean": statistics.mean(values), "worst": max(values)} for way, values in passes.items()},
+        "imbalance_of_rounds": {way: summary(values) for way, values in rounds.items()},
         "chunks_per_rank": {str(count): chunks.count(count) for count in sorted(set(chunks))},
         "seconds": {"median": statistics.median(seconds), "worst": max(seconds)},
         "seconds_of_auto": {"median": statistics.median(choices), "worst": max(choices)},
     }
 
 
-def counted(found: list[float | None]) -> dict[str, float | int | None]:
-    """Mean and worst of those that are known, and how many are not."""
-    known = [each for each in found if each is not None]
+def summary(values: list[float | None]) -> dict[str, float | int | None]:
+    """Mean and worst of the known values, and how many are unknown."""
+    known = [value for value in values if value is not None]
     mean, worst = (statistics.mean(known), max(known)) if known else (None, None)
-    return {"mean": mean, "worst": worst, "not_counted": len(found) - len(known)}
+    return {"mean": mean, "worst": worst, "not_counted": len(values) - len(known)}
 
 
 def main() -> int:
@@ -82,7 +85,7 @@ def main() -> int:
         parser.error(f"--out {arguments.out} is a folder; give a file")
     result = {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git_commit": git_commit(),
+        "git_commit": git_commit(Path(__file__).parent),
         "hardware": {"device": platform.processor() or platform.machine(), "cpus": os.cpu_count()},
         "versions": {"python": platform.python_version(), "hf_burst": hf_burst.__version__},
         "log_uniform": [measure(ranks, mix(ranks, arguments.draws)) for ranks in arguments.ranks],
@@ -91,7 +94,7 @@ def main() -> int:
     print("ranks  contiguous   zigzag  balanced (worst)  chunks a rank                   ms (worst)")
     for row in [*result["log_uniform"], *result["short"]]:
         means = [row["imbalance"][way]["mean"] for way in WAYS]
-        counts = ", ".join(f"{each}: {count}" for each, count in row["chunks_per_rank"].items())
+        counts = ", ".join(f"{chunks}: {count}" for chunks, count in row["chunks_per_rank"].items())
         worst, times = row["imbalance"]["balanced"]["worst"], [1e3 * row["seconds"][key] for key in ("median", "worst")]
         print(
             f"{row['ranks']:5}  {means[0]:10.1%}  {means[1]:7.1%}  {means[2]:8.1%} ({worst:5.1%})   {counts:28}"

@@ -4,10 +4,14 @@
         --picture outputs/losses.png
     torchrun --nproc-per-node 2 recipes/benchmarks/losses.py --device cpu --shape tiny --length 257
 
-The same random weights are trained three times by AdamW on the same sequences of Python's documentation, bytes as
-tokens, layers checkpointed and gradients clipped: by one process exactly (fp32 on GPUs, fp64 on CPUs) and as it is done
-(bf16 autocast over fp32 weights, fp32 on CPUs), and so by all ranks, patched and sharded by FSDP2. The first two run
-beside each other on two ranks. What rounding does to a loss is how far the second is from the first.
+The same random weights are trained three times on the same sequences of Python's documentation, with bytes as tokens.
+AdamW trains them; layers are checkpointed and gradients clipped.
+
+1. One process trains exactly: in fp32 on GPUs, in fp64 on CPUs.
+2. One process trains as usual: with bf16 autocast over fp32 weights on GPUs, in fp32 on CPUs.
+3. All ranks train as usual, patched and sharded by FSDP2.
+
+The first two run beside each other on two ranks. The distance between them is the effect of rounding on a loss.
 """
 
 import argparse
@@ -30,8 +34,8 @@ from transformers import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
-from hf_burst.cli.bench_ranks import Ranks
-from hf_burst.cli.bench_report import environment
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training import at_least
 from recipes.benchmarks.training_job import SHAPES, checkpoint_layers, make_model
 
@@ -70,7 +74,7 @@ def train(model: PreTrainedModel, texts: torch.Tensor, rate: float, context: Abs
 
 
 def measure(arguments: argparse.Namespace, texts: torch.Tensor, ranks: Ranks) -> dict[str, Any]:
-    """The curve of each way to train."""
+    """Trains in every way: losses and gradient norms by name."""
     exact, kept = (torch.float32, torch.float32) if ranks.cuda else (torch.float64, torch.float32)
     autocast = partial(torch.autocast, "cuda", torch.bfloat16) if ranks.cuda else nullcontext
     names = ("fp32", "bf16") if ranks.cuda else ("fp64", "fp32")
@@ -82,8 +86,8 @@ def measure(arguments: argparse.Namespace, texts: torch.Tensor, ranks: Ranks) ->
             mine[name] = train(model, texts, arguments.learning_rate, context())
             del model
     curves: dict[str, Any] = {}
-    for found in ranks.gather(mine):
-        curves |= found
+    for of_rank in ranks.gather(mine):
+        curves |= of_rank
     ranks.say("one process is done")
     model = make_checkpointed(arguments, kept, ranks.device)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
@@ -97,30 +101,31 @@ def measure(arguments: argparse.Namespace, texts: torch.Tensor, ranks: Ranks) ->
 
 def differences(curves: dict[str, Any]) -> dict[str, dict[str, float]]:
     """The largest distance of each curve from the exact one: of losses, and of gradient norms relative to them."""
-    (_, exact), *others = curves.items()
-    found = {}
-    for name, curve in others:
-        pairs = list(zip(curve["gradient_norms"], exact["gradient_norms"], strict=True))
-        found[name] = {
-            "loss": max(abs(one - other) for one, other in zip(curve["losses"], exact["losses"], strict=True)),
-            "gradient_norm": max(abs(one - other) / other for one, other in pairs),
+    (_, exact), *approximate = curves.items()
+    distances = {}
+    for name, curve in approximate:
+        losses = zip(curve["losses"], exact["losses"], strict=True)
+        norms = zip(curve["gradient_norms"], exact["gradient_norms"], strict=True)
+        distances[name] = {
+            "loss": max(abs(loss - exact_loss) for loss, exact_loss in losses),
+            "gradient_norm": max(abs(norm - exact_norm) / exact_norm for norm, exact_norm in norms),
         }
-    return found
+    return distances
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """The curves, and below how far each is from the exact one."""
+    """Draws the curves, and below them their distances from the exact one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    (first, exact), *others = result["curves"].items()
+    (first, exact), *approximate = result["curves"].items()
     above.plot(range(1, len(exact["losses"]) + 1), exact["losses"], color="#999999", linewidth=5, label=first)
-    for (name, curve), color, style in zip(others, ("#1f4e79", "#c8102e"), ("-", "--"), strict=True):
+    for (name, curve), color, style in zip(approximate, ("#1f4e79", "#c8102e"), ("-", "--"), strict=True):
         steps = range(1, len(curve["losses"]) + 1)
         above.plot(steps, curve["losses"], color=color, linestyle=style, label=name)
-        apart = [one - other for one, other in zip(curve["losses"], exact["losses"], strict=True)]
+        apart = [loss - exact_loss for loss, exact_loss in zip(curve["losses"], exact["losses"], strict=True)]
         below.plot(steps, apart, color=color, linestyle=style, marker="o", markersize=3)
     hardware = result["hardware"]
     above.set_title(
@@ -147,7 +152,7 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that ranks wait for each other")
-    parser.add_argument("--commit", help="what to write down where this is no git checkout")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     parser.add_argument("--picture", type=Path, help="where a picture of it goes")
     arguments = parser.parse_args()

@@ -2,12 +2,14 @@
 
 * Plain Ulysses (DeepSpeed Ulysses, arXiv 2309.14509): all-to-alls around the kernel of the limit.
 * ring-flash-attn: `zigzag_ring_flash_attn_func` and `llama3_flash_attn_varlen_func`, on flash-attn 2.
-* torch: `context_parallel` around `scaled_dot_product_attention`, on cuDNN or its flash kernels, K and V by all-gather
-  or all-to-all; and its `_ContextParallel` around compiled `flex_attention`, which knows documents and windows, in the
-  order of tokens of each of its load balancers.
-* axolotl-ringmaster: `zigzag_ring_attention`, what its balanced ring (`load_balance=head_tail`) calls, on flash-attn 2.
+* torch: `context_parallel` around `scaled_dot_product_attention`, on cuDNN or its flash kernels. K and V travel by
+  all-gather or all-to-all.
+* torch: `_ContextParallel` around compiled `flex_attention`, which knows documents and windows. Each of its load
+  balancers is a contender.
+* axolotl-ringmaster: `zigzag_ring_attention`, the function of its balanced ring (`load_balance=head_tail`), on
+  flash-attn 2.
 
-Bytes sent are computed from what each of them sends, read in its source; n = tokens of a rank, e = bytes an element.
+Bytes sent are computed by formulas that follow the source of each package: n = tokens of a rank, e = bytes an element.
 """
 
 import sys
@@ -21,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from hf_burst.cli.bench_contenders import Case, Contender, Prepared, Sent
+from recipes.benchmarks.contenders import Case, Contender, Prepared, Sent
 
 
 def peers() -> list[Contender]:
-    """All of them; those that cannot run say so when they are built."""
+    """All peers. A peer that cannot run raises the reason when it is built."""
     rotations = [(kernel, method) for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")]
     return [
         Contender("ulysses plain", "ulysses", _ulysses),
@@ -82,11 +84,11 @@ def _ulysses(case: Case) -> Prepared:
         return _AllToAll.apply(case.native.attend(q, k, v, mask), group, False)
 
     row = case.batch * case.tokens * case.head_dim * case.dtype.itemsize
-    each = 2 * row * (case.q_heads + case.kv_heads) * (case.ranks - 1) // case.ranks
+    sent = 2 * row * (case.q_heads + case.kv_heads) * (case.ranks - 1) // case.ranks
     return Prepared(
         attend,
         lambda whole: layout.shard(whole, case.rank),
-        Sent(each, each, "computed: 2·e·n·(Hq+Hkv)·D·(P-1)/P in each pass"),
+        Sent(sent, sent, "computed: 2·e·n·(Hq+Hkv)·D·(P-1)/P in each pass"),
     )
 
 
@@ -143,14 +145,21 @@ def _ring_flash_attn_llama3(case: Case) -> Prepared:
         raise ValueError("takes packed sequences only: --batch 1")
     bounds = torch.tensor(case.mask.documents, dtype=torch.int32, device=case.device)
     window = (-1, -1) if case.window is None else (case.window, 0)
-    lengths = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)
-    *lengths, local_k_slice = lengths
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice = (
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(bounds, True, case.rank, case.ranks)
+    )
     stride = next(count for count in (4, 3, 2, 1) if case.kv_heads % count == 0)
     layout = case.layout("contiguous")
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ring_flash_attn.llama3_flash_attn_varlen_func(
-            *(q, k, v, *lengths),
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
             heads_k_stride=stride,
             local_k_slice=local_k_slice,
             causal=True,
@@ -158,13 +167,13 @@ def _ring_flash_attn_llama3(case: Case) -> Prepared:
             group=group,
         )
 
-    each = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
-    sent = Sent(each, 2 * each, "computed: 2·e·n·Hkv·D·(P-1) forward, twice as much backward")
+    gathered = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
+    sent = Sent(gathered, 2 * gathered, "computed: 2·e·n·Hkv·D·(P-1) forward, twice as much backward")
     return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0), sent)
 
 
 def _import_ring_flash_attn() -> types.ModuleType:
-    """The package without its adapters, which import names that Transformers no longer has (version 0.1.8)."""
+    """The package (0.1.8) without its adapters, whose imports current versions of Transformers no longer have."""
     if "ring_flash_attn" not in sys.modules:
         adapters = types.ModuleType("ring_flash_attn.adapters")
         adapters.substitute_hf_flash_attn = adapters.update_ring_flash_attn_params = None  # type: ignore[attr-defined]
@@ -220,8 +229,10 @@ def _torch_flex(balancer: str) -> Contender:
 
 
 def flex_attention_over(case: Case, group: dist.ProcessGroup, balancer: str) -> Prepared:
-    """FlexAttention, compiled, over gathered keys. Its names are private, read in torch 2.13, and looked up here, so
-    that a torch without them says which it lacks."""
+    """Compiled FlexAttention over gathered keys.
+
+    Its names are private in torch (read in 2.13). They are imported here, so that another torch names the missing one.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental._attention import _context_parallel_shard, _ContextParallel
     from torch.distributed.tensor.parallel import parallelize_module
@@ -243,8 +254,8 @@ def flex_attention_over(case: Case, group: dist.ProcessGroup, balancer: str) -> 
             return compiled(query, key, value, score_mod, block_mask, enable_gqa=grouped)
 
     mesh = DeviceMesh.from_group(group, case.device.type, mesh_dim_names=("cp",))
-    how = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
-    attention = parallelize_module(Attention(), mesh, how)
+    style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
+    attention = parallelize_module(Attention(), mesh, style)
     make_mask = torch.compile(create_block_mask, dynamic=False, fullgraph=True)
     whole_mask = make_mask(_flex_mask(case), 1, 1, case.length, case.length, device=case.device.type)
     balance = _balancer(balancer, case, whole_mask)
@@ -257,12 +268,12 @@ def flex_attention_over(case: Case, group: dist.ProcessGroup, balancer: str) -> 
     def cut(whole: torch.Tensor) -> torch.Tensor:
         return whole.index_select(1, order.to(whole.device)).transpose(1, 2).contiguous()
 
-    each = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
-    return Prepared(attend, cut, Sent(each, each, "computed: 2·e·n·Hkv·D·(P-1) in each pass"))
+    gathered = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
+    return Prepared(attend, cut, Sent(gathered, gathered, "computed: 2·e·n·Hkv·D·(P-1) in each pass"))
 
 
 def _flex_mask(case: Case) -> Callable[..., torch.Tensor]:
-    """Whether a query sees a key, as FlexAttention asks."""
+    """A function that tells FlexAttention whether a query sees a key."""
     ends = torch.tensor(case.mask.documents[1:], device=case.device)
     document = torch.bucketize(torch.arange(case.length, device=case.device), ends, right=True)
     window = case.length if case.window is None else case.window
@@ -274,7 +285,7 @@ def _flex_mask(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def _balancer(name: str, case: Case, mask: Any) -> Any:
-    """One of torch's load balancers: what order the tokens are in before they are cut into shards."""
+    """One of torch's load balancers, which order the tokens before they are cut into shards."""
     from torch.distributed.tensor.experimental import _attention as torch_attention
 
     if name == "ptrr":
@@ -310,7 +321,7 @@ def _ringmaster_zigzag(case: Case) -> Prepared:
         2 * case.ranks * pair * itemsize,
         "computed: 2·e·n·Hkv·D·(P-1) forward, 4·e·n·Hkv·D·P backward (gradients in the inputs' dtype, P hops)",
     )
-    # heads before tokens in shape, tokens before heads in memory: as Transformers hands them over
+    # heads before tokens in shape, tokens before heads in memory: the form that Transformers passes
     return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2), sent)
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.cli.bench_report import markdown, mask_of
+from recipes.benchmarks.report import markdown, mask_of
 
 OURS, FAINT = "#c8102e", "#999999"
 THEIRS = ("#1f4e79", "#3a9bd5", "#5d737e", "#2e7d6b", "#7a5c99", "#b07d12", "#8a3b12", "#4c9a2a")
@@ -28,12 +28,12 @@ Row = dict[str, Any]
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of attention.py or hf-burst bench attention")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of attention.py")
     parser.add_argument("--out", type=Path, help="the picture")
-    parser.add_argument("--ranks", type=int, help="draw runs of this many ranks; the most there are by default")
-    parser.add_argument("--kernel", help="draw runs with this kernel of the limit; that of the first file by default")
+    parser.add_argument("--ranks", type=int, help="draw runs of this many ranks; by default the largest number")
+    parser.add_argument("--kernel", help="draw runs with this kernel of the limit; by default that of the first file")
     parser.add_argument("--contenders", nargs="+", default=["*"], help="patterns of names, such as 'hf_burst auto'")
-    parser.add_argument("--part", choices=("both", "forward", "backward"), default="both", help="of which passes")
+    parser.add_argument("--part", choices=("both", "forward", "backward"), default="both", help="the passes to draw")
     parser.add_argument("--markdown", action="store_true", help="print tables for a README")
     args = parser.parse_args()
     if args.out is None and not args.markdown:
@@ -47,12 +47,12 @@ def parse_args() -> argparse.Namespace:
 def load(path: Path) -> dict[str, Any]:
     """A result of attention.py."""
     try:
-        found = json.loads(path.read_text())
+        result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict) or not {"settings", "kernel", "results"} <= set(found):
-        raise SystemExit(f"{path} is no result of attention.py or hf-burst bench attention.")
-    return found
+    if not isinstance(result, dict) or not {"settings", "kernel", "results"} <= set(result):
+        raise SystemExit(f"{path} is no result of attention.py.")
+    return result
 
 
 def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
@@ -78,13 +78,13 @@ def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
         _dress(axes, sorted({row["length"] for row in own}), f"{own[0]['q_heads']} query, {kv_heads} key heads")
     passes = "forward + backward" if part == "both" else part
     panels[0].set_ylabel(f"share of the limit, {passes}")
-    what = f"Causal attention over {rows[0]['ranks']} x {device}, {rows[0]['dtype']}{mask_of(rows[0])}"
-    figure.suptitle(what, fontsize=12)
+    title = f"Causal attention over {rows[0]['ranks']} x {device}, {rows[0]['dtype']}{mask_of(rows[0])}"
+    figure.suptitle(title, fontsize=12)
     return figure
 
 
 def _label(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
-    """Names right of the lines, moved apart where they would overlap, each tied to the end of its line."""
+    """Writes names right of the lines, moves overlapping names apart, and ties each name to the end of its line."""
     ordered = sorted(ends, key=lambda end: end[1])
     heights = spread([share for _, share, *_ in ordered], LABEL_GAP, 1.05)
     right = max((end[0] for end in ends), default=1) * 1.35
@@ -110,17 +110,17 @@ def _label(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> Non
         )
 
 
-def spread(wanted: Sequence[float], gap: float, ceiling: float) -> list[float]:
-    """Ascending numbers moved apart to `gap` and under `ceiling`, by as little as possible (isotonic regression)."""
+def spread(desired: Sequence[float], gap: float, ceiling: float) -> list[float]:
+    """Moves ascending numbers apart to `gap` and below `ceiling`, by as little as possible (isotonic regression)."""
     blocks: list[list[float]] = []  # sum and count of neighbours that move together, each height less its gaps
-    for index, height in enumerate(wanted):
+    for index, height in enumerate(desired):
         blocks.append([height - index * gap, 1])
         while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
             total, count = blocks.pop()
             blocks[-1][0] += total
             blocks[-1][1] += count
     heights = [total / count for total, count in blocks for _ in range(int(count))]
-    highest = ceiling - gap * (len(wanted) - 1)
+    highest = ceiling - gap * (len(desired) - 1)
     return [min(height, highest) + index * gap for index, height in enumerate(heights)]
 
 
@@ -141,22 +141,22 @@ def _dress(axes: Axes, lengths: Sequence[int], title: str) -> None:
 
 def main() -> int:
     args = parse_args()
-    found = [load(path) for path in args.results]
-    if len({result["settings"].get("in_a_row", 1) for result in found}) > 1:
+    results = [load(path) for path in args.results]
+    if len({result["settings"].get("in_a_row", 1) for result in results}) > 1:
         print("Some of the files have single calls and others calls in a row: draw them apart.", file=sys.stderr)
         return 2
     if args.markdown:
-        print(markdown(found))
+        print(markdown(results))
     if args.out is None:
         return 0
     rows = [
         row
-        for result in found
+        for result in results
         for row in result["results"]
         if row["status"] == "ok" and row["share_of_limit"] and row["contender"] != "limit"
     ]
     ranks = args.ranks or max((row["ranks"] for row in rows), default=0)
-    kernel = args.kernel or found[0]["kernel"]
+    kernel = args.kernel or results[0]["kernel"]
     rows = [row for row in rows if (row["ranks"], row["limit_kernel"]) == (ranks, kernel)]
     rows = [row for row in rows if any(fnmatch(row["contender"], pattern) for pattern in args.contenders)]
     masks = {mask_of(row) for row in rows}
@@ -169,7 +169,7 @@ def main() -> int:
         print(f"Nothing to draw for {ranks} ranks, {kernel} and {args.contenders}.", file=sys.stderr)
         return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(rows, args.part, found[0]["hardware"]["device"]).savefig(args.out, dpi=150)
+    draw(rows, args.part, results[0]["hardware"]["device"]).savefig(args.out, dpi=150)
     return 0
 
 

@@ -1,5 +1,6 @@
-"""Draws results of training.py: how long a step takes beside its limit, and on what its time goes where that is known;
-of the first contender at each length also what ran when.
+"""Draws results of training.py: the time of a step beside its limit, and the parts of this time if they are known.
+
+For the first contender at each length it also draws a timeline.
 
 python recipes/benchmarks/plot_training.py recipes/benchmarks/results/training_2xH200*.json --out training.png
 """
@@ -28,7 +29,7 @@ Row = dict[str, Any]
 
 
 def title(result: dict[str, Any], row: Row) -> str:
-    """What was trained, and where."""
+    """The model, the length and the hardware."""
     kind = "LoRA" if result["lora"] else "full fine-tuning"
     liger = ", Liger's norms, rotary and SwiGLU" if result.get("liger") else ""
     hardware, length = result["hardware"], row["length"]
@@ -37,7 +38,7 @@ def title(result: dict[str, Any], row: Row) -> str:
 
 
 def draw_steps(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
-    """A bar for the median step of each contender, with the limit of what it computes as a tick."""
+    """Draws a bar for the median step of each contender, with the limit of the same computations as a tick."""
     names = [row["contender"] for row in rows]
     colors = [OURS if name.startswith("hf_burst") else THEIRS for name in names]
     axes.barh(names, [row["median_s"] for row in rows], color=colors, height=0.6)
@@ -53,21 +54,20 @@ def draw_steps(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
 
 
 def draw_parts(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
-    """A bar for each contender, cut into what ran."""
+    """Draws a bar for each contender, divided into kinds of kernels."""
     names, starts = [row["contender"] for row in rows], [0.0] * len(rows)
     for part, color in PARTS.items():
         widths = [max(0.0, row["profile"][part]) for row in rows]
         axes.barh(names, widths, left=starts, color=color, height=0.6, label=part)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    axes.set_title(f"{title(result, rows[0])}: on what a step's time goes", fontsize=9)
-    axes.set_xlabel("seconds of one step; of what overlaps, the first in the legend counts", fontsize=8)
+    axes.set_title(f"{title(result, rows[0])}: parts of a step's time", fontsize=9)
+    axes.set_xlabel("seconds of one step; where kinds overlap, the first in the legend counts", fontsize=8)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     _tidy(axes)
 
 
 def draw_timeline(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
-    """What ran on which stream, in a part of the forward and one of the backward pass, one after the other; the stream
-    that was busy for longest comes first."""
+    """Draws the streams in a part of the forward pass and in a part of the backward pass, the busiest stream first."""
     (row,) = rows
     parts = [part for part in row["timeline"] if part]
     busy: dict[int, float] = {}
@@ -84,7 +84,7 @@ def draw_timeline(axes: Axes, result: dict[str, Any], rows: list[Row]) -> None:
         axes.text((begin + end) / 2, -0.6, name, ha="center", fontsize=8)
         begin = 1.04 * end
     axes.set_yticks(range(len(lines)), [f"stream {line}" for line in lines])
-    axes.set_title(f"{row['contender']}: what ran when\n{title(result, row)}", fontsize=9, pad=12)
+    axes.set_title(f"{row['contender']}: timeline\n{title(result, row)}", fontsize=9, pad=12)
     axes.set_xlabel("milliseconds of two parts of a step; colors as in the bars", fontsize=8)
     _tidy(axes)
 
@@ -117,17 +117,17 @@ def main() -> None:
         result = load(path)
         for length in dict.fromkeys(row["length"] for row in result["results"]):
             rows = [row for row in result["results"] if row["length"] == length and "median_s" in row]
-            told = [row for row in rows if row.get("profile")]
+            profiled = [row for row in rows if row.get("profile")]
             panels += [(draw_steps, result, rows)] if rows else []
-            panels += [(draw_parts, result, told)] if told else []
-            panels += [(draw_timeline, result, [row]) for row in told if any(row.get("timeline", ()))][:1]
+            panels += [(draw_parts, result, profiled)] if profiled else []
+            panels += [(draw_timeline, result, [row]) for row in profiled if any(row.get("timeline", ()))][:1]
     if not panels:
-        raise SystemExit("None of the files holds a step that was timed.")
+        raise SystemExit("None of the files holds a timed step.")
     lines = [2 if draw is draw_timeline else len(rows) for draw, _, rows in panels]
     figure = Figure(figsize=(8.2, sum(1.6 + 0.32 * count for count in lines)), layout="constrained")
     heights = [1.3 + 0.32 * count for count in lines]
-    every = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (draw, result, rows) in zip(every, panels, strict=True):
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (draw, result, rows) in zip(all_axes, panels, strict=True):
         draw(axes, result, rows)
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@
         --out outputs/training.json
     torchrun --nproc-per-node 2 recipes/benchmarks/training.py --device cpu --shape tiny --lengths 512 --rounds 2
 
-One model with random weights is sharded by FSDP2 as accelerate does it, in bf16, and trained by AdamW on random tokens,
-its layers checkpointed or not. All contenders (training_contenders.py) train it in turns, a step each, so that they
-share weights, optimizer and memory. Before the first step their losses and gradient norms are compared. README.md
-beside this file says what is measured.
+One model with random weights in bf16 is sharded by FSDP2 as accelerate does it. AdamW trains it on random tokens, with
+or without checkpoints. All contenders (training_contenders.py) train it in turns, a step each, so that they share
+weights, optimizer and memory. Before the first step their losses and gradient norms are compared. README.md beside this
+file says what is measured.
 """
 
 import argparse
@@ -29,10 +29,10 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.cli.bench_contenders import choose_native
-from hf_burst.cli.bench_ranks import Ranks
-from hf_burst.cli.bench_report import environment
 from hf_burst.plan import Mask
+from recipes.benchmarks.native import choose_native
+from recipes.benchmarks.provenance import environment
+from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import CONTENDERS, Way
 from recipes.benchmarks.training_job import SHAPES, Job, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
@@ -42,7 +42,7 @@ PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM
 
 
 def first_gradients(job: Job, way: Way) -> dict[str, float]:
-    """The loss and the norm of the gradients of a contender at the same weights."""
+    """The loss of a contender and the norm of its gradients, without a step."""
     with way(job) as loss:
         value = loss(job)
         value.backward()
@@ -53,7 +53,7 @@ def first_gradients(job: Job, way: Way) -> dict[str, float]:
 
 
 def step(job: Job, way: Way) -> dict[str, float]:
-    """One optimizer step, timed on this rank from when all are ready, and its peak of memory."""
+    """Makes one optimizer step: its seconds, from a barrier on, and its peak of memory, on the slowest rank."""
     with way(job) as loss:
         gc.collect()
         if job.ranks.cuda:
@@ -74,7 +74,7 @@ def step(job: Job, way: Way) -> dict[str, float]:
 
 
 def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """All contenders at one length: what is known after each step."""
+    """Measures all contenders at one length, and yields the rows after each step."""
     generator = torch.Generator().manual_seed(length)
     vocabulary = job.base.config.vocab_size
     tokens = torch.randint(0, vocabulary, (1, length), generator=generator).to(job.ranks.device)
@@ -83,58 +83,60 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
     longest = dict(arguments.longest)
     for name in (name for name in arguments.contenders if length <= longest.get(name, length)):
         way, graphs = CONTENDERS[name].way, compiled_graphs()
-        found, reason = job.ranks.attempt(partial(first_gradients, job, way))
+        check, reason = job.ranks.attempt(partial(first_gradients, job, way))
         rows[name] = {"contender": name, "length": length, "status": "failed" if reason else "ok", "reason": reason}
-        rows[name] |= {"check": found and found | {"length": job.tokens.shape[1]}, "steps": []}
+        rows[name] |= {"check": check and check | {"length": job.tokens.shape[1]}, "steps": []}
         rows[name]["compiled_graphs"] = compiled_graphs() - graphs
-        job.ranks.say(f"{length} tokens, {name}: {reason or found}")
+        job.ranks.say(f"{length} tokens, {name}: {reason or check}")
         job.optimizer.zero_grad()
     job.tokens = tokens
     running = [name for name, row in rows.items() if row["status"] == "ok"]
     for index in range(arguments.warmup + rounds):
         turn = index % max(1, len(running))
         for name in [*running[turn:], *running[:turn]]:
-            found, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name].way))
+            timed, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name].way))
             if reason:
                 rows[name] |= {"status": "failed", "reason": reason}
-                running = [other for other in running if other != name]
+                running = [survivor for survivor in running if survivor != name]
                 job.optimizer.zero_grad()
             elif index >= arguments.warmup:
-                rows[name]["steps"].append(found)
+                rows[name]["steps"].append(timed)
             yield list(rows.values())
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
     for name in running if arguments.profile else ():
-        found, _ = job.ranks.attempt(partial(profiled, partial(step, job, CONTENDERS[name].way)))
-        rows[name] |= found or {}
+        profile, _ = job.ranks.attempt(partial(profiled, partial(step, job, CONTENDERS[name].way)))
+        rows[name] |= profile or {}
         yield list(rows.values())
 
 
 def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
+    """The number of graphs that torch.compile has made in this process."""
     return int(counters["stats"]["unique_graphs"])
 
 
-def summary(rows: Sequence[dict[str, Any]], work: float, roof: dict[str, float], ranks: Ranks) -> list[dict[str, Any]]:
-    """Medians, rates, and how many times as fast as each other contender."""
+def summary(
+    rows: Sequence[dict[str, Any]], work: float, limit_seconds: dict[str, float], ranks: Ranks
+) -> list[dict[str, Any]]:
+    """Adds medians, rates, and ratios to the other contenders to the rows."""
     medians = {
-        row["contender"]: statistics.median(one["seconds"] for one in row["steps"]) for row in rows if row["steps"]
+        row["contender"]: statistics.median(step["seconds"] for step in row["steps"]) for row in rows if row["steps"]
     }
     peak = PEAK.get(torch.cuda.get_device_name()) if ranks.cuda else None
-    found = []
+    summarized = []
     for row in rows:
         name = row["contender"]
         if name in medians:
-            limit = roof[CONTENDERS[name].limit]
+            limit = limit_seconds[CONTENDERS[name].limit]
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
                 "mfu": work / medians[name] / ranks.size / peak if peak else None,
-                "peak_memory_gib": max(one["peak_bytes"] for one in row["steps"]) / 2**30,
+                "peak_memory_gib": max(step["peak_bytes"] for step in row["steps"]) / 2**30,
                 "share_of_limit": limit / medians[name],
-                "times_as_fast_as": {other: medians[other] / medians[name] for other in medians if other != name},
+                "times_as_fast_as": {rival: medians[rival] / medians[name] for rival in medians if rival != name},
             }
-        found.append(row)
-    return found
+        summarized.append(row)
+    return summarized
 
 
 def table(result: dict[str, Any]) -> str:
@@ -156,7 +158,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def longest(text: str) -> tuple[str, int]:
-    """A contender and a length, of the command line."""
+    """Reads a contender and a length from the command line."""
     name, _, tokens = text.rpartition("=")
     if name not in CONTENDERS or not tokens.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(CONTENDERS)}")
@@ -164,7 +166,7 @@ def longest(text: str) -> tuple[str, int]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Reads a whole number of the command line that is not smaller."""
+    """A reader of whole numbers that are not smaller."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -175,7 +177,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def read_arguments() -> argparse.Namespace:
-    """The command line; ends the process with a sentence if it cannot be used."""
+    """Reads the command line, and ends the process with a sentence if it cannot be used."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -183,7 +185,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers but the head")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
-    parser.add_argument("--profile", action="store_true", help="one more step each, and on what its time goes")
+    parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument(
@@ -199,13 +201,13 @@ def read_arguments() -> argparse.Namespace:
         type=at_least(1),
         nargs="+",
         default=[5],
-        help="steps that are timed, of every contender; one number, or one a length from the shortest on",
+        help="timed steps of every contender; one number, or one a length from the shortest on",
     )
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
-    parser.add_argument("--check-length", type=at_least(2), help="tokens that are compared before the first step (all)")
+    parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one step may take")
-    parser.add_argument("--commit", help="what to write down where this is no git checkout")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
     count, arguments.lengths = len(arguments.rounds), sorted(arguments.lengths)
@@ -226,8 +228,14 @@ def main() -> int:
     ranks = Ranks(arguments.device, arguments.timeout)
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     native, _ = choose_native("auto", ranks, dtype, 128 if ranks.cuda else 16, Mask(256))
-    options = (arguments.liger, arguments.lora, arguments.compile)
-    job = make_job(arguments.shape, arguments.lengths[-1], ranks, *options)
+    job = make_job(
+        arguments.shape,
+        longest=arguments.lengths[-1],
+        ranks=ranks,
+        liger=arguments.liger,
+        lora=arguments.lora,
+        compiled=arguments.compile,
+    )
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {
         "shape": arguments.shape,
@@ -241,11 +249,11 @@ def main() -> int:
     }
     for length, count in zip(arguments.lengths, arguments.rounds, strict=True):
         parts = parts_of_limits(job, length, native, arguments.lora)
-        roof = limits(parts)
-        result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, roof
+        limit_seconds = limits(parts)
+        result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, limit_seconds
         before = result["results"]
         for rows in measure(job, length, count, arguments):
-            result["results"] = [*before, *summary(rows, flops(job, length, arguments.lora), roof, ranks)]
+            result["results"] = [*before, *summary(rows, flops(job, length, arguments.lora), limit_seconds, ranks)]
             if arguments.out is not None and ranks.rank == 0:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The ways to train a model over ranks that training.py compares: contexts that make the model of a job ready."""
+"""The contenders of training.py: contexts that prepare the model of a job for training over ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,7 +21,7 @@ Way = Callable[[Job], AbstractContextManager[Loss]]
 
 @contextmanager
 def burst(job: Job, keep: float) -> Iterator[Loss]:
-    """The model patched: it is given the whole sequence."""
+    """Patches the model with hf_burst, which takes the whole sequence."""
     hf_burst.patch_model(job.model, hf_burst.BurstConfig(attention_keep=keep), job.mesh)
     try:
         yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens).loss
@@ -31,7 +31,7 @@ def burst(job: Job, keep: float) -> Iterator[Loss]:
 
 @contextmanager
 def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
-    """What `Accelerator.maybe_context_parallel` enters, the hooks that accelerate adds, and Liger's fused loss."""
+    """Enters torch's context parallelism as accelerate does, with its hooks and Liger's fused loss."""
     if not job.ranks.cuda:
         raise ConfigError("context_parallel knows CUDA kernels only")
     from accelerate.big_modeling import _attach_context_parallel_hooks
@@ -60,7 +60,7 @@ def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
 
 @contextmanager
 def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
-    """DeepSpeed's Ulysses in the place of an attention of Transformers, contiguous shards, and Liger's fused loss."""
+    """Replaces an attention of Transformers by DeepSpeed's Ulysses, on contiguous shards, with Liger's fused loss."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     job.base.set_attn_implementation(kernel)
@@ -79,14 +79,14 @@ def deepspeed(job: Job, kernel: str) -> Iterator[Loss]:
 
 @cache
 def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any]:
-    """What DeepSpeed registers for a model; made once, with a process group of its own."""
+    """The attention that DeepSpeed registers for a model; made once, with a process group of its own."""
     import deepspeed.comm
     from deepspeed.runtime.sequence_parallel.parallel_state_sp import _release_sequence_parallel_groups
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     deepspeed.comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    _release_sequence_parallel_groups()  # another kernel's, which keeps them itself
+    _release_sequence_parallel_groups()  # those of another kernel, which keeps them itself
     plain = ALL_ATTENTION_FUNCTIONS[kernel]
     try:
         UlyssesSPAttentionHF.register_with_transformers(model, kernel, size, micro_batch_size=1)
@@ -98,12 +98,14 @@ def ulysses(model: PreTrainedModel, kernel: str, size: int) -> Callable[..., Any
 
 @contextmanager
 def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
-    """ringmaster around an attention of Transformers, as it chooses or as the settings say, the shards that it cuts,
-    and Liger's fused loss."""
+    """Sets up ringmaster around an attention of Transformers, with its own shards and Liger's fused loss.
+
+    It chooses how to share the sequence, unless the settings do.
+    """
     import ringmaster
     from ringmaster.shard import shard_batch
 
-    job.base.set_attn_implementation(kernel)  # which loads it
+    job.base.set_attn_implementation(kernel)  # loads the kernel
     runtime = ringmaster.setup(
         ringmaster.RingmasterConfig(size=job.ranks.size, **settings),
         num_kv_heads=job.base.config.num_key_value_heads,
@@ -126,7 +128,7 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
 
 
 def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
-    """torch's attention on cuDNN's kernels, if that is the kernel and there are GPUs."""
+    """Chooses cuDNN's kernels for torch's attention on GPUs."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if job.ranks.cuda and kernel == "sdpa" else nullcontext()
@@ -134,7 +136,7 @@ def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def fused_loss(job: Job) -> Iterator[None]:
-    """Liger's forward in the place of the model's, as its users have it; on CPUs, which it does not run on, nothing."""
+    """Replaces the model's forward by Liger's, as its users do. On CPUs it changes nothing, since Liger needs GPUs."""
     if job.ranks.cuda:
         from liger_kernel.transformers.model import llama, qwen3
 
@@ -148,15 +150,15 @@ def fused_loss(job: Job) -> Iterator[None]:
 
 
 def whole_batch(job: Job) -> list[torch.Tensor]:
-    """Tokens, labels shifted before they are cut, and positions."""
+    """Tokens, shifted labels and positions of the whole sequence."""
     ids, length = job.tokens.clone(), job.tokens.shape[1]
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
     return [ids, labels, torch.arange(length, device=ids.device)[None]]
 
 
 def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """A rank's share of the loss, times the ranks, over which gradients are averaged."""
-    found = job.model(
+    """A rank's share of the loss, times the number of ranks, since gradients are averaged over ranks."""
+    share = job.model(
         input_ids=ids,
         position_ids=positions,
         labels=labels,
@@ -164,12 +166,12 @@ def shard_loss(job: Job, ids: torch.Tensor, labels: torch.Tensor, positions: tor
         num_items_in_batch=job.items,
         use_cache=False,
     ).loss
-    return found * job.ranks.size
+    return share * job.ranks.size
 
 
 @contextmanager
 def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
-    """Another way, with no layer checkpointed."""
+    """Trains in another way, without checkpoints."""
     job.base.gradient_checkpointing_disable()
     try:
         with way(job) as loss:
@@ -183,8 +185,8 @@ class Contender:
     """One way to train the model of a job.
 
     Args:
-        way (`Callable`): A context that makes the model ready, and gives what computes the loss.
-        limit (`str`): Which one of `limits` of training_limits.py computes the same.
+        way (`Callable`): Makes a context that prepares the model, and gives the function that computes the loss.
+        limit (`str`): The name of the limit with the same computations, as `limits` of training_limits.py has it.
     """
 
     way: Way

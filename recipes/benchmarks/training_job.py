@@ -1,7 +1,12 @@
-"""The models that training.py and losses.py train, and how training.py shards them."""
+"""The models of training.py, losses.py and versions.py, and how they are sharded.
 
+This module needs nothing of hf_burst, so that it serves any version of it.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -9,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from hf_burst.cli.bench_ranks import Ranks
+if TYPE_CHECKING:
+    from recipes.benchmarks.ranks import Ranks
 
 TINY = {
     "vocab_size": 512,
@@ -84,7 +90,7 @@ class Job:
     model: nn.Module
     base: PreTrainedModel
     optimizer: torch.optim.Optimizer
-    ranks: Ranks
+    ranks: "Ranks"
     mesh: DeviceMesh
     tokens: torch.Tensor
 
@@ -94,19 +100,34 @@ class Job:
         return self.tokens.shape[1] - 1
 
 
-def make_model(shape: str, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model for training, with the same random weights on every rank."""
+def make_model(
+    shape: str,
+    longest: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> PreTrainedModel:
+    """A model for training, with the same random weights on every rank.
+
+    Args:
+        shape (`str`): A name of `SHAPES`.
+        longest (`int`): Tokens of the longest sequence.
+        dtype (`torch.dtype`): Of the weights.
+        device (`torch.device`): Where they lie.
+        changes (mapping, *optional*): Values of the model's config that differ from the shape.
+    """
     model_class, config_class, sizes = SHAPES[shape]
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     with device:
-        model = model_class(config_class(**sizes, max_position_embeddings=longest, use_cache=False))
+        config = config_class(**{**sizes, **changes}, max_position_embeddings=longest, use_cache=False)
+        model = model_class(config)
     torch.set_default_dtype(torch.float32)
     return model.train()
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Switches checkpointing on, as `Trainer` does it."""
+    """Switches checkpointing on, as `Trainer` does."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
@@ -116,7 +137,7 @@ def head_size(model: PreTrainedModel) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def make_job(shape: str, longest: int, ranks: Ranks, liger: bool, lora: bool, compiled: bool) -> Job:
+def make_job(shape: str, longest: int, ranks: "Ranks", liger: bool, lora: bool, compiled: bool) -> Job:
     """A model on this rank, sharded as accelerate's FSDP2 does it.
 
     Args:
@@ -146,6 +167,20 @@ def make_job(shape: str, longest: int, ranks: Ranks, liger: bool, lora: bool, co
         for index, layer in enumerate(base.model.layers):
             base.model.layers[index] = torch.compile(layer)
     mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
+    shard(model, base, mesh)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
+    return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def shard(model: nn.Module, base: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shards a model by FSDP2 in the units of accelerate: each layer, the embedding, the last norm with the head.
+
+    Args:
+        model (`nn.Module`): The model; a peft model for LoRA.
+        base (`PreTrainedModel`): The Transformers model inside of it.
+        mesh (`DeviceMesh`): The ranks.
+    """
     for layer in base.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     last = [base.model.norm, base.lm_head]
@@ -155,6 +190,3 @@ def make_job(shape: str, longest: int, ranks: Ranks, liger: bool, lora: bool, co
         fully_shard(base.model.embed_tokens, mesh=mesh, reshard_after_forward=True)
     fully_shard(last, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh)
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
-    return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""What a training step takes at least, from rates that are measured in the same run."""
+"""The least time of a training step, from rates that are measured in the same run."""
 
 import math
 import time
@@ -7,21 +7,24 @@ from typing import Any
 
 import torch
 
-from hf_burst.cli.bench_contenders import Native
-from hf_burst.cli.bench_ranks import Ranks
 from hf_burst.plan import Mask
+from recipes.benchmarks.native import Native
+from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import Job, head_size
 
 
 def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[str, float]:
-    """Seconds of what a step cannot do without, of all layers, measured here. What is computed again in the linear
-    layers is all but the last product, whose result no gradient needs (unless adapters come after it)."""
+    """Measures the seconds of all matrix products and of attention in a step.
+
+    Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
+    adapters behind it, the last product is computed again too.
+    """
     config, ranks = job.base.config, job.ranks
     hidden, heads, size = config.hidden_size, config.num_attention_heads, head_size(job.base)
     own, dtype = length // ranks.size, job.base.dtype
     widths = [(hidden, heads * size), *[(hidden, config.num_key_value_heads * size)] * 2, (heads * size, hidden)]
     widths += [(hidden, config.intermediate_size)] * 2 + [(config.intermediate_size, hidden)]
-    passes = 1 if lora else 2  # of a frozen weight no gradient is wanted
+    passes = 1 if lora else 2  # frozen weights need no gradient
     products = [_product(own, *width, dtype, ranks) for width in widths]
     forward = sum(products)
     again = forward if lora else forward - products[-1]
@@ -56,8 +59,10 @@ def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[s
 
 
 def limits(parts: dict[str, float]) -> dict[str, float]:
-    """Seconds of a step in which nothing but matrix products and attention takes time: with nothing computed twice;
-    with the linear layers; and with a quarter of attention or all of it computed twice, too."""
+    """Seconds of a step in which only matrix products and attention take time.
+
+    The limits differ in what is computed twice: nothing, the linear layers, a quarter of attention too, or all of it.
+    """
     once = sum(seconds for name, seconds in parts.items() if name != "products again")
     again, attention = parts["products again"], parts["attention forward"]
     return {
@@ -69,14 +74,16 @@ def limits(parts: dict[str, float]) -> dict[str, float]:
 
 
 def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ranks) -> float:
-    one = torch.randn(rows, inner, dtype=dtype, device=ranks.device)
-    other = torch.randn(columns, inner, dtype=dtype, device=ranks.device)
-    return _seconds(lambda: one @ other.T, ranks)
+    left = torch.randn(rows, inner, dtype=dtype, device=ranks.device)
+    right = torch.randn(columns, inner, dtype=dtype, device=ranks.device)
+    return _seconds(lambda: left @ right.T, ranks)
 
 
 def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2) -> float:
-    """The time of one of many calls in a row, which take so many seconds together, on the slowest rank: a device that
-    is kept busy runs slower than one that was idle before."""
+    """Seconds of a call on the slowest rank, among calls in a row that take `at_least` seconds together.
+
+    A busy device runs slower than one that was idle before.
+    """
 
     def run(calls: int) -> float:
         if ranks.cuda:
@@ -90,13 +97,16 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2) -
 
     run(1)
     once = run(1)
-    found = once if once >= at_least else run(max(3, math.ceil(at_least / once)))
-    return float(ranks.largest(torch.tensor([found], dtype=torch.float64))[0])
+    mean = once if once >= at_least else run(max(3, math.ceil(at_least / once)))
+    return float(ranks.largest(torch.tensor([mean], dtype=torch.float64))[0])
 
 
 def flops(job: Job, length: int, lora: bool) -> float:
-    """Floating point operations of a step that computes nothing twice: 6 a weight and token (4 where weights are
-    frozen), embeddings apart unless they are the head's weights, too, and those of causal attention."""
+    """Floating point operations of a step that computes nothing twice.
+
+    A weight takes 6 a token, or 4 if it is frozen. Embeddings count only if they are the weights of the head too.
+    Causal attention takes 12 a pair of tokens and element of all heads.
+    """
     config = job.base.config
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = sum(parameter.numel() for parameter in job.base.parameters()) - table

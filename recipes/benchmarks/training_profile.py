@@ -1,4 +1,4 @@
-"""On what the time of a training step goes."""
+"""The parts of a training step's time, by torch's profiler."""
 
 import json
 import tempfile
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
-# what a kernel is, by words in its name, the first that fits; where several run at a time, the first counts
+# The words in a kernel's name tell its kind; the first kind that fits counts. So does the first of kinds that overlap.
 KINDS = {
     "attention": ("flash", "fmha", "sdpa", "cudnn"),
     "matrix products": ("nvjet", "gemm", "cutlass", "xmma", "cublas"),
@@ -21,13 +21,13 @@ KINDS = {
 }
 
 
-# where in a step a timeline is drawn, and of how much of it: within a layer's forward pass, and its backward pass
+# Parts of a step that a timeline shows, as (beginning, share of the step): in a layer's forward and backward pass.
 WINDOWS = ((0.15, 0.02), (0.6, 0.03))
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran on the device: when, in seconds, on which stream, and the index of its kind in `KINDS`."""
+    """A kernel or copy on the device: start and stop in seconds, its stream, and the index of its kind in `KINDS`."""
 
     start: float
     stop: float
@@ -36,55 +36,59 @@ class Event:
 
 
 def profiled(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """On what the time of one step goes, in seconds (see [`spent`]), and what ran when in parts of it.
+    """Profiles one step: seconds of each kind (see [`spent`]), and timelines of two parts of the step.
 
     Args:
-        run (`Callable`): Makes the step; how many `"seconds"` it took.
+        run (`Callable`): Makes the step, and returns its time as `"seconds"`.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as recorder:
-        found = run()
+        timed = run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorder.export_chrome_trace(str(path))
-        events = device_events(json.loads(path.read_text())["traceEvents"], found["seconds"])
+        events = device_events(json.loads(path.read_text())["traceEvents"], timed["seconds"])
     parts = spent(events)
     return {
-        "profile": parts | {"nothing": found["seconds"] - sum(parts.values())},
+        "profile": parts | {"nothing": timed["seconds"] - sum(parts.values())},
         "timeline": [timeline(events, begin, share) for begin, share in WINDOWS],
     }
 
 
 def device_events(trace: Sequence[dict[str, Any]], seconds: float) -> list[Event]:
-    """What a Chrome trace has of kernels and copies in its last seconds, which are those of the step: before it the
-    ranks wait for each other."""
-    found = []
-    for event in trace:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            name = event["name"].lower()
+    """Kernels and copies in the last seconds of a Chrome trace. Before them the ranks wait for each other."""
+    events = []
+    for entry in trace:
+        if entry.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            name = entry["name"].lower()
             kind = next(at for at, words in enumerate(KINDS.values()) if any(word.lower() in name for word in words))
-            start = event["ts"] / 1e6
-            found.append(Event(start, start + event["dur"] / 1e6, event["args"]["stream"], kind))
-    last = max((event.stop for event in found), default=0.0)
-    return [event for event in found if event.start >= last - seconds]
+            start = entry["ts"] / 1e6
+            events.append(Event(start, start + entry["dur"] / 1e6, entry["args"]["stream"], kind))
+    last = max((event.stop for event in events), default=0.0)
+    return [event for event in events if event.start >= last - seconds]
 
 
 def spent(events: Sequence[Event]) -> dict[str, float]:
-    """Seconds in which a kind ran and none of those before it in `KINDS`."""
+    """Seconds of each kind, in which it ran and no kind before it in `KINDS` did."""
     changes = [(event.start, event.kind, 1) for event in events] + [(event.stop, event.kind, -1) for event in events]
     kinds = list(KINDS)
-    found, running, before = dict.fromkeys(kinds, 0.0), [0] * len(kinds), 0.0
+    seconds, running, before = dict.fromkeys(kinds, 0.0), [0] * len(kinds), 0.0
     for moment, kind, change in sorted(changes):
         first = next((at for at, count in enumerate(running) if count), None)
         if first is not None:
-            found[kinds[first]] += moment - before
+            seconds[kinds[first]] += moment - before
         running[kind] += change
         before = moment
-    return found
+    return seconds
 
 
 def timeline(events: Sequence[Event], begin: float, share: float) -> list[dict[str, Any]]:
-    """What ran in a part of a step that begins at a share of it and is as long as another share: milliseconds from the
-    beginning of that part."""
+    """The events of a part of a step, in milliseconds from the beginning of that part.
+
+    Args:
+        events (sequence of [`Event`]): The events of the step.
+        begin (`float`): Where the part begins, as a share of the step.
+        share (`float`): How long it is, as a share of the step.
+    """
     if not events:
         return []
     first, last = min(event.start for event in events), max(event.stop for event in events)

@@ -1,78 +1,22 @@
-"""The result of a benchmark: a JSON document (its form: recipes/benchmarks/schema.json), and tables of it."""
+"""The result of attention.py: rows of a JSON document (schema.json has its form), and tables of them."""
 
-import importlib.metadata
-import os
-import platform
-import socket
 import statistics
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import hf_burst
-
-from .bench_contenders import Case
-from .bench_ranks import Ranks
-from .bench_rounds import PASSES, Measured
-
-SCHEMA_VERSION = 1
-_PACKAGES = (
-    *("flash-attn", "flash-attn-4", "ring-flash-attn", "axolotl-ringmaster", "deepspeed"),
-    *("nvidia-cutlass-dsl", "triton", "transformers", "accelerate", "liger-kernel", "peft"),
-)
+from recipes.benchmarks.contenders import Case
+from recipes.benchmarks.measure import PASSES, Measured
+from recipes.benchmarks.provenance import interquartile_range
 
 
-def environment(ranks: Ranks, command: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """Where and with what a benchmark ran."""
-    hosts = ranks.gather(socket.gethostname())
-    versions = {"python": platform.python_version(), "hf_burst": hf_burst.__version__, "torch": torch.__version__}
-    versions |= {name: found for name in _PACKAGES if (found := _version(name))}
-    hardware: dict[str, Any] = {"device": platform.processor() or platform.machine(), "memory_gib": None}
-    if ranks.cuda:
-        properties = torch.cuda.get_device_properties(ranks.device)
-        hardware = {"device": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
-        versions["cuda"] = str(torch.version.cuda)
-        versions["cudnn"] = str(torch.backends.cudnn.version())
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    hardware |= {"ranks": ranks.size, "hosts": len(set(hosts)), "cpus": os.cpu_count()}
-    return {
-        "schema": SCHEMA_VERSION,
-        "command": " ".join(command),
-        "git_commit": commit or git_commit(),
-        "hardware": hardware,
-        "versions": versions,
-    }
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout that this package lies in, "+" where files differ; `None` without one."""
-    here = Path(__file__).parent
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=20, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return f"{commit}+" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
-
-
-def rows(found: Sequence[Measured], case: Case) -> list[dict[str, Any]]:
-    """The results of one case. Ratios are between medians: a share of the limit, and how many times as fast as each of
-    the others a contender was."""
+def rows(results: Sequence[Measured], case: Case) -> list[dict[str, Any]]:
+    """The rows of one case. Ratios between contenders are ratios of medians."""
     medians = {
         measured.contender.name: {name: statistics.median(measured.seconds[name]) for name in PASSES}
-        for measured in found
+        for measured in results
         if measured.status == "ok"
     }
-    return [_row(measured, case, medians) for measured in found]
+    return [_row(measured, case, medians) for measured in results]
 
 
 def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -98,15 +42,15 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
     if measured.status != "ok" or measured.prepared is None:
         return row
     own, sent, flops = medians[name], measured.prepared.sent, case.flops()
-    roof = medians.get("limit")
+    limit = medians.get("limit")
     return row | {
         "calls": measured.calls,
         "seconds": measured.seconds,
         "median_s": own,
-        "iqr_s": {part: _spread(measured.seconds[part]) for part in PASSES},
+        "iqr_s": {part: interquartile_range(measured.seconds[part]) for part in PASSES},
         "tflops_per_gpu": {part: flops[part] / own[part] / 1e12 for part in PASSES},
-        "share_of_limit": {part: roof[part] / own[part] for part in PASSES} if roof else None,
-        "times_as_fast_as": {other: medians[other]["both"] / own["both"] for other in medians if other != name},
+        "share_of_limit": {part: limit[part] / own[part] for part in PASSES} if limit else None,
+        "times_as_fast_as": {rival: medians[rival]["both"] / own["both"] for rival in medians if rival != name},
         "peak_memory_bytes": measured.peak_bytes,
         "memory_outside_allocator_bytes": measured.outside_bytes,
         "bytes_sent": {"forward": sent.forward, "backward": sent.backward, "source": sent.source},
@@ -114,7 +58,7 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
 
 
 def table(result: dict[str, Any]) -> str:
-    """Text for a terminal: TF/s per GPU of both passes, and the share of the limit."""
+    """A table for a terminal: TF/s per GPU of both passes, and the share of the limit."""
     lines = []
     for title, part in _matrices([result]):
         lengths = sorted({row["length"] for row in part})
@@ -129,7 +73,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The same as Markdown, for a README, of several results together; the last counts where they overlap."""
+    """Tables of several results in Markdown. Where results overlap, the last one counts."""
     lines = []
     for title, part in _matrices(results):
         lengths = sorted({row["length"] for row in part})
@@ -143,7 +87,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _matrices(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Rows that belong into one table, under its title."""
+    """The rows of each table, under its title."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         for row in result["results"]:
@@ -156,7 +100,7 @@ def _matrices(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[st
 
 
 def mask_of(row: dict[str, Any]) -> str:
-    """What a title says of documents and windows; older results have none."""
+    """Documents and window, as a title names them. Older results have neither."""
     documents, window = row.get("document_tokens"), row.get("window")
     packed = f", documents of {documents[0]} to {documents[1]} tokens" if documents else ""
     return packed + (f", window {window}" if window is not None else "")
@@ -178,24 +122,9 @@ def _cell(part: Sequence[dict[str, Any]], name: str, length: int) -> str:
 
 
 def _reasons(result: dict[str, Any]) -> list[str]:
-    """Why contenders are missing, each reason once."""
-    told: dict[str, None] = {}
+    """Reasons why contenders are missing, each of them once."""
+    reasons: dict[str, None] = {}
     for row in [*result["results"], *result["checks"]]:
         if row["status"] != "ok":
-            told[f"{row['contender']} {row['status']}: {row['reason'][:200]}"] = None
-    return list(told)
-
-
-def _spread(values: Sequence[float]) -> float:
-    """The interquartile range."""
-    if len(values) < 2:
-        return 0.0
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return third - first
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+            reasons[f"{row['contender']} {row['status']}: {row['reason'][:200]}"] = None
+    return list(reasons)

@@ -1,4 +1,7 @@
-"""The processes of a benchmark: one device each, and how they go on together when a contender fails on some of them."""
+"""The processes of a benchmark, one device each.
+
+A contender may fail on one rank only. The ranks agree about it, drop that contender and go on together.
+"""
 
 import gc
 import os
@@ -11,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError
-from .launch import launched
+from hf_burst.cli.launch import launched
+from hf_burst.errors import ConfigError
 
 T = TypeVar("T")
 _GRACE_S = 30.0
@@ -20,14 +23,14 @@ _POLL_S = 2e-5
 
 
 class PeerFailed(Exception):
-    """Another rank met an error, so what this rank waits for will not come."""
+    """Another rank met an error, so its messages will not come."""
 
 
 class Ranks:
-    """All processes of a job that `torchrun` or `accelerate launch` started, or this one alone.
+    """All processes of a job that `torchrun` or `accelerate launch` started, or this process alone.
 
-    Contenders communicate over groups of their own, which are given up when they fail; what the ranks say to each other
-    about it travels over gloo, beside the devices.
+    Each family of contenders has a process group of its own, which is aborted when a contender fails. The ranks agree
+    about failures over gloo, beside the devices.
 
     Args:
         device (`str`): `"cpu"`, `"cuda"` or `"auto"` for CUDA where there is one.
@@ -53,13 +56,13 @@ class Ranks:
         self._opened = self.size > 1 and not dist.is_initialized()
         if self._opened:
             dist.init_process_group("nccl" if self.cuda else "gloo", timeout=timedelta(seconds=2 * timeout_s + 60))
-        # patient: others reach it only after they have given up a call
+        # a long time limit: other ranks reach it only after they have given up a call
         self._control = self._new_group("gloo", 4 * timeout_s + 120) if self.size > 1 else None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._calls = 0
 
     def group(self, family: str) -> dist.ProcessGroup | None:
-        """The process group of a family of contenders, all ranks; `None` for one process. Called by all ranks alike."""
+        """The process group of a family of contenders, `None` for one process. All ranks call it together."""
         if self.size == 1:
             return None
         if family not in self._groups:
@@ -69,14 +72,17 @@ class Ranks:
         return self._groups[family]
 
     def attempt(self, function: Callable[[], T], family: str = "") -> tuple[T | None, str | None]:
-        """Calls a function on every rank: its result, and `None` or what went wrong, alike on all ranks.
+        """Calls a function on every rank, and returns its result and the failure, if any rank had one.
+
+        If it fails on some ranks only, the others wait for messages that do not come. On CPUs they wait until the
+        group's time limit. On GPUs they hear of the failure, and abort the group.
 
         Args:
-            function (`Callable`): What may fail.
-            family (`str`, *optional*): Over whose group it communicates, which is given up if it fails.
+            function (`Callable`): Takes no arguments; may fail.
+            family (`str`, *optional*): The family whose group it communicates over, which is dropped if it fails.
 
-        Where it fails on some ranks only, the others wait in vain for messages: on CPU until the group's time limit, on
-        GPUs until they hear of it, when the group is aborted.
+        Returns:
+            The result, or `None` after a failure; and the failure as a sentence, or `None`, alike on all ranks.
         """
         self._calls += 1
         result: T | None = None
@@ -94,7 +100,7 @@ class Ranks:
         return result, failure
 
     def agree(self, problem: tuple[float, str] | None) -> str | None:
-        """What any rank found wrong and when, the first first; `None` if no rank did. One answer on all ranks."""
+        """Joins the problems of all ranks in one sentence, the earliest first; `None` if no rank has one."""
         if self.size == 1:
             return problem[1] if problem else None
         flag = torch.tensor([float(problem is not None)], dtype=torch.float64)
@@ -102,10 +108,10 @@ class Ranks:
             return None
         reports: list[Any] = [None] * self.size
         dist.all_gather_object(reports, problem, group=self._control)
-        told = sorted((*report, rank) for rank, report in enumerate(reports) if report)
-        if len(told) == self.size and len({text for _, text, _ in told}) == 1:
-            return str(told[0][1])
-        return "; ".join(f"rank {rank}: {text}" for _, text, rank in told)
+        problems = sorted((*report, rank) for rank, report in enumerate(reports) if report)
+        if len(problems) == self.size and len({text for _, text, _ in problems}) == 1:
+            return str(problems[0][1])
+        return "; ".join(f"rank {rank}: {text}" for _, text, rank in problems)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise maximum over the ranks of a CPU tensor."""
@@ -121,7 +127,7 @@ class Ranks:
         return values
 
     def align(self) -> None:
-        """Starts the next call of all ranks at one time: the hosts by a barrier, the devices by a tiny all-reduce."""
+        """Lets all ranks start together: the hosts by a barrier, the devices by a tiny all-reduce."""
         if self.size == 1:
             if self.cuda:
                 torch.cuda.synchronize()
@@ -134,7 +140,7 @@ class Ranks:
             dist.barrier(group=self._control)
 
     def say(self, text: str) -> None:
-        """A line of progress, from rank 0 to stderr."""
+        """Writes a line of progress to stderr, on rank 0."""
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
@@ -147,7 +153,7 @@ class Ranks:
         return group
 
     def _finish(self, family: str) -> None:
-        """Waits for the device, not longer than allowed, nor once another rank has failed."""
+        """Waits for the device until the time limit, or until another rank has failed."""
         if not self.cuda:
             return
         event = torch.cuda.Event()
@@ -164,10 +170,10 @@ class Ranks:
                     self._abort(family, event)
                     raise PeerFailed("waited for a rank that failed")
             time.sleep(_POLL_S)
-        torch.cuda.synchronize()  # raises what the device found wrong
+        torch.cuda.synchronize()  # raises errors of the device
 
     def _abort(self, family: str, event: torch.cuda.Event) -> None:
-        """Ends the messages of a family; if the device is stuck even so, the job."""
+        """Aborts the group of a family, and ends the job if the device is stuck even so."""
         self._tell()
         if family in self._groups:
             dist.distributed_c10d._abort_process_group(self._groups.pop(family))
@@ -180,7 +186,7 @@ class Ranks:
             time.sleep(0.1)
 
     def _give_up(self, family: str) -> None:
-        """Drops the group of a failed contender, in whatever state its messages are, and what its errors held."""
+        """Drops the group of a failed contender, and the memory that its errors held."""
         group = self._groups.pop(family, None)
         if group is not None and self.cuda:
             dist.distributed_c10d._abort_process_group(group)
@@ -193,7 +199,7 @@ class Ranks:
             self._store().set(self._key(), "1")
 
     def _key(self) -> str:
-        return f"hf_burst_bench/failed/{self._calls}"
+        return f"hf_burst_benchmark/failed/{self._calls}"
 
     def _store(self) -> Any:
         return dist.distributed_c10d._get_default_store()

@@ -1,4 +1,7 @@
-"""How contenders are measured: checked, warmed up, then called in turn, round after round, by the slowest rank."""
+"""Measures contenders: checks their results, warms them up, and calls them in turns, round after round.
+
+The time of a call is that of its slowest rank.
+"""
 
 import logging
 import time
@@ -10,16 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .bench_contenders import Attend, Case, Contender, Prepared, exact_attention, for_group
-from .bench_ranks import Ranks
+from recipes.benchmarks.clock import Clock
+from recipes.benchmarks.contenders import Attend, Case, Contender, Prepared, for_group
+from recipes.benchmarks.native import exact_attention
+from recipes.benchmarks.ranks import Ranks
 
 PASSES = ("forward", "backward", "both")
 _INPUTS = ("q", "k", "v", "dout")
 _CHECK_SEED = 20240314
-# how much larger than the plain kernel's an error may be; a missing block or gradient is a hundred times larger still
+# An error may be so many times that of the plain kernel. A missing block or gradient is a hundred times larger still.
 _TOLERANCE = 8.0
 _WARMUP_SHARE = 0.25
-_ROW_S = 0.05  # what calls in a row may take
+_ROW_S = 0.05  # seconds that calls in a row may take
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,12 @@ class Effort:
     """How long to measure.
 
     Args:
-        warmup (`int`): Calls before the first round, of each contender; fewer where one takes long, one at least.
+        warmup (`int`): Calls of each contender before the first round; slow contenders have fewer, at least one.
         rounds (`tuple[int, int]`): Fewest and most rounds.
-        seconds (`float`): The time that the rest of the lengths may take, this one included.
-        share (`float`): This length's share of it.
-        in_a_row (`int`): As many calls follow each other at most, as the layers of a model do.
-        warm (`frozenset[str]`): Contenders that have run before, at another length.
+        seconds (`float`): Time for this length and the longer ones.
+        share (`float`): This length's share of `seconds`.
+        in_a_row (`int`): Most calls that follow each other without a pause, as the layers of a model do.
+        warm (`frozenset[str]`): Names of contenders that have run before, at another length.
     """
 
     warmup: int
@@ -45,7 +50,7 @@ class Effort:
 
 @dataclass
 class Measured:
-    """What one contender did in one case: its times, or why there are none."""
+    """The times of one contender in one case, or the reason why there are none."""
 
     contender: Contender
     case: Case
@@ -55,11 +60,11 @@ class Measured:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: int | None = None
     outside_bytes: int | None = None
-    calls: int = 1  # in a row, of which the time of one is taken
+    calls: int = 1  # in a row; the times are those of one call
     prepared: Prepared | None = None
     inputs: list[torch.Tensor] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
-    said: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)  # hf_burst's log of its choices
 
     def fail(self, status: str, reason: str) -> None:
         self.status, self.reason, self.prepared, self.inputs = status, reason, None, []
@@ -69,9 +74,9 @@ def check(contenders: Sequence[Contender], case: Case, ranks: Ranks) -> list[dic
     """Compares out, dq, dk and dv of every contender with attention in fp64, on equal inputs of a small length.
 
     Returns:
-        For each contender its status (`"ok"`, `"wrong"`, `"unavailable"` or `"failed"`), the reason, what hf_burst
-        logged about its choices, and the relative errors (Frobenius norm over a rank's part, worst rank) beside those
-        of the plain kernel.
+        `list[dict]`: For each contender its status (`"ok"`, `"wrong"`, `"unavailable"` or `"failed"`), the reason and
+        hf_burst's log of its choices. Relative errors (Frobenius norm over a rank's part, worst rank) stand beside
+        those of the plain kernel.
     """
     inputs = _whole_inputs(case)
     exact = exact_attention(*inputs, case.mask)
@@ -116,17 +121,17 @@ def _verdict(
 def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: Effort) -> list[Measured]:
     """Times every contender that can run, all of them in each round, in a rotating order.
 
-    A call is a forward pass and, through autograd, its backward pass. Several in a row are first all forward passes and
-    then all backward passes. They start on all ranks at one time; the slowest rank counts.
+    A call is a forward pass and its backward pass by autograd. Calls in a row are all forward passes, followed by all
+    backward passes. All ranks start together, and the slowest rank counts.
     """
     start = time.perf_counter()
     storage = _storage(case)
-    found = [Measured(contender, case, storage) for contender in contenders]
-    for measured in found:
+    results = [Measured(contender, case, storage) for contender in contenders]
+    for measured in results:
         _prepare(measured, ranks)
         if measured.prepared is not None:
             _first_calls(measured, ranks, measured.contender.name in effort.warm)
-    running = [measured for measured in found if measured.prepared is not None]
+    running = [measured for measured in results if measured.prepared is not None]
     budget = max(effort.seconds, 0.0) * effort.share
     firsts = [measured.seconds["both"][-1] for measured in running] or [1.0]
     fastest = float(ranks.largest(torch.tensor(firsts, dtype=torch.float64)).min())
@@ -135,7 +140,7 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
     _warm_up(running, ranks, effort.warmup, budget)
     running = [measured for measured in running if measured.prepared is not None]
     if not running:
-        return found
+        return results
     pace = [sum(measured.calls * measured.seconds["both"][-1] for measured in running), time.perf_counter() - start]
     once, spent = ranks.largest(torch.tensor(pace, dtype=torch.float64)).tolist()
     fewest, most = effort.rounds
@@ -147,14 +152,14 @@ def measure(contenders: Sequence[Contender], case: Case, ranks: Ranks, effort: E
         for measured in _order(running, number):
             if measured.prepared is not None:
                 _call(measured, ranks)
-    done = [measured for measured in running if measured.status == "ok"]
-    if done:
-        _slowest(done, ranks)
-    return found
+    finished = [measured for measured in running if measured.status == "ok"]
+    if finished:
+        _slowest(finished, ranks)
+    return results
 
 
 def _prepare(measured: Measured, ranks: Ranks) -> None:
-    """Makes a contender ready, over the group that its family has now."""
+    """Prepares a contender for the current group of its family."""
     own = for_group(measured.case, ranks.group(measured.contender.family))
 
     def prepare() -> tuple[Prepared, list[torch.Tensor]]:
@@ -171,7 +176,7 @@ def _prepare(measured: Measured, ranks: Ranks) -> None:
 
 
 def _first_calls(measured: Measured, ranks: Ranks, warm: bool) -> None:
-    """A call whose memory counts; before it, of a contender that has not run yet, one that compiles."""
+    """Makes the call whose memory counts, and before it a call that compiles if the contender is not warm."""
     measured.seconds = {name: [] for name in PASSES}
     outside = _outside_bytes(ranks)
     with _listening() as measured.said:
@@ -199,14 +204,14 @@ def _warm_up(running: Sequence[Measured], ranks: Ranks, calls: int, budget: floa
 
 
 def _order(running: Sequence[Measured], number: int) -> list[Measured]:
-    """A rotation, read backwards in every second round, so that nobody always follows the same one."""
+    """Rotates the contenders, and reverses every second round, so that nobody always follows the same one."""
     first = number % len(running)
     turned = [*running[first:], *running[:first]]
     return turned[::-1] if number % 2 else turned
 
 
 def _call(measured: Measured, ranks: Ranks) -> None:
-    """One timed call, or several in a row, forward and backward; a failure ends the contender, on all ranks alike."""
+    """Times one row of calls, forward and backward. After a failure the contender is not called again on any rank."""
     family = measured.contender.family
     if ranks.group(family) is not measured.group:  # another contender of the family failed, and its messages with it
         _prepare(measured, ranks)
@@ -229,32 +234,9 @@ def _call(measured: Measured, ranks: Ranks) -> None:
         measured.seconds[name].append(seconds / measured.calls)
 
 
-class _Clock:
-    """Three moments: before, between and after the two passes; on GPUs by events on the stream."""
-
-    def __init__(self, cuda: bool) -> None:
-        self.cuda = cuda
-        self.marks: list[Any] = []
-
-    def mark(self) -> None:
-        if not self.cuda:
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def seconds(self) -> tuple[float, float, float]:
-        """Of the forward pass, the backward pass and both; once the device has finished."""
-        first, middle, last = self.marks
-        if self.cuda:
-            return (first.elapsed_time(middle) / 1e3, middle.elapsed_time(last) / 1e3, first.elapsed_time(last) / 1e3)
-        return middle - first, last - middle, last - first
-
-
-def _timed(attend: Attend, inputs: Sequence[torch.Tensor], calls: int, cuda: bool) -> _Clock:
+def _timed(attend: Attend, inputs: Sequence[torch.Tensor], calls: int, cuda: bool) -> Clock:
     q, k, v = (tensor.detach().requires_grad_() for tensor in inputs[:3])
-    clock = _Clock(cuda)
+    clock = Clock(cuda)
     clock.mark()
     outs = [attend(q, k, v) for _ in range(calls)]
     clock.mark()
@@ -272,7 +254,7 @@ def _slowest(done: Sequence[Measured], ranks: Ranks) -> None:
 
 
 def _storage(case: Case) -> dict[str, torch.Tensor]:
-    """Random numbers that all contenders read, each in its own form."""
+    """Random numbers that all contenders share, each in its own form."""
     generator = torch.Generator(case.device).manual_seed(case.rank)
 
     def numbers(heads: int) -> torch.Tensor:
@@ -285,7 +267,7 @@ def _storage(case: Case) -> dict[str, torch.Tensor]:
 
 
 def _placed(prepared: Prepared, storage: torch.Tensor, case: Case, queries: bool) -> torch.Tensor:
-    """Stored numbers in the form that a contender wants."""
+    """The stored numbers in the form of a contender."""
     heads = case.q_heads if queries else case.kv_heads
     whole = torch.empty(case.batch, case.length, heads, case.head_dim, dtype=case.dtype, device="meta")
     form = prepared.cut(whole)
@@ -311,22 +293,22 @@ def _results(
 
 def _own_errors(prepared: Prepared, inputs: Sequence[torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
     with prepared.around():
-        found = _results(prepared.attend, *(prepared.cut(tensor) for tensor in inputs))
-    wanted = {name: prepared.cut(exact[name]) for name in prepared.complete}
-    return _errors({name: found[name] for name in wanted}, wanted)
+        results = _results(prepared.attend, *(prepared.cut(tensor) for tensor in inputs))
+    expected = {name: prepared.cut(exact[name]) for name in prepared.complete}
+    return _errors({name: results[name] for name in expected}, expected)
 
 
-def _errors(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
     """Relative errors in the Frobenius norm."""
-    for name, tensor in found.items():
+    for name, tensor in results.items():
         if tensor.shape != exact[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(exact[name].shape)}")
-    return {name: float((found[name].double() - exact[name]).norm() / exact[name].norm()) for name in found}
+    return {name: float((results[name].double() - exact[name]).norm() / exact[name].norm()) for name in results}
 
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """What hf_burst logs about its choices; it says each of them once."""
+    """Collects hf_burst's log of its choices; each of them is logged once."""
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -342,7 +324,10 @@ def _listening() -> Iterator[list[str]]:
 
 
 def _outside_bytes(ranks: Ranks) -> int | None:
-    """Bytes of the device in use outside of torch's allocator: connections, compiled kernels, symmetric buffers."""
+    """Bytes of the device that are in use outside of torch's allocator.
+
+    They hold connections, compiled kernels and symmetric buffers.
+    """
     if not ranks.cuda:
         return None
     free, total = torch.cuda.mem_get_info()

@@ -1,0 +1,219 @@
+"""Attention kernels as their own packages offer them, and attention in fp64 to compare them with.
+
+The fastest kernel that runs here is the limit of a benchmark: it computes a share of the heads and sends nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from hf_burst.errors import ConfigError
+from hf_burst.kernels import explain_kernels
+from hf_burst.plan import Mask
+from recipes.benchmarks.ranks import Ranks
+
+AttendMasked = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mask], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Native:
+    """Causal attention of `(B, S, H, D)` tensors on one device, with autograd.
+
+    Args:
+        name (`str`): As in `BurstConfig(kernel=...)`.
+        attend (`Callable`): Computes out from q, k, v and the mask of every row.
+    """
+
+    name: str
+    attend: AttendMasked
+
+
+def choose_native(
+    requested: str, ranks: Ranks, dtype: torch.dtype, head_dim: int, mask: Mask
+) -> tuple[Native, list[str]]:
+    """Chooses the kernel of the limit: the requested one, or the fastest one that runs forward and backward here.
+
+    Args:
+        requested (`str`): A name, or `"auto"`.
+        ranks ([`Ranks`]): The processes, which choose alike.
+        dtype (`torch.dtype`): Of q, k and v.
+        head_dim (`int`): Elements of a head.
+        mask ([`Mask`]): A mask of the kind that will be measured.
+
+    Returns:
+        `tuple[Native, list[str]]`: The kernel, and why faster ones cannot run.
+
+    Raises:
+        ConfigError: If no kernel runs.
+    """
+    refusals: list[str] = []
+    for name, load in _natives(ranks.device):
+        if requested not in ("auto", name):
+            continue
+
+        def trial(load: Callable[[], AttendMasked] = load) -> AttendMasked:
+            attend = load()
+            shape = (1, mask.length, 2, head_dim)
+            q, k, v = (torch.randn(shape, dtype=dtype, device=ranks.device, requires_grad=True) for _ in range(3))
+            out = attend(q, k, v, mask)
+            torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+            return attend
+
+        attend, failure = ranks.attempt(trial)
+        if attend is not None and failure is None:
+            return Native(name, attend), refusals
+        refusals.append(f"{name}: {failure}")
+    if not refusals:
+        reason = dict(explain_kernels(ranks.device.type, dtype, head_dim, head_dim)).get(requested)
+        reason = reason or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
+        refusals = [f"{requested} {reason}"]
+    known = [name for name, _ in _natives(ranks.device)]
+    raise ConfigError(
+        f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: "
+        f"{'; '.join(refusals)}. Known here: {', '.join(known)}."
+    )
+
+
+def _natives(device: torch.device) -> list[tuple[str, Callable[[], AttendMasked]]]:
+    """Names of kernels and functions that load them, the fastest first."""
+    if device.type == "cpu":
+        return [("cpu_flash", lambda: _cpu_flash)]
+    natives = {
+        "flash_attn_4": _flash_attn_4,
+        "flash_attn_3": _flash_attn_3,
+        "torch_cudnn": lambda: _torch_cudnn,
+        "flash_attn_2": _flash_attn_2,
+        "torch_flash": lambda: _torch_flash,
+    }
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4", "flash_attn_3"]
+    return [(name, natives[name]) for name in order]
+
+
+def _flash_attn_4() -> AttendMasked:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    return _flash(flash_attn_func, flash_attn_varlen_func, None)
+
+
+def _flash_attn_3() -> AttendMasked:
+    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    return _flash(flash_attn_func, flash_attn_varlen_func, -1)
+
+
+def _flash_attn_2() -> AttendMasked:
+    from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+    return _flash(flash_attn_func, flash_attn_varlen_func, -1)
+
+
+def _flash(dense: Callable[..., Any], varlen: Callable[..., Any], no_window: int | None) -> AttendMasked:
+    """Joins the two functions of a FlashAttention package: whole sequences, and packed documents."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+        window = (no_window if mask.window is None else mask.window, no_window if mask.window is None else 0)
+        if len(mask.documents) == 2:
+            return _first(dense(q, k, v, causal=True, window_size=window))
+        bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
+        flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return _first(varlen(*flat, **lengths, causal=True, window_size=window)).unflatten(0, q.shape[:2])
+
+    return attend
+
+
+@lru_cache(maxsize=16)
+def cu_seqlens(mask: Mask, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """The documents' boundaries in all rows, as flash kernels take them, and the tokens of the longest document."""
+    bounds = [row * mask.length + stop for row in range(batch) for stop in mask.documents[1:]]
+    longest = max(stop - start for start, stop in pairwise(mask.documents))
+    return torch.tensor([0, *bounds], dtype=torch.int32, device=device), longest
+
+
+def _first(result: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The output; some versions return the log-sum-exp behind it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _torch_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    window = {} if mask.window is None else {"window_size_left": mask.window, "window_size_right": 0}
+    if len(mask.documents) == 2:
+        dense = (None, None, q.shape[1], k.shape[1])
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *dense, 0.0, True, False, **window)[0]
+        return out
+    bounds, longest = cu_seqlens(mask, q.shape[0], q.device)
+    flat = [tensor.flatten(0, 1) for tensor in (q, k, v)]
+    lengths = (bounds, bounds, longest, longest)
+    out = torch.ops.aten._flash_attention_forward(*flat, *lengths, 0.0, True, False, **window)[0]
+    return out.unflatten(0, q.shape[:2])
+
+
+def _torch_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    _only_whole(mask, "torch's cuDNN kernel")
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads_first, None, True, 0.0, True)[0]
+    return out.transpose(1, 2)
+
+
+def _cpu_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    """torch's kernel for CPUs. Documents and windows become a dense mask, since no speed is compared on CPUs."""
+    heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    if len(mask.documents) == 2 and mask.window is None:
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, True)[0]
+        return out.transpose(1, 2)
+    added = torch.zeros(mask.length, mask.length, dtype=q.dtype).masked_fill_(~admitted(mask, q.device), -torch.inf)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out = call(*heads_first, 0.0, False, attn_mask=added)[0]
+    return out.transpose(1, 2)
+
+
+def _only_whole(mask: Mask, kernel: str) -> None:
+    if len(mask.documents) > 2 or mask.window is not None:
+        raise ConfigError(f"{kernel} computes whole causal sequences only here, no documents and no windows.")
+
+
+def admitted(mask: Mask, device: torch.device) -> torch.Tensor:
+    """Whether each query sees each key: `torch.BoolTensor` of shape `(S, S)`."""
+    position = torch.arange(mask.length, device=device)
+    document = torch.bucketize(position, torch.tensor(mask.documents[1:], device=device), right=True)
+    distance = position[:, None] - position
+    visible = (document[:, None] == document) & (distance >= 0)
+    return visible if mask.window is None else visible & (distance <= mask.window)
+
+
+def exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, mask: Mask
+) -> dict[str, torch.Tensor]:
+    """Computes out, dq, dk and dv of attention in fp64, one key head after another.
+
+    Args:
+        q, dout (`torch.Tensor` of shape `(B, S, Hq, D)`): Queries, and the gradient of the output.
+        k, v (`torch.Tensor` of shape `(B, S, Hkv, D)`): Keys and values.
+        mask ([`Mask`]): Of every row.
+
+    Returns:
+        `dict` of fp64 tensors in the shapes of q, q, k and v.
+    """
+    wide = [tensor.double() for tensor in (q, k, v, dout)]
+    heads = list(_exact_heads(admitted(mask, q.device), *wide))
+    whole = [torch.cat(parts, dim=2) for parts in zip(*heads, strict=True)]
+    return dict(zip(("out", "dq", "dk", "dv"), whole, strict=True))
+
+
+def _exact_heads(
+    visible: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """out, dq, dk and dv of each key head and its query heads."""
+    per_key = q.shape[2] // k.shape[2]
+    for head in range(k.shape[2]):
+        rows = slice(head * per_key, (head + 1) * per_key)
+        inputs = [tensor.detach().requires_grad_() for tensor in (q[:, :, rows], k[:, :, [head]], v[:, :, [head]])]
+        scores = torch.einsum("bihd,bjxd->bhij", inputs[0], inputs[1]) * q.shape[3] ** -0.5
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        out = torch.einsum("bhij,bjxd->bihd", weights, inputs[2])
+        yield (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, rows]))

@@ -1,0 +1,86 @@
+"""Where and with what a benchmark ran. Needs nothing of hf_burst, so that it serves any version of it."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from recipes.benchmarks.ranks import Ranks
+
+SCHEMA_VERSION = 1
+_PACKAGES = (
+    *("flash-attn", "flash-attn-4", "ring-flash-attn", "axolotl-ringmaster", "deepspeed"),
+    *("nvidia-cutlass-dsl", "triton", "transformers", "accelerate", "liger-kernel", "peft"),
+)
+
+
+def environment(ranks: "Ranks", command: Sequence[str], commit: str | None) -> dict[str, Any]:
+    """The beginning of a result: command, commit, hardware and versions. All ranks call it together."""
+    import hf_burst
+
+    hosts = len(set(ranks.gather(socket.gethostname())))
+    return {
+        "schema": SCHEMA_VERSION,
+        "command": " ".join(command),
+        "git_commit": commit or git_commit(Path(__file__).parent),
+        "hardware": hardware(ranks.device, ranks.size, hosts),
+        "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=ranks.cuda)},
+    }
+
+
+def hardware(device: torch.device, ranks: int, hosts: int) -> dict[str, Any]:
+    """The name of the device, its memory, and how many ranks, hosts and CPUs there are."""
+    name, memory_gib = platform.processor() or platform.machine(), None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory_gib = properties.name, round(properties.total_memory / 2**30, 1)
+    return {"device": name, "memory_gib": memory_gib, "ranks": ranks, "hosts": hosts, "cpus": os.cpu_count()}
+
+
+def versions(cuda: bool) -> dict[str, str]:
+    """Versions of Python, torch, its libraries for GPUs, and of installed packages that matter."""
+    known = {"python": platform.python_version(), "torch": torch.__version__}
+    known |= {name: version for name in _PACKAGES if (version := _version(name))}
+    if cuda:
+        known["cuda"] = str(torch.version.cuda)
+        known["cudnn"] = str(torch.backends.cudnn.version())
+        known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return known
+
+
+def git_commit(folder: Path) -> str | None:
+    """The commit of the checkout that a folder lies in, "+" where files differ; `None` without a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", *arguments]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    return f"{commit}+" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
+
+
+def interquartile_range(values: Sequence[float]) -> float:
+    """The distance between the quartiles; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
