@@ -134,24 +134,26 @@ class SequenceLayout:
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
-    def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> torch.Tensor:
         """This rank's part of a full tensor.
 
         Args:
-            tensor (`torch.Tensor` of shape `(batch, length - padding, ...)`): The whole batch.
+            tensor (`torch.Tensor`): The whole batch, with `length - padding` tokens along `dim`.
             rank (`int`): Whose part.
-            pad_value (`int` or `float`, defaults to 0): What the appended tokens hold.
+            pad_value (`int` or `float`, defaults to 0): The value of the appended tokens.
+            dim (`int`, defaults to 1): The dimension of the tokens.
 
         Returns:
-            `torch.Tensor` of shape `(batch, length / ranks, ...)`; a copy, in the order of the shard.
+            `torch.Tensor` with `length / ranks` tokens along `dim`; a copy, in the order of the shard.
         """
-        if tensor.shape[1] != self.length - self.padding:
+        dim = dim % tensor.ndim
+        if tensor.shape[dim] != self.length - self.padding:
             raise BatchError(
                 f"A tensor of shape {tuple(tensor.shape)} does not fit a layout of {self.length - self.padding} tokens."
             )
         if self.padding:
-            tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, self.padding), value=pad_value)
-        return torch.cat([tensor[:, run.start : run.stop] for run in self.sharding.runs(rank)], dim=1)
+            tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, self.padding), value=pad_value)
+        return torch.cat([tensor.narrow(dim, run.start, run.size) for run in self.sharding.runs(rank)], dim=dim)
 
     def unshard(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole batch, without its padding, from the shards of all ranks in rank order."""

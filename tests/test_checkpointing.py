@@ -20,6 +20,7 @@ from hf_burst.attention import AttentionCache
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import checkpointing
 from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.kernels import Scores
 from hf_burst.ring import ShardedAttention
 from tests import models
@@ -68,7 +69,7 @@ def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings
                 assert sum(queries) - whole == whole * (1 - keep), (schedule, keep, queries)
                 for found, gradient in zip(group_mean(model), wanted, strict=True):
                     torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
-            assert not getattr(model, PATCH).saved.under_way
+            assert not getattr(model, PATCH).part(Checkpointing).saved.under_way
             hf_burst.unpatch_model(model)
 
 
@@ -95,7 +96,7 @@ def odd_uses(rank: int, size: int) -> None:
     wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
     hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=0.5))
     model.gradient_checkpointing_enable()
-    saved = getattr(model, PATCH).saved
+    saved = getattr(model, PATCH).part(Checkpointing).saved
 
     def check(index: int, times: int = 1) -> None:
         for found, gradient in zip(group_mean(model), wanted[index], strict=True):

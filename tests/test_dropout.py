@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_burst
 from hf_burst.errors import RankMismatchError, UnsupportedModelError
-from hf_burst.hf.dropout import check_shared_dropout, own_masks
+from hf_burst.hf.parts.dropout import DropoutStreams, check_shared_dropout
 from tests import models
 from tests.ranks import RankPool
 
@@ -154,21 +155,18 @@ class Functional(nn.Module):
         self.name = name
         setattr(self, name, RATE)
 
-    def forward(self, x: torch.Tensor, burst_call: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(x, getattr(self, self.name), self.training)
 
 
 def drop_by_function(rank: int, size: int, name: str) -> None:
-    group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([(0, 40)], size)
-    places = layout.indices(rank)[None]
-    call = hf_burst.hf.batch.ForwardCall(layout, group, hf_burst.BurstConfig(), False, 1, layout.encode(), places)
-    module = nn.Sequential(Functional(name)).append(nn.Identity())
-    module.forward = module[0].forward
-    own_masks(module)
+    module, part = Functional(name), DropoutStreams()
+    run = SimpleNamespace(model=module, group=hf_burst.ContextGroup.from_mesh(None))
     torch.manual_seed(1)
     x = torch.ones(200)
-    masks = gathered(module(x, burst_call=call))
+    part.begin(run)
+    masks = gathered(module(x))
+    part.end()
     assert not torch.equal(*masks)
     torch.manual_seed(1)
     masks = gathered(module(x))

@@ -23,6 +23,7 @@ from hf_burst import linear_loss
 from hf_burst.errors import ConfigError
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.head import LazyLogits
+from hf_burst.hf.parts.outputs import Outputs
 from hf_burst.linear_loss import Linear, linear_loss_sum
 from hf_burst.loss import token_loss_sum
 from recipes import tiny_models
@@ -225,7 +226,7 @@ def test_evaluation_has_its_logits_and_nothing_stays_behind() -> None:
     assert model.train()(**batch).logits is None
     with mock.patch.object(type(model.model), "forward", side_effect=EOFError), pytest.raises(EOFError):
         model(**batch)
-    assert not getattr(model, PATCH).head.under_way
+    assert not getattr(model, PATCH).part(Outputs).head.under_way
     head = model.lm_head
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head"]))  # another module takes its place
     adapted(**batch).loss.backward()

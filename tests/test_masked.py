@@ -30,8 +30,9 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
-from hf_burst.hf.batch import shard_full
+from hf_burst.hf.cutting import cut_batch
 from hf_burst.hf.support import layer_patterns
+from hf_burst.hf.task import CAUSAL, MASKED
 from hf_burst.plan import MaskPattern
 from recipes.coverage import Double
 from tests import models, trainers
@@ -297,10 +298,10 @@ def test_dropout_masks_are_the_ranks_own(ranks: Ranks) -> None:
 def test_work_is_balanced_for_both_directions() -> None:
     """One sequence needs no zigzag, where every token sees all others; padding and documents still cost nothing."""
     config, ids = hf_burst.BurstConfig(), torch.ones(1, 16384, dtype=torch.long)
-    for causal, owners in ((False, (0, 1, 2, 3)), (True, (0, 1, 2, 3, 3, 2, 1, 0))):
-        assert shard_full({"input_ids": ids}, config, 0, 4, causal=causal)[1].owners == owners
+    for task, owners in ((MASKED, (0, 1, 2, 3)), (CAUSAL, (0, 1, 2, 3, 3, 2, 1, 0))):
+        assert cut_batch({"input_ids": ids}, config, 0, 4, task)[1].owners == owners
     mask = (torch.arange(16384) < 9000).long()[None]
-    _, layout = shard_full({"input_ids": ids, "attention_mask": mask}, config, 0, 4, causal=False)
+    _, layout = cut_batch({"input_ids": ids, "attention_mask": mask}, config, 0, 4, MASKED)
     assert layout.documents == ((0, 9000, 16384),)
     work = [0] * 4
     for chunk, (start, stop) in enumerate(itertools.pairwise(layout.sharding.boundaries)):
@@ -313,10 +314,10 @@ def test_work_is_balanced_for_both_directions() -> None:
 def test_windows_of_encoders_are_as_wide_on_both_sides() -> None:
     config = models.make_model("modernbert").config
     assert config.sliding_window == 7
-    assert layer_patterns(config, causal=False) == {MaskPattern(False): 1, MaskPattern(False, 7): 1}
-    assert layer_patterns(models.make_model("bert").config, causal=False) == {MaskPattern(False): 2}
+    assert layer_patterns(config, MASKED) == {MaskPattern(False): 1, MaskPattern(False, 7): 1}
+    assert layer_patterns(models.make_model("bert").config, MASKED) == {MaskPattern(False): 2}
     varied = NeoMMEConfig(layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2, sliding_window=9)
-    assert layer_patterns(varied, causal=False) == {MaskPattern(False): 1, MaskPattern(False, 9): 1}
+    assert layer_patterns(varied, MASKED) == {MaskPattern(False): 1, MaskPattern(False, 9): 1}
 
 
 @pytest.mark.parametrize("name", models.MASKED)

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import hf_burst
-from hf_burst import op
+from hf_burst import resources
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import support
-from hf_burst.hf.batch import fingerprint
+from hf_burst.hf.sharded import fingerprint
 from hf_burst.plan import MaskPattern, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models
@@ -506,7 +506,7 @@ class SchedulesAsked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.hf_burst.attention.default, torch.ops.hf_burst.attention_backward.default):
-            self.found.append(args[-4])
+            self.found.append(args[-3])
         return func(*args, **(kwargs or {}))
 
 
@@ -522,8 +522,10 @@ def choose_by_documents(rank: int, size: int) -> None:
     choices = [choose(layout.masks(MaskPattern()), layout.sharding, 4, 4, size) for layout in (whole, short)]
     wanted = [name_of(choice.schedule, size) for choice in choices]
     assert wanted == ["ulysses", "burst"]
-    with mock.patch.object(op, "machine_for", return_value=machine):  # what tests before have measured may differ
+    resources.resources_of(group).close()  # tests before may have measured another machine
+    with mock.patch.object(resources, "machine_for", return_value=machine):
         train_by_documents(model, group, (whole, short), wanted)
+    resources.resources_of(group).close()
 
 
 def train_by_documents(

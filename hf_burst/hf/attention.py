@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import AttentionRequest, attend
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern
-from .batch import ForwardCall
+from .call import ForwardCall
 
 NAME = "hf_burst"
 # arguments that change the result and are not served
@@ -46,7 +44,7 @@ class LazyMask:
     Args:
         arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
         parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
-        call ([`ForwardCall`], *optional*): Of which pass it is, told by [`CallCarrier`].
+        call ([`ForwardCall`], *optional*): Of which pass it is, told by the part [`Attention`].
     """
 
     arguments: dict[str, Any]
@@ -221,34 +219,6 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, attention_mask)
 
 
-class CallCarrier:
-    """Sees to it that the call of a sharded pass comes to the attention of every layer.
-
-    It is a keyword argument, which some layers do not pass on to their attention; they pass on the mask, so that
-    carries it too. A model that does not pass it on to its layers is refused.
-
-    Args:
-        model (`PreTrainedModel`): The model, to whose layers hooks are added.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.under_way = False
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        self.handles: list[RemovableHandle] = [
-            layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers
-        ]
-
-    def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call, mask = kwargs.get("burst_call"), kwargs.get("attention_mask")
-        if self.under_way and call is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} is not given the keyword arguments of its model, by which it would learn how "
-                "the sequence is sharded. Another version of Transformers may pass them on."
-            )
-        if isinstance(mask, LazyMask):
-            mask.call = call
-
-
 def _pattern(
     module: nn.Module, mask: LazyMask | torch.Tensor | None, is_causal: bool | None, sliding_window: int | None
 ) -> MaskPattern:
@@ -264,9 +234,11 @@ def _pattern(
     return MaskPattern(causal, None if sliding_window is None else sliding_window - 1)
 
 
-def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """Llama 4's queries, which its attention has scaled as if the tokens of the shard were the first of the sequence
     (arXiv 2501.19399 in `Llama4TextAttention`), scaled by their true positions."""
+
+    assert positions is not None, "known from the cut point on"
 
     def temperature(position: torch.Tensor) -> torch.Tensor:
         return torch.log1p(torch.floor((position.float() + 1) / module.floor_scale)) * module.attn_scale + 1

@@ -10,7 +10,9 @@ from ..config import BurstConfig
 from ..errors import BatchError
 from ..mesh import ContextGroup
 from .accelerate import resolve_group
-from .batch import LAYOUT_KEY, describe_shard, shard_full
+from .cutting import cut_batch
+from .sharded import LAYOUT_KEY, describe_shard
+from .task import Task, task_named
 
 
 def shard_batch(
@@ -45,14 +47,14 @@ def shard_batch(
         ShardingError: If the sequence has fewer tokens than chunks.
     """
     group = resolve_group(None if mesh is None else ContextGroup.from_mesh(mesh))
-    return _shard(batch, config or BurstConfig(), group.rank, group.size, causal)
+    return _shard(batch, config or BurstConfig(), group.rank, group.size, task_named(causal))
 
 
-def _shard(batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, causal: bool) -> dict[str, Any]:
+def _shard(batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task) -> dict[str, Any]:
     if "shift_labels" in batch or LAYOUT_KEY in batch:
         raise BatchError("The batch carries shift_labels, so it counts as sharded already. Shard it once.")
-    shard, layout = shard_full(batch, config, rank, ranks, causal=causal)
-    return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, rank, causal)}
+    shard, layout = cut_batch(batch, config, rank, ranks, task)
+    return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, rank, task)}
 
 
 class BurstCollator:
@@ -95,7 +97,7 @@ class BurstCollator:
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Collates samples, then shards the batch."""
-        return _shard(self.base_collator(features), self.config, *self._resolve(), self.causal)
+        return _shard(self.base_collator(features), self.config, *self._resolve(), task_named(self.causal))
 
     def __getstate__(self) -> dict[str, Any]:
         """For data loader workers, which know nothing of groups: the place is found before they start."""

@@ -8,22 +8,16 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ..errors import UnsupportedModelError
-from ..loss import IGNORE_INDEX
 from ..plan import MaskPattern
 from .served import SERVED
+from .task import CAUSAL, Task, forwards_of, task_of
 
 logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
-# settings by which the embeddings of an encoder read further than their own token
-_WHOLE_SEQUENCE = {
-    "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
-    "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
-}
 # methods of peft whose layers treat each token by itself; tried as models are, see tests/test_wrappers.py
 PEFT_METHODS = frozenset(
     {
@@ -78,16 +72,7 @@ def check_adapters(model: nn.Module) -> None:
 
 def is_causal(model: PreTrainedModel) -> bool:
     """Whether a model is a causal language model, or else a masked one (`...ForMaskedLM`), by its loss function."""
-    return model.loss_function is not ForMaskedLMLoss
-
-
-def calls_loss_function(model: PreTrainedModel) -> bool:
-    """Whether the model's class computes its loss by `model.loss_function`, or else by itself."""
-    return any("loss_function" in forward.__code__.co_names for forward in _forwards(model))
-
-
-def _forwards(model: PreTrainedModel) -> list[Any]:
-    return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
+    return task_of(model).causal
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -96,30 +81,19 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
-    causal = is_causal(model)
-    _check_parts(model, causal)
+    task = task_of(model)
+    _check_layers(model, task)
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
             "could be swapped."
         )
-    if not any("labels" in inspect.signature(forward).parameters for forward in _forwards(model)):
+    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
         raise UnsupportedModelError(
             f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
-    if causal and model.loss_function is not ForCausalLMLoss:
-        name = getattr(model.loss_function, "__name__", repr(model.loss_function))
-        raise UnsupportedModelError(
-            f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss and "
-            "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it back, "
-            "or leave labels out and compute a loss of your own on the gathered logits."
-        )
-    if causal and not calls_loss_function(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the ranks "
-            "could add theirs up."
-        )
+    task.check_loss(model)
     check_served(model)
     if not type(model).forward.__module__.startswith("transformers."):
         logger.warning(
@@ -129,7 +103,7 @@ def check_model(model: PreTrainedModel) -> None:
         )
 
 
-def _check_parts(model: PreTrainedModel, causal: bool) -> None:
+def _check_layers(model: PreTrainedModel, task: Task) -> None:
     """Raises for layers, inputs and masks that are not those of a language model that reads text."""
     config, name = model.config, type(model).__name__
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
@@ -140,10 +114,7 @@ def _check_parts(model: PreTrainedModel, causal: bool) -> None:
         )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders alone are served.")
-    if causal:
-        _check_causal(model)
-    else:
-        _check_masked(model)
+    task.check_model(model)
     kinds = sorted(set(_layer_types(config)) - set(_LAYER_TYPES))
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
@@ -170,64 +141,27 @@ def _check_parts(model: PreTrainedModel, causal: bool) -> None:
         )
 
 
-def _check_causal(model: PreTrainedModel) -> None:
-    """Raises for a model whose tokens see later ones, and that is not made to predict masked ones."""
-    config, name = model.config, type(model).__name__
-    if not getattr(config, "is_causal", True):
-        raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
-    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise UnsupportedModelError(
-            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a masked "
-            "language model. Set it to False."
-        )
-    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
-            "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."
-        )
-
-
-def _check_masked(model: PreTrainedModel) -> None:
-    """Raises for a masked language model that is not an encoder, or that mixes tokens elsewhere than in attention."""
-    config, name = model.config, type(model).__name__
-    if getattr(config, "is_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} was made as a decoder, whose tokens see no later ones. Make it with is_decoder=False in its "
-            "config, or load its class with a causal language-model head (AutoModelForCausalLM)."
-        )
-    for setting, why in _WHOLE_SEQUENCE.items():
-        if getattr(config, setting, False):
-            raise UnsupportedModelError(
-                f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only "
-                "models made with it switched off are served."
-            )
-    ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
-    if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
-        raise UnsupportedModelError(
-            f"config.sparse_pred_ignore_index is {ignored}; only {IGNORE_INDEX} is served with sparse_prediction."
-        )
-
-
 def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
     """What kinds of layers a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
     return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
 
 
-def layer_patterns(config: PreTrainedConfig, causal: bool = True) -> Counter[MaskPattern]:
+def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[MaskPattern]:
     """How many layers of a model see how far, by its config: what the chunks of a batch are balanced for. A config that
     names nothing known counts as one whose layers see whole documents. A causal window counts the query, that of an
     encoder, which is as wide on both sides, does not."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
     each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
-    return Counter(_pattern(layer, kind, causal) for layer, kind in zip(each, types, strict=True))
+    return Counter(_pattern(layer, kind, task) for layer, kind in zip(each, types, strict=True))
 
 
-def _pattern(config: PreTrainedConfig, kind: str, causal: bool) -> MaskPattern:
+def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:
     """What the queries of a layer of this kind see."""
     window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
-    return MaskPattern(causal, window - causal if isinstance(window, int) and window > 0 else None, chunk)
+    visible = task.window(window) if isinstance(window, int) and window > 0 else None
+    return MaskPattern(task.causal, visible, chunk)
 
 
 def check_served(model: PreTrainedModel) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.cli.bench_contenders import Documents
+
 from hf_burst.config import Schedule
 from hf_burst.layout import SequenceLayout
 from hf_burst.plan import Layer, MaskPattern, Shapes, candidates, choose, estimate, name_of

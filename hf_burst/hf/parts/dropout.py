@@ -7,27 +7,39 @@ and nothing is kept between forward passes. Checkpointing restores the generator
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..errors import UnsupportedModelError
-from .batch import ForwardCall
+from ...errors import UnsupportedModelError
+from .base import ForwardPass, Part
 
 # what one process decides once for a whole sequence: to skip a layer, to drop weights
 _SHARED = ("layerdrop", "rank_dropout", "module_dropout", "multiplicativedropoutlayer")
 
 
-def own_masks(model: nn.Module) -> list[RemovableHandle]:
-    """Hooks that give a rank its own random stream for the time of a sharded forward pass."""
-    stream = _Stream()
-    return [
-        model.register_forward_pre_hook(stream.enter, with_kwargs=True),
-        model.register_forward_hook(stream.leave, always_call=True),
-    ]
+class DropoutStreams(Part):
+    """A random stream of this rank's own for every forward pass; without dropout nothing is touched."""
+
+    def __init__(self) -> None:
+        self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def prepare(self, run: ForwardPass) -> None:
+        if run.group.size > 1:
+            check_shared_dropout(run.model)
+
+    def begin(self, run: ForwardPass) -> None:
+        if run.group.size == 1 or next(_rates(run.model), None) is None:
+            return
+        seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu")
+        self.outer = [(generator, generator.get_state()) for generator in _generators()]
+        for generator, _ in self.outer:
+            generator.manual_seed(int(seeds[run.group.rank]))
+
+    def end(self) -> None:
+        for generator, state in self.outer:
+            generator.set_state(state)
+        self.outer = []
 
 
 def check_shared_dropout(model: nn.Module) -> None:
@@ -62,32 +74,3 @@ def _generators() -> list[torch.Generator]:
     accelerator = torch.accelerator.current_accelerator()
     devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
     return [torch.default_generator, *devices]
-
-
-@dataclass
-class _Stream:
-    """A random stream for each forward pass.
-
-    Args:
-        outer (`list`): During a forward pass, the generators and their states outside of it.
-    """
-
-    outer: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
-
-    @torch.compiler.disable
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward pre-hook, after the batch was cut: seeds the generators; without dropout nothing is touched."""
-        call: ForwardCall | None = kwargs.get("burst_call")
-        if call is None or call.group.size == 1 or next(_rates(module), None) is None:
-            return
-        seeds = torch.randint(2**63 - 1, (call.group.size,), device="cpu")
-        self.outer = [(generator, generator.get_state()) for generator in _generators()]
-        for generator, _ in self.outer:
-            generator.manual_seed(int(seeds[call.group.rank]))
-
-    @torch.compiler.disable
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The forward hook, also called when the forward pass raised: puts the outer stream back."""
-        for generator, state in self.outer:
-            generator.set_state(state)
-        self.outer = []

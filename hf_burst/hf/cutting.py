@@ -1,0 +1,193 @@
+"""Full batches cut over the ranks: which inputs have tokens, where a model is cut, and the cutting itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import BurstConfig
+from ..errors import BatchError
+from ..layout import SequenceLayout
+from ..loss import IGNORE_INDEX
+from ..plan import MaskPattern
+from .call import batch_shape, tokens_of
+from .documents import BOUNDARY_KEYS, documents_of, real_tokens
+from .task import CAUSAL, Task
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """An input of a model that has a value for each token.
+
+    Args:
+        name (`str`): The argument of `forward`.
+        dim (`int`, defaults to 1): Its dimension of tokens.
+        pad (`int`, defaults to 0): The value of tokens that are appended to fill the last chunk.
+    """
+
+    name: str
+    dim: int = 1
+    pad: int = 0
+
+    def cut(self, value: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+        """The part of one rank."""
+        return layout.shard(value, rank, self.pad, self.dim)
+
+
+TOKEN_INPUTS = (
+    TokenInput("input_ids"),
+    TokenInput("inputs_embeds"),
+    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
+    TokenInput("token_type_ids"),
+)
+_TARGETS = ("labels", "shift_labels")
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed.
+
+    Args:
+        path (`str`, defaults to `""`): The submodule whose inputs are cut, such as `"model.language_model"`; empty for
+            the model itself.
+        inputs (`tuple[TokenInput, ...]`, *optional*): Those of its inputs that are cut.
+    """
+
+    path: str = ""
+    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS
+
+
+# by the name of a class; all others are cut at the outside
+CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})
+
+
+def cut_point_of(model: nn.Module) -> CutPoint:
+    """The cut point of a model, by its class or the first base class that has one."""
+    names = [cls.__name__ for cls in type(model).__mro__]
+    return next((CUT_POINTS[name] for name in names if name in CUT_POINTS), CutPoint())
+
+
+def cut_batch(
+    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
+) -> tuple[dict[str, Any], SequenceLayout]:
+    """One rank's part of a full batch: targets and token inputs.
+
+    Args:
+        batch (mapping): `input_ids` or `inputs_embeds`, and any of `labels`, `position_ids`, `attention_mask`,
+            `token_type_ids`, `cu_seq_lens_q`, `seq_idx`; what has no token dimension is passed on.
+        config ([`BurstConfig`]): How to cut.
+        rank (`int`): Whose part.
+        ranks (`int`): Of how many.
+        task ([`Task`], defaults to the causal one): What the model learns.
+
+    Returns:
+        `tuple[dict, SequenceLayout]`: The part, with `shift_labels` beside `labels` if it is causal, and the layout.
+    """
+    layout = layout_of(batch, config, ranks, task)
+    return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
+
+
+def layout_of(
+    batch: Mapping[str, Any],
+    config: BurstConfig,
+    ranks: int,
+    task: Task,
+    patterns: Mapping[MaskPattern, int] | None = None,
+) -> SequenceLayout:
+    """How a full batch is laid over the ranks.
+
+    Args:
+        batch (mapping): The batch.
+        config ([`BurstConfig`]): How to cut.
+        ranks (`int`): Over how many ranks.
+        task ([`Task`]): What the model learns.
+        patterns (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
+    """
+    return SequenceLayout.for_batch(
+        documents_of(batch, task),
+        ranks,
+        config.chunking_over(ranks),
+        real=real_tokens(batch),
+        patterns=patterns or {MaskPattern(task.causal): 1},
+        stretches=config.stretches,
+    )
+
+
+def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
+    """One rank's part of the labels, and of the targets that follow from them; empty for a batch without labels.
+
+    Raises:
+        BatchError: If the labels have another shape than the tokens, or padding is to be predicted.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        return {}
+    rows, length = batch_shape(batch)
+    if tuple(labels.shape) != (rows, length):
+        raise BatchError(f"labels have shape {tuple(labels.shape)}; they must be ({rows}, {length}).")
+    targets = task.targets_of(labels)
+    _check_padded_labels(targets[task.targets], batch.get("attention_mask"), task.isolated_padding(layout.real))
+    return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
+
+
+def cut_inputs(
+    inputs: Mapping[str, Any],
+    layout: SequenceLayout,
+    rank: int,
+    token_inputs: Sequence[TokenInput] = TOKEN_INPUTS,
+    positions: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """One rank's part of the inputs of a cut point.
+
+    Position ids are made explicit. The padding mask and the boundaries of documents are left out: the layout has them.
+
+    Args:
+        inputs (mapping): The arguments by name; targets among them are cut already.
+        layout ([`SequenceLayout`]): How the batch lies over the ranks.
+        rank (`int`): Whose part.
+        token_inputs (sequence of [`TokenInput`], *optional*): What is cut.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The position ids, if the inputs have
+            none; by default every row counts from 0, as in Transformers.
+
+    Raises:
+        BatchError: For a tensor of which it is not known whether it has a token dimension.
+    """
+    whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
+    tokens = tokens_of(whole)
+    rows, length = tokens.shape[:2]
+    if whole.get("position_ids") is not None:
+        positions = whole["position_ids"]
+    elif positions is None:
+        positions = torch.arange(length, device=tokens.device)
+    whole["position_ids"] = positions.expand(*positions.shape[:-2], rows, length)
+    known = {token_input.name: token_input for token_input in token_inputs}
+    part = {}
+    for name, value in whole.items():
+        if name in known and value is not None:
+            part[name] = known[name].cut(value, layout, rank)
+        elif name not in _TARGETS and isinstance(value, torch.Tensor) and value.ndim >= 2:
+            raise BatchError(
+                f"{name} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
+                f"not know how to shard it; known are {', '.join((*known, *_TARGETS))} and attention_mask. Remove it "
+                "from the batch."
+            )
+        else:
+            part[name] = value
+    return part
+
+
+def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, isolated: tuple[int, ...]) -> None:
+    """Padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count."""
+    if mask is None:
+        return
+    counted = (targets != IGNORE_INDEX) & (mask == 0)
+    for row, start in enumerate(isolated):
+        counted[row, :start] = False
+    if counted.any():
+        raise BatchError(
+            f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the labels "
+            f"of padding to {IGNORE_INDEX}."
+        )

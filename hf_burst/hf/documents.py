@@ -1,0 +1,129 @@
+"""Where the documents of a batch begin: read from boundaries, or else from positions, and from padding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import BatchError
+from .call import batch_shape
+from .task import CAUSAL, Task
+
+# where packing collators put their boundaries; folded into the layout
+BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
+    """The document boundaries of each row.
+
+    Explicit boundaries decide: `cu_seq_lens_q`, or else `seq_idx`. Only without both, and without an `attention_mask`,
+    a document begins where position ids do not go on by one, as in Transformers. Padding is a document of its own; on
+    the right of a causal sequence it needs no boundary, since no earlier query sees it.
+
+    Args:
+        batch (mapping): A full batch.
+        task ([`Task`], defaults to the causal one): What the model learns.
+
+    Returns:
+        `list[tuple[int, ...]]`: Cumulative boundaries, from 0 to the number of tokens, for every row.
+
+    Raises:
+        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew
+            beside a mask, which pack documents for some kernels of Transformers and not for others.
+    """
+    rows, length = batch_shape(batch)
+    real = real_tokens(batch)
+    positions = _positions(batch, rows, length)
+    starts = _explicit_starts(batch, rows, length)
+    if starts is None:
+        starts = [set() for _ in range(rows)]
+        if positions is not None and batch.get("attention_mask") is None:
+            for row, token in (positions[:, 1:] != positions[:, :-1] + 1).nonzero().tolist():
+                for target in range(rows) if positions.shape[0] == 1 else (row,):
+                    starts[target].add(token + 1)
+        elif positions is not None:
+            _check_no_restart(positions, real or ((0, length),) * rows)
+    for row, (start, stop) in enumerate(real):
+        starts[row].update(task.padding_bounds(start, stop))
+    return [(0, *sorted(bounds - {0, length}), length) for bounds in starts]
+
+
+def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The tokens `[start, stop)` of each row that `attention_mask` does not hide; `()` if it hides none.
+
+    Raises:
+        BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
+    """
+    rows, length = batch_shape(batch)
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return ()
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, length):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask is {shape}; over several ranks it must be ({rows}, {length}) and mark padding only. Pack "
+            "documents by position_ids that start anew at 0."
+        )
+    if bool((mask == 1).all()):
+        return ()
+    visible = mask.cpu() != 0
+    if not torch.equal(visible.to(mask.dtype), mask.cpu()):
+        raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
+    spans = []
+    for row in range(rows):
+        tokens = visible[row].nonzero().flatten()
+        if len(tokens) == 0:
+            raise BatchError(f"attention_mask hides all of row {row}. Drop empty sequences from the batch.")
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 != len(tokens):
+            raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
+        spans.append((first, last + 1))
+    return tuple(spans)
+
+
+def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[set[int]] | None:
+    """Where documents begin by `cu_seq_lens_q`, or else by `seq_idx`; `None` without both."""
+    lengths, numbers = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
+    if lengths is not None:
+        bounds = torch.as_tensor(lengths).flatten().tolist()
+        if rows != 1 or not bounds or bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+            raise BatchError(
+                f"cu_seq_lens_q is {str(bounds)[:80]} for a batch of {rows} x {length} tokens; packed lengths need one "
+                f"row, and must rise from 0 to {length}."
+            )
+        return [set(bounds)]
+    if numbers is None:
+        return None
+    if not isinstance(numbers, torch.Tensor) or tuple(numbers.shape) != (rows, length) or numbers.is_floating_point():
+        shape = tuple(numbers.shape) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
+        raise BatchError(
+            f"seq_idx is {shape}; for this batch it must hold integers of shape ({rows}, {length}), one a document."
+        )
+    starts: list[set[int]] = [set() for _ in range(rows)]
+    for row, token in (numbers[:, 1:] != numbers[:, :-1]).nonzero().tolist():
+        starts[row].add(token + 1)
+    return starts
+
+
+def _positions(batch: Mapping[str, Any], rows: int, length: int) -> torch.Tensor | None:
+    """The `position_ids` of a batch, `(batch or 1, tokens)`."""
+    positions: torch.Tensor | None = batch.get("position_ids")
+    if positions is None:
+        return None
+    if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
+        raise BatchError(
+            f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
+        )
+    return positions
+
+
+def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
+    """Raises for positions of tokens, padding apart, that go back."""
+    back = (positions[:, 1:] <= positions[:, :-1]).cpu()
+    for row, (start, stop) in enumerate(real):
+        restarts = back[min(row, len(back) - 1), start : stop - 1].nonzero().flatten().tolist()
+        if restarts:
+            raise BatchError(
+                f"position_ids of row {row} go back at token {start + restarts[0] + 1} beside an attention_mask. Leave "
+                "the attention_mask out if documents are packed there; otherwise let positions rise."
+            )

@@ -1,0 +1,73 @@
+"""The attention of a model: set and put back, and told of every sharded pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...attention import machine_of_group
+from ...errors import ConfigError, UnsupportedModelError
+from ..attention import NAME, LazyMask, register
+from ..call import CALL_KEY
+from .base import ForwardPass, Part
+
+
+class Attention(Part):
+    """Sets the attention implementation, and sees to it that the call of a pass comes to the attention of every layer.
+
+    The call is a keyword argument, which some layers do not pass on to their attention. They pass on the mask, so that
+    carries it too. A model that does not pass it on to its layers is refused.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.before: str = model.config._attn_implementation
+        self.under_way = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A model saved whole brings its parts along, and the attention must be known where it is loaded."""
+        self.__dict__.update(state)
+        register()
+
+    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+        register()
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:  # Transformers only warns
+            raise UnsupportedModelError(
+                f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
+                "AttentionInterface."
+            )
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return [layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers]
+
+    def prepare(self, run: ForwardPass) -> None:
+        if run.model.config._attn_implementation != NAME:
+            raise ConfigError(
+                "The attention implementation of the model was changed after it was patched, so its loss would be "
+                "wrong. Call hf_burst.unpatch_model(model) first, then change it."
+            )
+
+    def begin(self, run: ForwardPass) -> None:
+        machine_of_group(run.group, run.device, run.config.kernel)
+        self.under_way = True
+
+    def end(self) -> None:
+        self.under_way = False
+
+    def remove(self, model: PreTrainedModel) -> None:
+        model.set_attn_implementation(self.before)
+
+    def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")
+        if self.under_way and call is None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} is not given the keyword arguments of its model, by which it would learn how "
+                "the sequence is sharded. Another version of Transformers may pass them on."
+            )
+        if isinstance(mask, LazyMask):
+            mask.call = call

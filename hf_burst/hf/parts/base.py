@@ -1,0 +1,107 @@
+"""The life cycle of a part, and the forward pass that the parts prepare together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ...config import BurstConfig
+from ...layout import SequenceLayout
+from ...mesh import ContextGroup
+from ..call import ForwardCall
+from ..cutting import TokenInput
+from ..task import Task
+
+
+@dataclass
+class ForwardPass:
+    """One forward pass of a patched model, from the batch that came in to the call of the model.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        group ([`ContextGroup`]): The ranks that share the batch.
+        config ([`BurstConfig`]): The knobs.
+        task ([`Task`]): What the model learns.
+        token_inputs (sequence of [`TokenInput`]): What is cut at the cut point of the model.
+
+    Attributes:
+        batch (`dict`): The arguments as the caller gave them, by name.
+        inputs (`dict`): The arguments that the model is given on this rank.
+        explicit (`bool`): Whether the batch arrived sharded.
+        layout ([`SequenceLayout`]): How it lies over the ranks.
+        facts (`dict`): What must be equal on all ranks, see [`ContextGroup.agree`].
+        content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks.
+        labels (`int`): Labels of this rank that count.
+        tokens (`int`): Labels that count over all ranks; known from `begin` on.
+        call ([`ForwardCall`]): What travels to the layers; known from `begin` on.
+    """
+
+    model: PreTrainedModel
+    group: ContextGroup
+    config: BurstConfig
+    task: Task
+    token_inputs: Sequence[TokenInput]
+    batch: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    explicit: bool = False
+    layout: SequenceLayout = field(init=False)
+    facts: dict[str, Any] = field(default_factory=dict)
+    content: torch.Tensor | None = None
+    labels: int = 0
+    tokens: int = 0
+    call: ForwardCall = field(init=False)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the model."""
+        return next(self.model.parameters()).device
+
+    @property
+    def targets(self) -> torch.Tensor | None:
+        """What this rank's tokens are to predict, `(batch, n)`; known once they are cut."""
+        return self.inputs.get(self.task.targets)
+
+    @property
+    def items(self) -> torch.Tensor | float | None:
+        """`num_items_in_batch` of this pass."""
+        return self.inputs.get("num_items_in_batch")
+
+
+class Part:
+    """One capability of a patched model. A part overrides the steps of its life that concern it.
+
+    Making a part looks at the model and may refuse it. Nothing is changed before `install`. For each forward pass the
+    parts take the same step one after another, in the order of the list in `patch.py`:
+
+        prepare -> (the ranks agree) -> begin -> (the model runs) -> after -> end
+
+    Attributes:
+        token_inputs (`tuple[TokenInput, ...]`): Inputs to be cut beside those of the model's cut point.
+    """
+
+    token_inputs: tuple[TokenInput, ...] = ()
+
+    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+        """Changes the model, and returns the hooks that it added, which the patch removes."""
+        return ()
+
+    def prepare(self, run: ForwardPass) -> None:
+        """Checks the batch, makes this rank's inputs of it, and adds the facts on which the ranks must agree.
+
+        Every error here reaches all ranks. Parts do not communicate, and change nothing that outlives the pass.
+        """
+
+    def begin(self, run: ForwardPass) -> None:
+        """Takes up the state of the pass; all ranks do it, or none. Parts may communicate."""
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        """Changes the outputs of this rank, by name, to those of the whole batch."""
+
+    def end(self) -> None:
+        """Drops the state of the pass. Called after every pass, also a failed one, and before the next."""
+
+    def remove(self, model: PreTrainedModel) -> None:
+        """Puts back what `install`, or a pass, changed."""

@@ -1,0 +1,104 @@
+"""The load-balancing loss of mixtures of experts over several ranks (Switch Transformer, arXiv 2101.03961, equations 4
+to 6), which is no sum over tokens: it multiplies how many tokens chose an expert with the mean of its probabilities."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ...errors import UnsupportedModelError
+from ...loss import group_sum
+from ..call import CALL_KEY
+from .base import ForwardPass, Part
+
+
+class RouterLogits(Part):
+    """Puts the load-balancing loss of the whole batch in place of that of this rank's tokens.
+
+    The scores of the routers are caught where the decoder returns them.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        check_balance(model)
+        self.layers: tuple[torch.Tensor, ...] = ()
+
+    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+        if not hasattr(model.config, "output_router_logits"):
+            return ()
+        return [model.base_model.register_forward_hook(self._catch, with_kwargs=True)]
+
+    def prepare(self, run: ForwardPass) -> None:
+        asked = run.facts["router logits"] = run.batch.get("output_router_logits")
+        check_balance(run.model, asked)
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if not self.layers or outputs.get("aux_loss") is None:
+            return
+        model: Any = run.model
+        balance = balance_loss(self.layers, model.num_experts_per_tok, run)
+        if outputs.get("loss") is not None:
+            own = outputs["aux_loss"]
+            outputs["loss"] = outputs["loss"] + model.router_aux_loss_coef * (balance_share(run) * balance - own)
+        outputs["aux_loss"] = balance
+        if run.group.size > 1:
+            outputs.pop("router_logits", None)
+
+    def end(self) -> None:
+        self.layers = ()
+
+    def _catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.layers = (output.get("router_logits") or ()) if kwargs.get(CALL_KEY) is not None else ()
+
+
+def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
+    """Raises for a load-balancing loss that does not follow from what the model's class says of its experts.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        asked (`bool`, *optional*): `output_router_logits` of a forward pass; by default the config's.
+    """
+    wanted = getattr(model.config, "output_router_logits", False) if asked is None else asked
+    balanced = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    known = hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
+    if wanted and balanced and not known:
+        raise UnsupportedModelError(
+            f"output_router_logits is set, and the load-balancing loss that {type(model).__name__} adds then is not "
+            "served over several ranks. Set config.output_router_logits=False."
+        )
+
+
+def balance_share(run: ForwardPass) -> float:
+    """What the load-balancing loss of the whole batch counts on a rank: with `num_items_in_batch` the loss is yet to be
+    multiplied by the number of processes, of which those of a group hold one batch."""
+    return 1 if run.items is None else 1 / run.group.size
+
+
+def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass) -> torch.Tensor:
+    """The load-balancing loss of the whole batch: the same value on every rank, the gradient as in `group_loss`.
+
+    Args:
+        layers (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The routers' scores of this rank's tokens.
+        chosen (`int`): Experts that a token is sent to.
+        run ([`ForwardPass`]): Which of the tokens are not padding.
+    """
+    experts = layers[0].shape[-1]
+    real = run.layout.counted(run.group.rank).flatten().to(layers[0].device)
+    counts, probabilities = torch.zeros(2, experts, device=real.device).unbind()
+    for scores in layers:
+        weights = scores.reshape(-1, experts)[real].softmax(-1)
+        picked = weights.topk(chosen, dim=-1).indices.flatten()
+        counts = counts + torch.bincount(picked, minlength=experts)
+        probabilities = probabilities + weights.float().sum(0)
+    totals = torch.cat([counts, real.sum()[None] * len(layers)])
+    if run.group.size > 1:
+        dist.all_reduce(totals, group=run.group.process_group)
+    rows = totals[-1]
+    return experts * (totals[:-1] / rows * group_sum(probabilities, run.group) / rows).sum()

@@ -1,0 +1,151 @@
+"""The loss of the whole batch, weighted by tokens over all ranks."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...loss import IGNORE_INDEX, group_loss
+from ...mesh import ContextGroup
+from ..accelerate import resolve_group
+from ..call import CALL_KEY
+from ..head import LazyLogits, loss_sum
+from ..task import calls_loss_function
+from .base import ForwardPass, Part
+from .experts import balance_share
+
+_ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
+
+
+class Loss(Part):
+    """Takes the place of the model's loss function.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        group ([`ContextGroup`], *optional*): The ranks that the user named.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
+        self.group = group
+        self.plain = model.loss_function
+        self.was_set = "_loss_function" in vars(model)  # instead of following from the class
+        self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
+        self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
+        self.run: ForwardPass | None = None
+        self.targets: torch.Tensor | None = None
+
+    def install(self, model: PreTrainedModel) -> tuple[()]:
+        model.loss_function = self.compute
+        return ()
+
+    def prepare(self, run: ForwardPass) -> None:
+        if run.model.loss_function != self.compute:
+            raise ConfigError(
+                "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
+                "hf_burst.unpatch_model(model) first, then change it."
+            )
+        if getattr(run.model.forward, "__module__", "").startswith("liger_kernel."):
+            raise ConfigError(
+                "Liger's fused loss has taken the place of the model's forward, and knows the tokens of one rank only. "
+                "hf_burst itself scores some tokens at a time, by Liger's kernel. Switch that part off: "
+                "TrainingArguments(use_liger_kernel=True, liger_kernel_config={'fused_linear_cross_entropy': False}); "
+                "Liger's other kernels may stay."
+            )
+        run.facts[_ITEMS] = None if run.items is None else float(run.items)
+        if run.targets is not None:
+            run.labels = int((run.targets != IGNORE_INDEX).sum())
+
+    def begin(self, run: ForwardPass) -> None:
+        items, tokens, targets = run.facts[_ITEMS], run.tokens, run.targets
+        if items is not None and not items > 0 and (tokens or items):
+            raise BatchError(
+                f"num_items_in_batch is {items:g}; it is the number of labels that count, over all ranks, and must be "
+                "above 0. Leave it out to average this batch by itself."
+            )
+        if items is not None and self.averages and targets is not None:
+            items = run.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
+        if targets is not None and tokens == 0 and not items:
+            raise BatchError(
+                f"All labels of the batch are {IGNORE_INDEX}{run.task.shifts}, so there is nothing to learn from. Drop "
+                "such batches, or check how the labels are masked."
+            )
+        self.run, self.targets = run, None if run.task.loss_in_model else targets
+        run.inputs |= run.task.arguments(use_cache=run.group.size == 1 and not run.model.training)
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if "log_probs" in outputs:  # TRL's output for `fused_lm_head=True`, whose trainers look at no other rank
+            loss = batch_loss(-outputs["log_probs"].sum(), run, run.items)
+            if "aux_loss" in outputs:  # that of the whole batch already
+                factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
+                loss = loss + factor * outputs["aux_loss"]
+            outputs["loss"] = loss
+        elif self.targets is not None:
+            outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.items)
+
+    def end(self) -> None:
+        self.run = self.targets = None
+
+    def remove(self, model: PreTrainedModel) -> None:
+        if self.was_set:
+            model.loss_function = self.plain
+        else:
+            del model._loss_function
+
+    def compute(
+        self, logits: torch.Tensor | LazyLogits, labels: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The model's `loss_function`: the cross-entropy of the whole batch, see [`batch_loss`]."""
+        if kwargs.pop(CALL_KEY, None) is None:
+            if resolve_group(self.group).size > 1:
+                raise UnsupportedModelError(
+                    "The forward of the model was called past its hooks, which cut the batch: model.forward(...) "
+                    "instead of model(...), as the peft method AdaLoRA does. Call the model itself; AdaLoRA is not "
+                    "served."
+                )
+            plain: torch.Tensor = self.plain(logits, labels, *args, **kwargs)
+            return plain
+        assert self.run is not None, "a call is given in a pass"
+        return batch_loss(loss_sum(logits, kwargs["shift_labels"]), self.run, kwargs.get("num_items_in_batch"))
+
+    def _items_of_batch(self, run: ForwardPass, items: float) -> int:
+        """What `num_items_in_batch` would be for this batch alone.
+
+        A class that computes its loss itself averages every batch by itself. `Trainer` does not know that, and counts
+        the labels of all accumulated batches.
+        """
+        total = torch.tensor(run.labels if run.explicit else run.tokens, device=run.device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+        if not run.model.training:
+            return int(total)
+        before = self.accumulated[1] if self.accumulated[0] == items else 0
+        counted = before + int(total)
+        self.accumulated = (items, counted if counted < items else 0)
+        if counted > items:
+            raise BatchError(
+                f"num_items_in_batch is {items:g}, and the batches that were accumulated have {counted} labels over "
+                "all ranks. Count those of all ranks, as Trainer does unless average_tokens_across_devices=False."
+            )
+        return int(total)
+
+
+def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
+    """The loss of the whole batch, weighted by tokens over all ranks.
+
+    With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the group.
+    `num_items_in_batch` is the number of labels gathered and summed over all ranks: a full batch, which every rank of
+    a group holds, is counted by each of them, a sharded one once. As in Transformers, the loss is then to be multiplied
+    by the number of processes, whose gradients are averaged.
+
+    Args:
+        local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
+        run ([`ForwardPass`]): The pass.
+        items (`torch.Tensor` or `float`, *optional*): `num_items_in_batch`.
+    """
+    if items is None:
+        return group_loss(local_sum, 1 / run.tokens, run.group)
+    if isinstance(items, torch.Tensor):
+        items = items.to(local_sum)  # 1 over an integer would be fp32
+    return group_loss(local_sum, 1 / (items * run.group.size if run.explicit else items), run.group)

@@ -1,0 +1,157 @@
+"""The outputs of a pass: what becomes of logits and hidden states, from this rank's tokens to the whole batch."""
+
+import logging
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...errors import BatchError
+from ...layout import SequenceLayout
+from ...loss import gather_kept, gather_tokens
+from ..head import LazyHead, lazy_head
+from .base import ForwardPass, Part
+
+logger = logging.getLogger(__name__)
+
+# for each rank, where the rows that it kept stand in the gathered logits
+Places = tuple[tuple[int, ...], ...]
+
+# one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
+_FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+
+
+class Outputs(Part):
+    """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded.
+
+    Attributes:
+        head ([`LazyHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
+        logits (`str`): What becomes of the logits: `"drop"`, `"gather"` or `"keep"` as they are.
+        kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
+        rows (`torch.LongTensor`, *optional*): This rank's rows of logits to keep, if the model does not choose them.
+    """
+
+    def __init__(self) -> None:
+        self.head: LazyHead | None = None
+        self.logits = "keep"
+        self.kept: Places | None = None
+        self.rows: torch.Tensor | None = None
+
+    def prepare(self, run: ForwardPass) -> None:
+        if _asks_to_keep(run.batch) and (run.group.size > 1 or not run.task.generates):
+            self.kept, rows = keep_rows(run.batch["logits_to_keep"], run.layout, run.group.rank)
+            if run.task.generates:
+                run.inputs["logits_to_keep"] = rows
+            else:
+                self.rows = rows
+        self.logits = self._fate(run)
+        run.facts |= {
+            "logits to keep": self.kept,
+            "logits": self.logits,
+            "hidden states": bool(run.batch.get("output_hidden_states")),
+        }
+
+    def begin(self, run: ForwardPass) -> None:
+        self.head = lazy_head(run.model, self.head)
+        if self.head is not None:
+            self.head.under_way = self.logits == "drop" and not run.inputs.get("fused_lm_head")
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        layout, group = run.layout, run.group
+        if "log_probs" in outputs:
+            _gather_fused(run, outputs)
+            return
+        logits = outputs.pop("logits", None)
+        if self.rows is not None and self.logits != "drop":
+            logits = logits[:, self.rows.to(logits.device)]
+        if self.logits == "gather" and self.kept is not None:
+            outputs["logits"] = gather_kept(logits, self.kept, group)
+        elif self.logits == "gather":
+            outputs["logits"] = gather_tokens(logits, layout, group)
+        elif self.logits == "keep":
+            outputs["logits"] = logits
+        if "hidden_states" in outputs and not run.explicit and group.size > 1:
+            outputs["hidden_states"] = tuple(gather_tokens(state, layout, group) for state in outputs["hidden_states"])
+
+    def end(self) -> None:
+        self.kept = self.rows = None
+        if self.head is not None:
+            self.head.under_way = False
+
+    def remove(self, model: PreTrainedModel) -> None:
+        for module in model.modules():  # adapters may have made copies
+            forward = vars(module).get("forward")
+            if isinstance(forward, LazyHead):
+                forward.remove()
+
+    def _fate(self, run: ForwardPass) -> str:
+        """What becomes of the logits."""
+        labels, layout = run.inputs.get("labels") is not None, run.layout
+        if self.kept is not None and (labels or run.explicit):
+            raise BatchError(
+                "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
+                "of them out."
+            )
+        if labels and (run.model.training or (run.group.size > 1 and run.inputs.get("fused_lm_head"))):
+            return "drop"
+        if run.explicit or run.group.size == 1:
+            return "keep"
+        rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
+        values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
+        gib = values * run.model.dtype.itemsize / 2**30
+        if gib <= run.config.logits_limit_gib:
+            return "gather"
+        sentence = (
+            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, above "
+            f"BurstConfig.logits_limit_gib={run.config.logits_limit_gib}"
+        )
+        if not labels:
+            raise BatchError(f"{sentence}. Pass logits_to_keep=1 (or as many as you need), or raise the limit.")
+        logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
+        return "drop"
+
+
+def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
+    """TRL's per-token outputs. Its trainers compute their losses from these and look at no other rank.
+
+    In training on a sharded batch they stay this rank's: `num_items_in_batch` counts every label once, so that the
+    sums of the ranks, which are averaged, are the loss. Evaluation has no such number and needs the whole batch.
+    """
+    for name in _FUSED_FIELDS:
+        if name in outputs and not (run.explicit and run.model.training):
+            outputs[name] = gather_tokens(outputs[name], run.layout, run.group)
+        if name in outputs and not run.explicit:  # as without `shift_labels`: the last token predicts nothing
+            outputs[name] = outputs[name][:, :-1]
+
+
+def _asks_to_keep(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch names the tokens whose logits are wanted."""
+    keep = batch.get("logits_to_keep", 0)
+    return isinstance(keep, torch.Tensor) or bool(keep)
+
+
+def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
+    """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
+    length = layout.length - layout.padding
+    if isinstance(keep, torch.Tensor):
+        bad = keep.dtype == torch.bool or keep.ndim != 1 or not len(keep)
+        bad = bad or bool(((keep < -length) | (keep >= length)).any())
+    else:
+        keep = operator.index(keep)
+        bad = keep < 0
+    if bad:
+        raise BatchError(
+            f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
+            f"the {length} tokens of the sequence."
+        )
+    wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
+    places: list[tuple[int, ...]] = []
+    rows: list[int] = []
+    for holder in range(layout.ranks):
+        row_of = {token: row for row, token in enumerate(layout.indices(holder).tolist())}
+        places.append(tuple(place for place, token in enumerate(wanted) if token % length in row_of))
+        if holder == rank:
+            rows = [row_of[token % length] for token in wanted if token % length in row_of]
+    return tuple(places), torch.tensor(rows, dtype=torch.int64)

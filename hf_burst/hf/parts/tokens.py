@@ -1,0 +1,153 @@
+"""The tokens of a batch: cut over the ranks, or found to be cut already."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from ...errors import BatchError
+from ...loss import IGNORE_INDEX
+from ..call import CALL_KEY, ForwardCall, bound_arguments, tokens_of
+from ..cutting import CutPoint, cut_inputs, cut_targets, layout_of
+from ..positions import LearnedPositions, segment_count
+from ..sharded import LAYOUT_KEY, checksum_on_device, is_sharded, layout_of_shard
+from ..support import layer_patterns
+from .base import ForwardPass, Part
+
+
+class Tokens(Part):
+    """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        cut_point ([`CutPoint`]): Where its token inputs are cut.
+    """
+
+    def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
+        self.cut_point = cut_point
+        self.learned = LearnedPositions.of(model)
+        self.segments = segment_count(model)
+        self.positions: torch.Tensor | None = None
+        self.run: ForwardPass | None = None
+
+    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+        if not self.cut_point.path:
+            return ()
+        inner = model.get_submodule(self.cut_point.path)
+        return [inner.register_forward_pre_hook(self._cut_inside, prepend=True, with_kwargs=True)]
+
+    def prepare(self, run: ForwardPass) -> None:
+        run.explicit = is_sharded(run.batch)
+        if run.explicit:
+            self._take_shard(run)
+        else:
+            self._cut(run)
+        vocabulary = run.model.config.get_text_config().vocab_size
+        check_ranges(run.inputs, vocabulary, self.segments, self.learned.limits)
+        layout = run.layout
+        documents, chunks = layout.documents, layout.owners
+        run.facts |= {
+            "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
+            "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
+            "chunks": f"{len(chunks)} (checksum {hash(chunks):x})",
+            "labels": run.inputs.get("labels") is not None,
+            "sharded already": run.explicit,
+        }
+
+    def begin(self, run: ForwardPass) -> None:
+        encoded = run.layout.encode()
+        torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
+        fully_masked = run.layout.fully_masked(run.group.rank)
+        if fully_masked is not None:
+            fully_masked = fully_masked.to(tokens_of(run.inputs).device)
+        run.call = ForwardCall(
+            layout=run.layout,
+            group=run.group,
+            config=run.config,
+            encoded=encoded,
+            causal=run.task.causal,
+            positions=run.inputs.get("position_ids"),
+            fully_masked=fully_masked,
+        )
+        self.run = run
+
+    def end(self) -> None:
+        self.run = self.positions = None
+
+    def _take_shard(self, run: ForwardPass) -> None:
+        """A batch that arrived sharded is passed on."""
+        name, about = type(run.model).__name__, run.batch.get(LAYOUT_KEY)
+        if self.cut_point.path:
+            raise BatchError(f"{name} reads whole sequences before they are cut. Give full batches (no BurstCollator).")
+        run.layout = layout_of_shard(run.batch, run.config, run.group, run.task)
+        if self.learned.padding_idx is not None:
+            raise BatchError(
+                f"{name} counts positions from its padding_idx + 1, which was not known when the batch was sharded. "
+                "Give full batches (no BurstCollator)."
+            )
+        if self.learned.from_mask and any(start for start, _ in run.layout.real):
+            raise BatchError(
+                f"{name} counts positions from the first token after the padding, which was not known when the batch "
+                "was sharded. Pad on the right, or give full batches (no BurstCollator)."
+            )
+        run.inputs = {key: value for key, value in run.batch.items() if key != LAYOUT_KEY}
+        run.inputs["labels"] = run.targets
+        run.facts["content (checksum)"] = about.fingerprint if about else None
+
+    def _cut(self, run: ForwardPass) -> None:
+        """A full batch is cut: its targets here, its token inputs here or at the cut point."""
+        patterns = layer_patterns(run.model.config, run.task)
+        run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns)
+        run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
+        run.facts["content (checksum)"] = None
+        if run.group.size > 1:
+            run.content = checksum_on_device(run.batch, run.token_inputs)
+        self.positions = self.learned.make(run.batch)
+        if not self.cut_point.path:
+            run.inputs = self._cut_inputs(run, run.inputs)
+
+    def _cut_inputs(self, run: ForwardPass, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return cut_inputs(inputs, run.layout, run.group.rank, run.token_inputs, self.positions)
+
+    @torch.compiler.disable
+    def _cut_inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pre-hook of a cut point inside of the model."""
+        if self.run is None:
+            return None
+        inputs = self._cut_inputs(self.run, bound_arguments(module, args, kwargs))
+        return (), {**inputs, CALL_KEY: replace(self.run.call, positions=inputs["position_ids"])}
+
+
+def check_ranges(
+    inputs: Mapping[str, Any], vocabulary: int, segments: int | None, positions: tuple[int, int] | None
+) -> None:
+    """Raises for token ids, labels and learned positions that the model lacks.
+
+    An index error of one rank alone would leave the others waiting.
+
+    Args:
+        inputs (mapping): The inputs of this rank.
+        vocabulary (`int`): Rows of the input embedding.
+        segments (`int`, *optional*): Rows of the embedding of token types; by default that of the tokens is used.
+        positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
+    """
+    limits = dict.fromkeys(("input_ids", "labels", "shift_labels"), (0, vocabulary))
+    limits["token_type_ids"] = (0, segments or vocabulary)
+    if positions is not None:
+        limits["position_ids"] = positions
+    for key, (first, end) in limits.items():
+        value = inputs.get(key)
+        if not isinstance(value, torch.Tensor):
+            continue
+        wrong = (value < first) | (value >= end)
+        if "labels" in key:
+            wrong &= value != IGNORE_INDEX
+        if wrong.any():
+            raise BatchError(
+                f"{key} holds {value[wrong][0].item()}; this model takes {first} to {end - 1}. Does the tokenizer "
+                "belong to the model, and is the sequence no longer than its learned positions?"
+            )

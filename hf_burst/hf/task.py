@@ -1,0 +1,209 @@
+"""What a model learns: to predict the next token (causal) or masked tokens. All differences between both are here."""
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from ..config import BurstConfig
+from ..errors import ConfigError, UnsupportedModelError
+from ..loss import IGNORE_INDEX, shift_labels
+
+# settings by which the embeddings of an encoder read further than their own token
+_WHOLE_SEQUENCE = {
+    "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
+    "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
+}
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """The task of a language model.
+
+    Attributes:
+        kind (`str`): Its word in errors, `"causal"` or `"masked"`.
+        causal (`bool`): Whether a query sees no later key; that of [`MaskPattern`].
+        targets (`str`): The key under which a sharded batch holds what its tokens are to predict.
+        shifts (`str`): What errors add about labels that are shifted.
+        generates (`bool`): Whether the model takes a cache and `logits_to_keep`.
+        loss_in_model (`bool`): Whether the loss is computed by `model.loss_function`, or else from the outputs.
+    """
+
+    kind: ClassVar[str]
+    causal: ClassVar[bool]
+    targets: ClassVar[str]
+    shifts: ClassVar[str]
+    generates: ClassVar[bool]
+    loss_in_model: ClassVar[bool]
+
+    @abstractmethod
+    def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The labels, and what tokens are to predict, by their keys in a batch; `(batch, tokens)` each."""
+
+    @abstractmethod
+    def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
+        """Where documents begin in a row whose tokens `[start, stop)` are not padding."""
+
+    @abstractmethod
+    def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        """For each row, how many tokens of padding at its start see as little as in Transformers: no other token."""
+
+    @abstractmethod
+    def arguments(self, use_cache: bool) -> dict[str, Any]:
+        """The arguments that a sharded forward pass overrules, where a cache may be used or not."""
+
+    @abstractmethod
+    def window(self, sliding_window: int) -> int:
+        """How many tokens a query sees beside itself, in each direction that it sees."""
+
+    @abstractmethod
+    def check_config(self, config: BurstConfig, name: str) -> None:
+        """Raises for settings that a model of this class name cannot have."""
+
+    @abstractmethod
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raises for models whose tokens see others than the task says."""
+
+    @abstractmethod
+    def check_loss(self, model: PreTrainedModel) -> None:
+        """Raises for losses that are not exact over several ranks."""
+
+
+class CausalTask(Task):
+    """Each token predicts the next one."""
+
+    kind = "causal"
+    causal = True
+    targets = "shift_labels"
+    shifts = " (after the shift by one token)"
+    generates = True
+    loss_in_model = True
+
+    def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"labels": labels, "shift_labels": shift_labels(labels)}
+
+    def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
+        return (start,)  # no earlier query sees what is behind
+
+    def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        return tuple(start for start, _ in real)
+
+    def arguments(self, use_cache: bool) -> dict[str, Any]:
+        return {} if use_cache else {"use_cache": False}
+
+    def window(self, sliding_window: int) -> int:
+        return sliding_window - 1  # Transformers counts the query
+
+    def check_config(self, config: BurstConfig, name: str) -> None:
+        """Every setting is served."""
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        config, name = model.config, type(model).__name__
+        if not getattr(config, "is_causal", True):
+            raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
+        if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+            raise UnsupportedModelError(
+                f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a "
+                "masked language model. Set it to False."
+            )
+        if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
+            raise UnsupportedModelError(
+                f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
+                "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."
+            )
+
+    def check_loss(self, model: PreTrainedModel) -> None:
+        if model.loss_function is not ForCausalLMLoss:
+            name = getattr(model.loss_function, "__name__", repr(model.loss_function))
+            raise UnsupportedModelError(
+                f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss and "
+                "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it "
+                "back, or leave labels out and compute a loss of your own on the gathered logits."
+            )
+        if not calls_loss_function(model):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the "
+                "ranks could add theirs up."
+            )
+
+
+class MaskedTask(Task):
+    """Masked tokens are predicted where they stand, by an encoder."""
+
+    kind = "masked"
+    causal = False
+    targets = "labels"
+    shifts = ""
+    generates = False
+    loss_in_model = False
+
+    def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"labels": labels}
+
+    def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
+        return (start, stop)
+
+    def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        return (0,) * len(real)
+
+    def arguments(self, use_cache: bool) -> dict[str, Any]:
+        return {"labels": None}  # some classes average their loss by themselves
+
+    def window(self, sliding_window: int) -> int:
+        return sliding_window
+
+    def check_config(self, config: BurstConfig, name: str) -> None:
+        if 0 < config.attention_keep < 1:
+            raise ConfigError(
+                f"BurstConfig.attention_keep is {config.attention_keep}, and the first part of a sequence of {name} "
+                "sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
+            )
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        config, name = model.config, type(model).__name__
+        if getattr(config, "is_decoder", False):
+            raise UnsupportedModelError(
+                f"{name} was made as a decoder, whose tokens see no later ones. Make it with is_decoder=False in its "
+                "config, or load its class with a causal language-model head (AutoModelForCausalLM)."
+            )
+        for setting, why in _WHOLE_SEQUENCE.items():
+            if getattr(config, setting, False):
+                raise UnsupportedModelError(
+                    f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only "
+                    "models made with it switched off are served."
+                )
+        ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
+        if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
+            raise UnsupportedModelError(
+                f"config.sparse_pred_ignore_index is {ignored}; only {IGNORE_INDEX} is served with sparse_prediction."
+            )
+
+    def check_loss(self, model: PreTrainedModel) -> None:
+        """The loss is computed from the outputs."""
+
+
+CAUSAL, MASKED = CausalTask(), MaskedTask()
+
+
+def task_named(causal: bool) -> Task:
+    """The task by the public argument `causal`."""
+    return CAUSAL if causal else MASKED
+
+
+def task_of(model: PreTrainedModel) -> Task:
+    """The task of a model, by its loss function."""
+    return task_named(model.loss_function is not ForMaskedLMLoss)
+
+
+def calls_loss_function(model: PreTrainedModel) -> bool:
+    """Whether the model's class computes its loss by `model.loss_function`, or else by itself."""
+    return any("loss_function" in forward.__code__.co_names for forward in forwards_of(model))
+
+
+def forwards_of(model: PreTrainedModel) -> list[Any]:
+    """The `forward` of the model's class and of its bases, without decorators."""
+    return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
