@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..config import Schedule
+from ..errors import ShardingError
 from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
 from ..mesh import ContextGroup
 from ..plan import Mask, Sharding, head_slices, make_plan
@@ -93,6 +94,13 @@ class ShardedAttention:
     kernel: Kernel
     scores: Scores
     slice_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule.ulysses > 1 and self._query_owner.tokens != self._key_owner.tokens:
+            raise ShardingError(
+                f"The {self.schedule.ulysses} ranks that exchange heads hold {self._query_owner.tokens} queries and "
+                f"{self._key_owner.tokens} keys; they need as many queries as keys. Take a schedule without 'ulysses'."
+            )
 
     def forward(
         self,
