@@ -172,16 +172,13 @@ def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Returns:
         `tuple[float, float]`: Seconds, at least 0, and bytes/s.
     """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    size = sum(weight * size for weight, (size, _) in zip(weights, points, strict=True)) / total
-    mean = sum(weight * seconds for weight, (_, seconds) in zip(weights, points, strict=True)) / total
-    above = sum(weight * (s - size) * (t - mean) for weight, (s, t) in zip(weights, points, strict=True))
-    below = sum(weight * (s - size) ** 2 for weight, (s, _) in zip(weights, points, strict=True))
-    slope = above / below
-    if slope > 0 and mean - slope * size >= 0:
-        return mean - slope * size, 1 / slope
-    return 0.0, sum((s / t) ** 2 for s, t in points) / sum(s / t for s, t in points)
+    sizes, seconds = torch.tensor(points, dtype=torch.float64, device="cpu").unbind(1)
+    speeds, scale = sizes / seconds, float(sizes.max())  # scaled, so that both unknowns are of one order
+    rows = torch.stack([1 / seconds, speeds / scale], 1)
+    latency, largest = torch.linalg.lstsq(rows, torch.ones(len(rows), 1, dtype=rows.dtype)).solution.flatten().tolist()
+    if largest > 0 and latency >= 0:
+        return latency, scale / largest
+    return 0.0, float((speeds**2).sum() / speeds.sum())
 
 
 def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[str, Any]:

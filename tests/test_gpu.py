@@ -293,9 +293,7 @@ def attend_without_waiting(rank: int, size: int) -> None:
     cuts = [(0, length), (0, 1500, 1501, 3000, length), (0, 700, 1111, 2600, length), (0, 99, 2000, 3900, length)]
     layouts = [hf_burst.SequenceLayout.for_batch([cut, (0, 1000, length)], size) for cut in cuts]
     for schedule, transport in ways(size, (8, 8)):
-        request = hf_burst.AttentionRequest(
-            group, kernel="torch_flash", schedule=schedule, transport=transport
-        )
+        request = hf_burst.AttentionRequest(group, kernel="torch_flash", schedule=schedule, transport=transport)
         for index, layout in enumerate(layouts):
             leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")

@@ -40,7 +40,6 @@ from hf_burst.kernels.head_size import PaddedHeads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
 from hf_burst.kernels.torch_flash import TorchFlashKernel
-from hf_burst.plan import MaskPattern
 from hf_burst.ring import accumulation_dtype, merge_
 from tests import flash_libraries
 from tests.oracle import relative_error, softmax_attention

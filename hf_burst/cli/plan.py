@@ -1,10 +1,10 @@
-"""`hf-burst plan`: a mask, and who computes which part of it in which step of a ring, as a picture and in numbers."""
+"""`hf-burst plan`: which rank computes which part of a mask in which step of a ring, in numbers and as a picture."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -20,27 +20,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_LENGTH = 4096  # tokens where none are given
 _POINTS = 720  # of a picture, along each side
 _NOBODY = -1
-_RULED = 32  # ranks up to which the chunks are marked
-_MOST_RANKS, _MOST_DRAWN = 256, 64  # gone through, and drawn, within seconds
+_MOST_MARKED = 32  # ranks whose chunks are marked in a picture
+_MOST_RANKS, _MOST_DRAWN = 256, 64  # counted, and drawn, within seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself (default all)")
-    parser.add_argument("--length", type=int, help="tokens over all ranks (default 4096, or those of the documents)")
+    parser.add_argument(
+        "--length", type=int, help=f"tokens of all ranks (default {_LENGTH}, or those of the documents)"
+    )
     parser.add_argument(
         "--documents", type=int, nargs="+", metavar="TOKENS", help="lengths of packed documents, one after the other"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="places of the ring (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring (default %(default)s)")
     parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
     parser.add_argument(
         "--rotating",
         choices=get_args(Rotating),
         default="kv",
-        help='what travels: K and V, or Q as in "burst" backward',
+        help='the rotating block: K and V, or Q as in "burst" backward',
     )
     parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
 
@@ -53,25 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     most = _MOST_RANKS if arguments.out is None else _MOST_DRAWN
     if not 1 <= arguments.ranks <= most:
         raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}, for --out to {_MOST_DRAWN}.")
-    if arguments.length is not None and arguments.length < 1:
-        raise ConfigError(f"--length is {arguments.length}; it must be at least 1.")
-    if arguments.window is not None and arguments.window < 0:
-        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
     if arguments.out is not None:
         _check_picture(arguments.out)
-    if any(size < 1 for size in arguments.documents or ()):
-        raise ConfigError(f"--documents are {arguments.documents}; give lengths of at least 1.")
-    documents = tuple(accumulate(arguments.documents or (), initial=0))
-    length = arguments.length
-    if arguments.documents:
-        length = documents[-1]
-    elif length is None:
-        length = 4096
-    if arguments.documents and arguments.length not in (None, length):
-        raise ConfigError(f"--documents have {length} tokens together and --length is {arguments.length}; give one.")
-    mask = Mask(length, arguments.mask == "causal", arguments.window, documents if arguments.documents else ())
-    owners = assign((mask,), arguments.ranks, arguments.chunking)
-    plan = make_plan((mask,), cut(length, owners))
+    mask = _mask(arguments)
+    plan = make_plan((mask,), cut(mask.length, assign((mask,), arguments.ranks, arguments.chunking)))
     print(describe(plan, arguments.rotating))
     if arguments.out is None:
         return 0
@@ -83,6 +71,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out is {arguments.out}, where no picture can be written: {problem}") from problem
     print(f"picture in {arguments.out}")
     return 0
+
+
+def _mask(arguments: argparse.Namespace) -> Mask:
+    """The mask that is asked for."""
+    length, sizes = arguments.length, arguments.documents or ()
+    if length is not None and length < 1:
+        raise ConfigError(f"--length is {length}; it must be at least 1.")
+    if arguments.window is not None and arguments.window < 0:
+        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
+    if any(size < 1 for size in sizes):
+        raise ConfigError(f"--documents are {arguments.documents}; give lengths of at least 1.")
+    if sizes and length not in (None, sum(sizes)):
+        raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
+    documents = tuple(accumulate(sizes, initial=0)) if sizes else ()
+    return Mask(sum(sizes) or length or _LENGTH, arguments.mask == "causal", arguments.window, documents)
 
 
 def _check_picture(out: Path) -> None:
@@ -99,8 +102,8 @@ def _check_picture(out: Path) -> None:
 
 
 def describe(plan: Plan, rotating: Rotating) -> str:
-    """A table: for each rank its tokens, its share of the work, and the share of it in every step; then the balance, of
-    all steps together and one after the other."""
+    """A table of the tokens and the work of every rank, and of its work by step. Below it stands how even all steps
+    together are, and one after the other."""
     ranks, work = plan.queries.ranks, steps_of(plan, rotating)
     total = sum(map(sum, work))
     lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
@@ -128,12 +131,12 @@ def steps_of(plan: Plan, rotating: Rotating) -> list[list[int]]:
 
 
 def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The rank that computes each pair of some tokens of the first row of a batch, and in which step; -1 where nobody
-    does. As the tiles of the plan have it, not as the mask does.
+    """The rank and the step that compute each pair of some tokens, in the first row of a batch; -1 where none does.
+    This follows from the tiles of the plan, not from the mask.
 
     Args:
         plan ([`Plan`]): The plan.
-        rotating (`str`): What travels.
+        rotating (`str`): The rotating block, `"kv"` or `"q"`.
         tokens (sequence of `int`): Rising; queries along the first dimension, keys along the second.
 
     Returns:
@@ -156,28 +159,28 @@ def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple
 
 def _homes(plan: Plan, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The rank that holds each token, and its row there."""
-    where = np.asarray(tokens)
-    owners, rows = np.full(len(where), _NOBODY), np.full(len(where), _NOBODY)
+    positions = np.asarray(tokens)
+    owners, rows = np.full(len(positions), _NOBODY), np.full(len(positions), _NOBODY)
     for rank in range(plan.queries.ranks):
         for piece in plan.queries.runs(rank):
-            inside = (where >= piece.start) & (where < piece.stop)
-            owners[inside], rows[inside] = rank, where[inside] - piece.start + piece.local
+            inside = (positions >= piece.start) & (positions < piece.stop)
+            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
     return owners, rows
 
 
-def _drawn(tile: Tile, queries: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> Any:
-    """The tokens among those looked at whose pairs a tile computes: each query with its keys."""
+def _drawn(tile: Tile, queries: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The pairs of a tile among the drawn tokens: each query with its keys."""
     for query in np.flatnonzero(queries & (rows >= tile.q[0]) & (rows < tile.q[1])):
         start, stop = tile.columns(int(rows[query]) - tile.q[0])
-        yield query, np.flatnonzero(keys & (rows >= tile.k[0] + start) & (rows < tile.k[0] + stop))
+        yield int(query), np.flatnonzero(keys & (rows >= tile.k[0] + start) & (rows < tile.k[0] + stop))
 
 
 def draw(plan: Plan, rotating: Rotating) -> "Figure":
-    """The mask, coloured by the rank that computes each part, the darker the earlier; beside it the work of each rank.
+    """The mask in the colours of the ranks that compute it, later steps paler, and beside it the work of each rank.
 
     Args:
-        plan ([`Plan`]): What is drawn, of the first row of its batch.
-        rotating (`str`): What travels.
+        plan ([`Plan`]): The plan, of which the first row of the batch is drawn.
+        rotating (`str`): The rotating block, `"kv"` or `"q"`.
     """
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
@@ -192,7 +195,7 @@ def draw(plan: Plan, rotating: Rotating) -> "Figure":
     figure = Figure(figsize=(9.6, 5.2), layout="constrained")
     mask, bars = figure.subplots(1, 2, width_ratios=[1.5, 1])
     mask.imshow(picture, extent=(0, length, length, 0), interpolation="nearest")
-    for boundary in plan.queries.boundaries[1:-1] if ranks <= _RULED else ():
+    for boundary in plan.queries.boundaries[1:-1] if ranks <= _MOST_MARKED else ():
         mask.axhline(boundary, color="#bbbbbb", linewidth=0.5)
         mask.axvline(boundary, color="#bbbbbb", linewidth=0.5)
     mask.set(xlabel="key", ylabel="query", title=f"Who computes what, over {ranks} ranks")

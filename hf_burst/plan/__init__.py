@@ -2,7 +2,7 @@
 
 from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
-from .cost import Cost, estimate, head_slices, slices_of
+from .cost import Cost, estimate, head_slices
 from .machine import KernelRate, Link, Machine, built_in
 from .mask import Mask, MaskPattern
 from .sharding import Sharding, cut, make_sharding
@@ -42,7 +42,6 @@ __all__ = [
     "make_sharding",
     "name_of",
     "rank_traffic",
-    "slices_of",
     "tiles_between",
     "verify_plan",
 ]

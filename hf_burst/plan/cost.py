@@ -17,7 +17,7 @@ from .tiles import Tile
 from .traffic import Pass, row_bytes
 from .work import Layer, busiest, gathered_rows, lag, rotating_of, tile_pairs
 
-MOST_SLICES = 4
+_MOST_SLICES = 4
 _BLOCK_ROWS = 128  # the unit of `Machine.slice_blocks`
 
 
@@ -79,8 +79,8 @@ def estimate(
         transport = "symmetric" if within else "p2p"
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
     count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks)
-    forward = _Pass(schedule, layer, machine, transport, count, "forward")
-    backward = _Pass(schedule, layer, machine, transport, count, "backward")
+    forward = _PassCost(schedule, layer, machine, transport, count, "forward")
+    backward = _PassCost(schedule, layer, machine, transport, count, "backward")
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,
@@ -95,27 +95,23 @@ def estimate(
     )
 
 
-def slices_of(schedule: Schedule, ranks: int, kv_heads: int) -> list[int]:
-    """Into how many slices the key heads of a rank may be cut: at most 4, so that kernel calls stay large."""
-    if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
-        return [1]
-    heads = kv_heads // schedule.ulysses
-    return [count for count in range(1, MOST_SLICES + 1) if heads % count == 0]
-
-
 def head_slices(schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int) -> int:
-    """Into how many slices the heads of a rank are cut, so that one travels while another is computed.
+    """Into how many slices the key heads of a rank are cut, so that one travels while another is computed: at most 4,
+    and 1 for rings of whole heads.
 
     Args:
-        schedule ([`Schedule`]): With `ulysses` ranks that exchange heads, or keys that are gathered.
+        schedule ([`Schedule`]): The schedule.
         ranks (`int`): Ranks of the group.
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
         slice_blocks (`int`): The least work of a slice, as in [`Machine`]; 0 is no limit.
     """
-    blocks = heads[0] * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
-    most = max(1, blocks // slice_blocks) if slice_blocks else MOST_SLICES
-    return max(count for count in slices_of(schedule, ranks, heads[1]) if count <= most)
+    if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
+        return 1
+    q_heads, kv_heads = heads
+    blocks = q_heads * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
+    most = min(_MOST_SLICES, blocks // slice_blocks) if slice_blocks else _MOST_SLICES
+    return max(count for count in range(1, max(1, most) + 1) if kv_heads // schedule.ulysses % count == 0)
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ class _Messages:
 _SILENCE = _Messages()
 
 
-class _Pass:
+class _PassCost:
     """One pass as it adds up, in seconds and bytes: first of one slice of the heads, at the end of all of them.
 
     Args:

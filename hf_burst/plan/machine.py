@@ -47,7 +47,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """The numbers that a plan costs seconds by. Equal on all ranks of a group.
+    """The numbers from which seconds are predicted, beside the plan. Equal on all ranks of a group.
 
     Args:
         device (`str`): Name of the device.

@@ -194,18 +194,16 @@ def busiest(plan: Plan, rotating: Rotating) -> int:
 def gathered_rows(plan: Plan, rank: int) -> tuple[int, int]:
     """How many rows of keys a rank fetches from the others where keys are gathered, and how many of its own they
     fetch."""
+
+    def rows(looking: int, home: int) -> int:
+        """Keys of `home` between the first and the last that queries of `looking` see, as [`Plan.key_span`] has it."""
+        runs = plan.queries.runs(looking)
+        start = min(mask.keys(runs[0].start)[0] for mask in plan.masks)
+        stop = max(mask.keys(runs[-1].stop - 1)[1] for mask in plan.masks)
+        return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.queries.runs(home))
+
     others = [other for other in range(plan.queries.ranks) if other != rank]
-    fetched = sum(_looked_at(plan, rank, other) for other in others)
-    return fetched, sum(_looked_at(plan, other, rank) for other in others)
-
-
-def _looked_at(plan: Plan, looking: int, home: int) -> int:
-    """How many keys of `home` lie between the first and the last that the queries of `looking` see (as
-    [`Plan.reach`], without its tiles: the later a query, the later its keys)."""
-    runs = plan.queries.runs(looking)
-    start = min(mask.keys(runs[0].start)[0] for mask in plan.masks)
-    stop = max(mask.keys(runs[-1].stop - 1)[1] for mask in plan.masks)
-    return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.queries.runs(home))
+    return sum(rows(rank, other) for other in others), sum(rows(other, rank) for other in others)
 
 
 def rotating_of(schedule: Schedule, direction: Pass) -> Rotating:

@@ -226,7 +226,7 @@ def planned_bytes(name: str, case: Case, layout: SequenceLayout) -> Sent:
     scalars = case.batch * case.tokens * case.q_heads * accumulator
     exchanged = {"forward": inputs + outputs + scalars, "backward": outputs + 2 * scalars + inputs}
     forward, backward = (
-        max(_ring_bytes(schedule, plan, ring_rank, direction, shapes) for ring_rank in range(plan.sharding.ranks))
+        max(_ring_bytes(schedule, plan, ring_rank, direction, shapes) for ring_rank in range(plan.queries.ranks))
         + exchanged[direction] * (ulysses - 1) // ulysses
         for direction in _PASSES
     )
