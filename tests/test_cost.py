@@ -105,9 +105,9 @@ def test_the_work_of_every_rank_is_that_of_its_mask(plan):
         assert sum(pairs_of(step.tiles) for step in plan.steps(rank, "q")) == by_key
         fetched, given = gathered_rows(plan, rank)
         assert pairs_of(plan.gathered(rank)) == by_query
-        start, stop = plan.reach(rank)
+        start, stop = plan.key_span(rank)
         assert fetched == sum(start <= token < stop and token not in own for token in range(plan.queries.length))
-        spans = [plan.reach(other) for other in range(plan.queries.ranks) if other != rank]
+        spans = [plan.key_span(other) for other in range(plan.queries.ranks) if other != rank]
         assert given == sum(start <= token < stop for start, stop in spans for token in own)
     assert pairs_of_ranks(plan)[busiest(plan, "kv")] == max(pairs_of_ranks(plan))
 

@@ -1,4 +1,4 @@
-"""Lint, format and types, as part of the one test command; and what the README says of set-up."""
+"""Lint, format and types, as part of the one test command; and the two set-up commands of the README."""
 
 import re
 import subprocess
@@ -33,11 +33,3 @@ def test_the_readme_has_exactly_two_setup_commands() -> None:
     assert "recipes/finetune_long_document.py" in commands[0]
     assert commands[1].strip().endswith("pytest")
     assert "<!-- test command -->" in setup
-
-
-def test_files_that_the_readme_names_exist() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for name in re.findall(r"\]\((?!http)([\w./-]+)\)", readme):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"(?:recipes|notebooks|tests)/[\w./-]+\.(?:py|yaml|ipynb|png|json)", readme):
-        assert (ROOT / name).exists(), name

@@ -1,0 +1,229 @@
+"""Draws the pictures of the documentation: `python docs/mkdocs/pictures.py`."""
+
+import argparse
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from hf_burst.layout import SequenceLayout
+from hf_burst.plan import MaskPattern, Tile, make_plan
+
+ROOT = Path(__file__).parents[2]
+COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks
+GREY, DARK = "#9aa0a6", "#333333"
+RANKS = 4
+# results, and the lengths that are shown of each
+STEPS = {
+    "training_4xH200.json": (32768, 131072),
+    "training_4xH200_long.json": (262144,),
+    "training_4xH200_512k.json": (524288,),
+}
+CONTENDERS = {
+    "hf_burst, attention saved": ("hf_burst", COLORS[0]),
+    "DeepSpeed Ulysses, flash-attn 4": ("DeepSpeed\nUlysses", "#c5c9ce"),
+    "accelerate context parallelism, cuDNN": ("torch\ncontext\nparallelism", GREY),
+}
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, color: str, **style: Any) -> None:
+    """A rounded box with text in it; x and y are its middle."""
+    corner = (x - width / 2, y - height / 2)
+    shape = "round,pad=0,rounding_size=0.08"
+    axes.add_patch(FancyBboxPatch(corner, width, height, boxstyle=shape, facecolor=color, edgecolor="white"))
+    axes.text(x, y, text, **{"ha": "center", "va": "center", "fontsize": 9, "color": "white", **style})
+
+
+def arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], **style: Any) -> None:
+    options = {"arrowstyle": "-|>", "mutation_scale": 14, "color": DARK, "linewidth": 1.4, **style}
+    axes.add_patch(FancyArrowPatch(start, stop, **options))
+
+
+def blank(axes: Axes, x: tuple[float, float], y: tuple[float, float], title: str = "") -> None:
+    axes.set(xlim=x, ylim=y, xticks=[], yticks=[])
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.spines[:].set_visible(False)
+
+
+def step_time() -> Figure:
+    """Seconds of a training step, from the committed results."""
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for name in STEPS:
+        for row in json.loads((ROOT / "recipes/benchmarks/results" / name).read_text())["results"]:
+            if row["contender"] in CONTENDERS and row["length"] in STEPS[name]:
+                rows[row["length"], row["contender"]] = row
+    lengths = sorted({length for length, _ in rows})
+    figure, panels = plt.subplots(1, len(lengths), figsize=(10, 3.3), layout="constrained")
+    for axes, length in zip(panels, lengths, strict=True):
+        for place, (name, (_, color)) in enumerate(CONTENDERS.items()):
+            measured = rows.get((length, name))
+            if measured is None:
+                axes.text(place, 0, "not\nmeasured", ha="center", va="bottom", fontsize=8, color=GREY)
+                continue
+            seconds, memory = measured["median_s"], measured["peak_memory_gib"]
+            axes.bar(place, seconds, 0.8, color=color)
+            label = f"{seconds:#.3g}".rstrip(".") + f" s\n{memory:.0f} GiB"
+            axes.text(place, seconds, label, ha="center", va="bottom", fontsize=9)
+        tallest = max(row["median_s"] for (tokens, _), row in rows.items() if tokens == length)
+        axes.set(title=f"{length // 1024}K tokens", ylim=(0, tallest * 1.3), yticks=[], xlim=(-0.6, 2.6))
+        axes.set_xticks(range(len(CONTENDERS)), [label for label, _ in CONTENDERS.values()], fontsize=8)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_ylabel("seconds of a step")
+    figure.suptitle("One training step of an 8B Llama on 4 H200s: all weights, every layer checkpointed", fontsize=11)
+    return figure
+
+
+def ring_step() -> Figure:
+    """A ring in its second step, and what one rank does over time."""
+    figure, (ring, time) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=[1, 1.25], layout="constrained")
+    blank(ring, (-0.3, 4.3), (-0.35, 3.6), "Step 1: every rank has the block of the rank before it")
+    places = [(0.75, 2.75), (3.25, 2.75), (3.25, 0.6), (0.75, 0.6)]
+    for rank, (x, y) in enumerate(places):
+        before = (rank - 1) % RANKS
+        ring.add_patch(Rectangle((x - 0.78, y - 0.58), 1.56, 1.16, facecolor="#f3f4f6", edgecolor=COLORS[rank]))
+        ring.text(x, y + 0.4, f"rank {rank}", ha="center", va="center", fontsize=9, color=COLORS[rank], weight="bold")
+        box(ring, x - 0.37, y - 0.12, 0.64, 0.62, f"Q{rank}\nstays", COLORS[rank])
+        box(ring, x + 0.37, y - 0.12, 0.64, 0.62, f"K{before} V{before}\ncomes", COLORS[before])
+    sides = [((1.55, 2.75), (2.45, 2.75)), ((3.25, 2.15), (3.25, 1.2))]
+    sides += [((2.45, 0.6), (1.55, 0.6)), ((0.75, 1.2), (0.75, 2.15))]
+    for rank, (start, stop) in enumerate(sides):
+        arrow(ring, start, stop, color=COLORS[rank], linewidth=3, mutation_scale=20)
+    ring.text(
+        2, 1.68, "in step 2 a block comes\nfrom two ranks before", ha="center", va="center", fontsize=9, color=DARK
+    )
+
+    blank(time, (-1.35, 8.4), (-0.2, 4.2), "Rank 0 over time, forward")
+    lanes = {"compute": 3, "fetch": 2, "merge": 1}
+    for name, y in lanes.items():
+        time.text(-0.1, y, name, ha="right", va="center", fontsize=9, color=DARK)
+    for step in range(RANKS):
+        owner, start = -step % RANKS, 2 * step
+        box(time, start + 1, lanes["compute"], 1.94, 0.62, f"Q0 x K{owner} V{owner}", COLORS[owner])
+        if step + 1 < RANKS:
+            following = -(step + 1) % RANKS
+            box(time, start + 0.75, lanes["fetch"], 1.44, 0.5, f"K{following} V{following}", COLORS[following])
+        box(time, start + 2.12, lanes["merge"], 0.5, 0.5, "+", DARK)
+        time.text(start + 1, 3.62, f"step {step}", ha="center", fontsize=9, color=DARK)
+    arrow(time, (0, 0.35), (8.3, 0.35))
+    time.text(8.3, 0.08, "time", ha="right", va="center", fontsize=9, color=DARK)
+    return figure
+
+
+def pairs_of(tile: Tile) -> int:
+    spans = (tile.columns(row) for row in range(tile.q[1] - tile.q[0]))
+    return sum(max(0, last - first) for first, last in spans)
+
+
+def packed_batch() -> Figure:
+    """One packed sequence over four ranks, in zigzag and balanced."""
+    sizes = [12000, 2000, 2000, 1000, 1000, 1000, 12000, 1768]
+    documents = tuple(sum(sizes[:count]) for count in range(len(sizes) + 1))
+    length = documents[-1]
+    figure, (strips, work) = plt.subplots(1, 2, figsize=(11, 3.2), width_ratios=[3, 1], layout="constrained")
+    blank(strips, (0, length), (2.9, -0.25))
+    for number, (start, stop) in enumerate(pairwise(documents)):
+        strips.add_patch(Rectangle((start, 0), stop - start, 0.6, facecolor=GREY, edgecolor="white", linewidth=2))
+        if stop - start > 1500:
+            strips.text((start + stop) / 2, 0.3, f"doc {number}", ha="center", va="center", color="white", fontsize=9)
+    names = ["documents"]
+    for row, chunking in enumerate(("zigzag", "balanced"), start=1):
+        layout = SequenceLayout.for_batch([documents], RANKS, chunking)
+        plan = make_plan(layout.masks(MaskPattern()), layout.sharding)
+        names.append(f"{chunking}\n{len(layout.owners) // RANKS} chunks a rank")
+        size = layout.length / len(layout.owners)
+        for chunk, owner in enumerate(layout.owners):
+            corner = (chunk * size, row)
+            strips.add_patch(Rectangle(corner, size, 0.6, facecolor=COLORS[owner], edgecolor="white"))
+            middle = ((chunk + 0.5) * size, row + 0.3)
+            strips.text(*middle, str(owner), ha="center", va="center", color="white", fontsize=8)
+        for rank in range(RANKS):
+            pairs = sum(pairs_of(tile) for step in plan.steps(rank, "kv") for tile in step.tiles)
+            share = pairs / plan.pairs
+            work.bar(rank + (RANKS + 1) * (row - 1), share, 0.9, color=COLORS[rank])
+            work.text(rank + (RANKS + 1) * (row - 1), share, f"{share:.0%}", ha="center", va="bottom", fontsize=8)
+    strips.set_yticks([0.3, 1.3, 2.3], names, fontsize=9)
+    strips.tick_params(length=0)
+    strips.set_title("Chunks, and the rank that holds each", fontsize=11, loc="left")
+    work.axhline(1 / RANKS, color=DARK, linewidth=0.8, linestyle=":")
+    work.set_xticks([1.5, 6.5], ["zigzag", "balanced"], fontsize=9)
+    work.set(yticks=[])
+    work.set_title("Attention of each rank", fontsize=11, loc="left")
+    work.spines[["top", "right", "left"]].set_visible(False)
+    return figure
+
+
+def query_path() -> Figure:
+    """The rooms that a query passes."""
+    figure, axes = plt.subplots(figsize=(11, 4.9), layout="constrained")
+    blank(axes, (0, 11.8), (0.3, 5.8))
+    floors = {
+        "hf/": ("#e9eef5", 5.15, [("patch.py", "cuts the batch"), ("attention.py", "Transformers calls it")]),
+        "attention/": (
+            "#fbf0e4",
+            3.75,
+            [
+                ("request.py", "one frozen value"),
+                ("choice.py", "how to compute"),
+                ("operator.py", "seen by autograd"),
+            ],
+        ),
+        "ring/": (
+            "#e8f2ec",
+            2.35,
+            [("sharded.py", "exchanges heads"), ("loop.py", "steps of the plan"), ("merge.py", "adds up in fp32")],
+        ),
+        "kernels/": ("#f5eaf2", 0.95, [("a tile", "out and log-sum-exp")]),
+    }
+    middles: dict[str, tuple[float, float]] = {}
+    for number, (floor, (shade, y, rooms)) in enumerate(floors.items()):
+        axes.add_patch(Rectangle((0.1, y - 0.58), 9.1, 1.16, facecolor=shade, edgecolor="none"))
+        axes.text(0.3, y, floor, ha="left", va="center", fontsize=11, weight="bold", color=COLORS[number])
+        offset = 1 if floor == "kernels/" else 0
+        for index, (room, purpose) in enumerate(rooms):
+            x = 2.85 + 2.5 * (index + offset)
+            middles[room] = (x, y)
+            box(axes, x, y, 2.1, 0.8, f"{room}\n{purpose}", COLORS[number])
+    for start, stop in [("patch.py", "attention.py"), ("request.py", "choice.py"), ("choice.py", "operator.py")]:
+        arrow(axes, (middles[start][0] + 1.05, middles[start][1]), (middles[stop][0] - 1.05, middles[stop][1]))
+    for start, stop in [("sharded.py", "loop.py"), ("loop.py", "merge.py")]:
+        arrow(axes, (middles[start][0] + 1.05, middles[start][1]), (middles[stop][0] - 1.05, middles[stop][1]))
+    down = {"arrowstyle": "-|>", "connectionstyle": "arc3"}
+    arrow(axes, (middles["attention.py"][0], 4.75), (middles["request.py"][0] + 0.3, 4.15), **down)
+    arrow(axes, (middles["operator.py"][0], 3.35), (middles["sharded.py"][0] + 0.5, 2.75), **down)
+    x, y = middles["loop.py"]
+    arrow(axes, (x - 0.3, y - 0.4), (x - 0.3, 1.35), **down)
+    arrow(axes, (x + 0.3, 1.35), (x + 0.3, y - 0.4), **down)
+    axes.text(x - 0.4, 1.66, "q, k, v", ha="right", va="center", fontsize=8, color=DARK)
+    axes.text(x + 0.4, 1.66, "out, lse", ha="left", va="center", fontsize=8, color=DARK)
+    box(axes, 10.7, 0.95, 2, 1.16, "other ranks\np2p or symmetric\nmemory", GREY)
+    arrow(axes, (9.65, 0.95), (x + 0.95, y - 0.42), linestyle="--", arrowstyle="<|-|>")
+    axes.text(8.1, 1.72, "next block, by an Exchange", ha="left", va="center", fontsize=8, color=DARK)
+    box(axes, 10.7, 5.15, 2, 0.8, "the layer\ngets its output", GREY)
+    arrow(axes, (middles["merge.py"][0] + 0.75, 2.76), (10.7, 4.72), connectionstyle="arc3,rad=0.25")
+    return figure
+
+
+PICTURES = (step_time, ring_step, packed_batch, query_path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures", help="folder (default %(default)s)")
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    for draw in PICTURES:
+        figure = draw()
+        figure.savefig(folder / f"{draw.__name__}.png", dpi=130, facecolor="white", metadata={"Software": None})
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
