@@ -104,20 +104,20 @@ class _LinearLoss(torch.autograd.Function):
         flat, labels = hidden.detach().flatten(0, -2), targets.flatten().to(hidden.device)
         liger = _liger(hidden.device.type, hidden.dtype) if linear is not None and wanted else None
         if liger is not None and linear is not None:
-            total, found = _by_liger(liger, flat, labels, linear, parameters)
+            total, gradients = _by_liger(liger, flat, labels, linear, parameters)
         else:
-            total, found = _by_chunks(flat, labels, score, vocabulary, parameters, wanted)
-        ctx.places = [gradient is not None for gradient in found]
+            total, gradients = _by_chunks(flat, labels, score, vocabulary, parameters, wanted)
+        ctx.has_gradient = [gradient is not None for gradient in gradients]
         ctx.shape = hidden.shape
-        ctx.save_for_backward(*(gradient for gradient in found if gradient is not None))
+        ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
         return total
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
         refuse_second_derivative()
         saved = iter(ctx.saved_tensors)
-        dhidden, *others = [next(saved) * factor if there else None for there in ctx.places]
-        return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, None, *others
+        dhidden, *dparameters = [next(saved) * factor if exists else None for exists in ctx.has_gradient]
+        return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, None, *dparameters
 
 
 def _by_chunks(
@@ -135,15 +135,15 @@ def _by_chunks(
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
     rows = max(1, _LOGITS // vocabulary)
     for start in range(0, len(hidden), rows):
-        here = slice(start, start + rows)
+        chunk = slice(start, start + rows)
         with torch.set_grad_enabled(wanted or bool(parameters)):
-            some = hidden[None, here].requires_grad_(wanted)
-            loss = token_loss_sum(score(some), targets[None, here])
+            states = hidden[None, chunk].requires_grad_(wanted)
+            loss = token_loss_sum(score(states), targets[None, chunk])
         total += loss.detach()
         if loss.requires_grad:
-            gradients = list(torch.autograd.grad(loss, [some, *parameters] if wanted else parameters))
+            gradients = list(torch.autograd.grad(loss, [states, *parameters] if wanted else parameters))
             if dhidden is not None:
-                dhidden[here] = gradients.pop(0)[0]
+                dhidden[chunk] = gradients.pop(0)[0]
             for so_far, gradient in zip(sums, gradients, strict=True):
                 so_far += gradient
     return total, [dhidden, *(so_far.to(p.dtype) for so_far, p in zip(sums, parameters, strict=True))]

@@ -124,9 +124,9 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ContextGroup) -> tuple[torch.Tensor, ...]:
         ctx.group = group
-        every = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
-        dist.all_gather(every, tensor.contiguous(), group=group.process_group)
-        return tuple(every)
+        shards = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
+        dist.all_gather(shards, tensor.contiguous(), group=group.process_group)
+        return tuple(shards)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -171,6 +171,10 @@ def drop_by_function(rank: int, size: int, name: str) -> None:
     torch.manual_seed(1)
     masks = gathered(module(x))
     assert torch.equal(*masks), "a call that is not sharded draws as ever"
+    part.begin(run)
+    torch.manual_seed(2)
+    part.end()
+    assert torch.initial_seed() == 2, "a pass was interrupted, and the user seeds anew"
 
 
 @pytest.mark.parametrize("name", ["dropout", "resid_pdrop", "residual_dropout", "jitter_noise"])

@@ -20,7 +20,7 @@ from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedMod
 from hf_burst.hf import support
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.parts.base import Part
-from hf_burst.hf.sharded import fingerprint
+from hf_burst.hf.sharded import checksum
 from hf_burst.plan import MaskPattern, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models
@@ -476,7 +476,7 @@ def test_rotary_positions_of_layer_types_that_depend_on_the_longest() -> None:
 def test_the_checksum_of_a_batch_knows_its_token_types() -> None:
     ids, types = torch.ones(1, 6, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long)
     one, other = ({"input_ids": ids, "token_type_ids": types + kind} for kind in (0, 1))
-    assert fingerprint(one) != fingerprint(other)
+    assert checksum(one) != checksum(other)
 
 
 def scale_all_positions(rank: int, size: int) -> None:

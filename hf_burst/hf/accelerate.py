@@ -181,9 +181,9 @@ class _Shared:
         """
         sharded = self._sharded
         if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
-            state, every = self.gradient_state, self.accelerator.gather(input_data)
+            state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
-            return every[: state.remainder * self.size] if uneven else every
+            return numbers[: state.remainder * self.size] if uneven else numbers
         try:
             check = _check_not_sharded if sharded else torch.Tensor.detach
             recursively_apply(check, input_data, error_on_other_type=True)
@@ -196,9 +196,9 @@ class _Shared:
     def gather(self, tensors: Any) -> Any:
         """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
 
-        def once(given: torch.Tensor) -> torch.Tensor:
-            rows = given.shape[0] if given.ndim else 1
-            return self.accelerator.gather(given).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            rows = tensor.shape[0] if tensor.ndim else 1
+            return self.accelerator.gather(tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
 
         return recursively_apply(once, tensors)
 
@@ -251,8 +251,8 @@ def _check_patched(item: Any, size: int) -> None:
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     known = {name for mapping in mappings for names in mapping.values() for name in _names(names)}
     for module in item.modules() if isinstance(item, nn.Module) else ():
-        found = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
-        if found and not hasattr(module, PATCH):
+        served = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
+        if served and not hasattr(module, PATCH):
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
@@ -286,11 +286,11 @@ def _fsdp2() -> bool:
     return plugin is not None and plugin.fsdp_version == 2
 
 
-def resolve_group(given: ContextGroup | None) -> ContextGroup:
+def resolve_group(named: ContextGroup | None) -> ContextGroup:
     """The ranks that share a sequence: those of the argument, else of accelerate's state, else all.
 
     Args:
-        given ([`ContextGroup`], *optional*): That of the mesh that the user passed.
+        named ([`ContextGroup`], *optional*): That of the mesh that the user passed.
 
     Raises:
         ConfigError: If the argument and accelerate's state name different groups, or accelerate itself shards
@@ -301,15 +301,15 @@ def resolve_group(given: ContextGroup | None) -> ContextGroup:
     if isinstance(config, BurstParallelismConfig):
         device_mesh = state.get("device_mesh") or config.device_mesh
         shared = ContextGroup.from_mesh(device_mesh[CP_DIM]) if config.shares_sequences else ContextGroup()
-        if given is not None and given.members != shared.members:
+        if named is not None and named.members != shared.members:
             raise ConfigError(
-                f"Two groups are named: the mesh passed to hf_burst has the ranks {given.members}, "
+                f"Two groups are named: the mesh passed to hf_burst has the ranks {named.members}, "
                 f"BurstParallelismConfig(burst_size={shared.size}) has {shared.members}. Pass one of them only."
             )
-        return given or shared
+        return named or shared
     if config is not None and (config.cp_size > 1 or config.sp_size > 1):
         raise ConfigError(
             f"accelerate's own ParallelismConfig has cp_size={config.cp_size} and sp_size={config.sp_size}, so the "
             "sequence would be sharded twice. Use hf_burst.BurstParallelismConfig(burst_size=N) instead."
         )
-    return given or ContextGroup.from_mesh(None)
+    return named or ContextGroup.from_mesh(None)

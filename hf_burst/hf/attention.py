@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
@@ -162,24 +162,15 @@ def attention_forward(
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
         burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
     if burst_call is None:
-        options = {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window, **kwargs}
-        if softcap is None and s_aux is None:
-            mask = attention_mask.built if isinstance(attention_mask, LazyMask) else attention_mask
-            result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
-            return result
-        return _eager(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, **options)
+        kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
+        attend_whole = _by_sdpa if softcap is None and s_aux is None else partial(_eager, softcap=softcap, s_aux=s_aux)
+        return attend_whole(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("dropout"):
         raise UnsupportedModelError(
             f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
             "Set the dropout of its attention to 0 in the config before the model is made."
         )
-    pattern = _pattern(module, attention_mask, is_causal, sliding_window)
-    if pattern.causal != burst_call.causal:
-        kinds = {True: "causal", False: "that of an encoder"}
-        raise UnsupportedModelError(
-            f"The attention of {type(module).__name__} is {kinds[pattern.causal]}, and that of its model should be "
-            f"{kinds[burst_call.causal]}. Layers of both kinds in one model are not served."
-        )
+    pattern = _pattern(module, attention_mask, is_causal, sliding_window, burst_call.causal)
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _at_temperature(module, query, burst_call.positions)
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
@@ -219,18 +210,31 @@ def register() -> None:
 
 
 def _pattern(
-    module: nn.Module, mask: LazyMask | torch.Tensor | None, is_causal: bool | None, sliding_window: int | None
+    module: nn.Module,
+    mask: LazyMask | torch.Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    expected: bool,
 ) -> MaskPattern:
-    """Whether a layer is causal, how far a query sees and in which chunks. As in eager attention the mask decides."""
+    """Whether a layer is causal, as is `expected` or not, how far a query sees and in which chunks. As in eager
+    attention the mask decides."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(mask, LazyMask):
-        return mask.pattern
-    if mask is not None:
+        pattern = mask.pattern
+    elif mask is None:
+        pattern = MaskPattern(causal, None if sliding_window is None else sliding_window - 1)
+    else:
         raise UnsupportedModelError(
             f"{type(module).__name__} is given a mask tensor of shape {tuple(mask.shape)}, made from the tokens of one "
             "shard. Over several ranks masks must come from Transformers' masking_utils."
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return MaskPattern(causal, None if sliding_window is None else sliding_window - 1)
+    if pattern.causal != expected:
+        kinds = {True: "causal", False: "that of an encoder"}
+        raise UnsupportedModelError(
+            f"The attention of {type(module).__name__} is {kinds[pattern.causal]}, and that of its model should be "
+            f"{kinds[expected]}. Layers of both kinds in one model are not served."
+        )
+    return pattern
 
 
 def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
@@ -255,6 +259,20 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
         for inner in held if isinstance(held, tuple) else (held,):
             if isinstance(inner, FunctionType):
                 yield from _parts(inner)
+
+
+def _by_sdpa(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: LazyMask | torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Transformers' sdpa attention."""
+    built = mask.built if isinstance(mask, LazyMask) else mask
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, built, **options)
+    return result
 
 
 def _eager(

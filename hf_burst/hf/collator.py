@@ -85,13 +85,13 @@ class BurstCollator:
         self.base_collator = base_collator
         self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
         self.config = config or BurstConfig()
-        self._given = None if mesh is None else ContextGroup.from_mesh(mesh)
+        self._group = None if mesh is None else ContextGroup.from_mesh(mesh)
         self._place: tuple[int, int] | None = None
 
     def _resolve(self) -> tuple[int, int]:
         """This rank and the size of the group, found at the first use, in the main process."""
         if self._place is None:
-            group = resolve_group(self._given)
+            group = resolve_group(self._group)
             self._place = (group.rank, group.size)
         return self._place
 

@@ -104,17 +104,17 @@ class LazyLogits:
             return Linear(module.weight, module.bias, float(steps[0][1][0]))
         return None
 
-    def __mul__(self, other: Any) -> Any:
-        return self._then("mul", other) if isinstance(other, int | float) else self.whole * other
+    def __mul__(self, factor: Any) -> Any:
+        return self._then("mul", factor) if isinstance(factor, int | float) else self.whole * factor
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Any:
-        return self._then("truediv", other) if isinstance(other, int | float) else self.whole / other
+    def __truediv__(self, divisor: Any) -> Any:
+        return self._then("truediv", divisor) if isinstance(divisor, int | float) else self.whole / divisor
 
-    def __add__(self, other: Any) -> Any:
-        row = isinstance(other, int | float) or (isinstance(other, torch.Tensor) and other.ndim < 2)
-        return self._then("add", other) if row else self.whole + other
+    def __add__(self, addend: Any) -> Any:
+        row = isinstance(addend, int | float) or (isinstance(addend, torch.Tensor) and addend.ndim < 2)
+        return self._then("add", addend) if row else self.whole + addend
 
     __radd__ = __add__
 
@@ -142,9 +142,10 @@ class LazyLogits:
     ) -> Any:
         if function is torch.tanh and not kwargs:
             return args[0]._then("tanh")
-        leaves, form = pytree.tree_flatten((args, kwargs or {}), is_leaf=lambda given: isinstance(given, cls))
-        given, named = pytree.tree_unflatten([leaf.whole if isinstance(leaf, cls) else leaf for leaf in leaves], form)
-        return function(*given, **named)
+        leaves, form = pytree.tree_flatten((args, kwargs or {}), is_leaf=lambda leaf: isinstance(leaf, cls))
+        leaves = [leaf.whole if isinstance(leaf, cls) else leaf for leaf in leaves]
+        tensors, options = pytree.tree_unflatten(leaves, form)
+        return function(*tensors, **options)
 
 
 @torch.compiler.disable
@@ -230,5 +231,5 @@ def lazy_head(model: PreTrainedModel, known: LazyHead | None) -> LazyHead | None
         known.remove()
     if module is None:
         return None
-    there = vars(module).get("forward")  # another model may share it
-    return there if isinstance(there, LazyHead) else LazyHead(module, model.config.get_text_config().vocab_size)
+    forward = vars(module).get("forward")  # another model may share it
+    return forward if isinstance(forward, LazyHead) else LazyHead(module, model.config.get_text_config().vocab_size)

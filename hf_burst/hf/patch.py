@@ -24,7 +24,7 @@ from .cutting import cut_point_of
 from .parts import make_parts
 from .parts.base import ForwardPass
 from .sharded import is_sharded
-from .support import base_model, check_adapters, check_model
+from .support import base_model, check_adapters
 from .task import task_of
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
@@ -61,7 +61,6 @@ def patch_model(
     base = base_model(model)
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
-    check_model(base)
     check_adapters(model)
     group = None if mesh is None else ContextGroup.from_mesh(mesh)
     patch = _Patch(base, config or BurstConfig(), group)

@@ -1,7 +1,7 @@
 """Batches that arrive sharded: what they carry, how they are recognised, and the checksums of batches."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +53,8 @@ def describe_shard(
 ) -> ShardedBatch:
     """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
     labelled = shard.get("labels") is not None
-    positions = _checksum(shard["position_ids"])
-    return ShardedBatch(layout, rank, fingerprint(full), positions, longest_position(full), labelled, task)
+    positions = _number({"position_ids": shard["position_ids"]})
+    return ShardedBatch(layout, rank, _number(full), positions, longest_position(full), labelled, task)
 
 
 def longest_position(full: Mapping[str, Any]) -> int:
@@ -92,7 +92,7 @@ def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: Contex
             f"The shard holds {rows} x {own} tokens, its layout says {layout.batch_size} x "
             f"{layout.sharding.tokens(group.rank)}. Do not cut or pad a batch after it was sharded."
         )
-    if _checksum(batch["position_ids"]) != about.positions:
+    if _number({"position_ids": batch["position_ids"]}) != about.positions:
         raise BatchError(
             "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
             "hf_burst.shard_batch made them."
@@ -148,18 +148,8 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
     return layout
 
 
-def fingerprint(batch: Mapping[str, Any]) -> int:
-    """A checksum of the tokens, their types, labels and positions of a batch on the host."""
-    total = 0
-    for key, value in _content(batch, TOKEN_INPUTS):
-        total = zlib.crc32(key.encode(), total ^ _checksum(value))
-    return total
-
-
-def checksum_on_device(
-    batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS
-) -> torch.Tensor | None:
-    """A checksum of the same tensors where they are, for which the host need not wait.
+def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor | None:
+    """A checksum of the tokens, labels, positions and padding of a batch, for which the host need not wait.
 
     Each token counts by where it stands.
 
@@ -171,7 +161,10 @@ def checksum_on_device(
         `torch.LongTensor`, a scalar; `None` if there are no such tensors.
     """
     total: torch.Tensor | None = None
-    for key, value in _content(batch, token_inputs):
+    for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
+        value = batch.get(key)
+        if not isinstance(value, torch.Tensor):
+            continue
         bits = value.detach()
         if bits.is_floating_point():
             bits = bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize])
@@ -179,17 +172,12 @@ def checksum_on_device(
         order = torch.arange(1, tokens.numel() + 1, device=tokens.device)
         # products wrap around: odd factors lose nothing of a number
         mixed = (tokens.flatten() + zlib.crc32(key.encode())) * (order * _SPREAD * 2 + 1)
-        checksum = mixed.sum()
-        total = checksum if total is None else total * _SPREAD + checksum.to(total.device)
+        own = mixed.sum()
+        total = own if total is None else total * _SPREAD + own.to(total.device)
     return total
 
 
-def _content(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a batch that checksums know, by their keys."""
-    for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
-        if isinstance(batch.get(key), torch.Tensor):
-            yield key, batch[key]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+def _number(batch: Mapping[str, Any]) -> int:
+    """The checksum of a batch on the host."""
+    value = checksum(batch)
+    return 0 if value is None else int(value)

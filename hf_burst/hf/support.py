@@ -129,13 +129,13 @@ def _check_layers(model: PreTrainedModel, task: Task) -> None:
             f"state from token to token, which is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
     classes = {type(module).__name__ for module in model.modules()}
-    crossing = sorted(found for found in classes if "CrossAttention" in found)
+    crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
     if crossing or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
-    if not any("Attention" in found or "MLA" in found for found in classes):
+    if not any("Attention" in kind or "MLA" in kind for kind in classes):
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
         )
@@ -152,8 +152,8 @@ def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[Mas
     encoder, which is as wide on both sides, does not."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
-    each = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
-    return Counter(_pattern(layer, kind, task) for layer, kind in zip(each, types, strict=True))
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
+    return Counter(_pattern(layer, kind, task) for layer, kind in zip(layers, types, strict=True))
 
 
 def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:

@@ -29,7 +29,7 @@ def make_parts(
         cut_point ([`CutPoint`]): Where its tokens are cut.
     """
     return (
-        Request(),
+        Request(model),
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),

@@ -125,12 +125,12 @@ class _Remembering:
         return getattr(self.function, "keywords", {}).get("use_reentrant") is False
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = {**getattr(self.function, "keywords", {}), **kwargs}
-        if given.get("use_reentrant") is not False:
+        options = {**getattr(self.function, "keywords", {}), **kwargs}
+        if options.get("use_reentrant") is not False:
             return self.function(run, *args, **kwargs)
         if torch.compiler.is_compiling():
-            if self.saved.share == 1 and "context_fn" not in given:
+            if self.saved.share == 1 and "context_fn" not in options:
                 kwargs["context_fn"] = self.in_graphs
             return self.function(run, *args, **kwargs)
-        kwargs["context_fn"] = partial(self.saved.contexts, given.get("context_fn", noop_context_fn))
+        kwargs["context_fn"] = partial(self.saved.contexts, options.get("context_fn", noop_context_fn))
         return self.function(run, *args, **kwargs)

@@ -23,6 +23,7 @@ class DropoutStreams(Part):
 
     def __init__(self) -> None:
         self.outer: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.seed = 0
 
     def prepare(self, run: ForwardPass) -> None:
         if run.group.size > 1:
@@ -32,13 +33,15 @@ class DropoutStreams(Part):
         if run.group.size == 1 or next(_rates(run.model), None) is None:
             return
         seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu")
+        self.seed = int(seeds[run.group.rank])
         self.outer = [(generator, generator.get_state()) for generator in _generators()]
         for generator, _ in self.outer:
-            generator.manual_seed(int(seeds[run.group.rank]))
+            generator.manual_seed(self.seed)
 
     def end(self) -> None:
         for generator, state in self.outer:
-            generator.set_state(state)
+            if generator.initial_seed() == self.seed:  # else seeded anew, after a pass that was interrupted
+                generator.set_state(state)
         self.outer = []
 
 

@@ -1,16 +1,24 @@
 """What is asked of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
 
 import torch
+from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
 from ..call import batch_shape
-from ..support import check_adapters, check_dropout, check_noise
+from ..support import check_adapters, check_dropout, check_model, check_noise
 from .base import ForwardPass, Part
 
 
 class Request(Part):
-    """Checks the request, and adds its facts."""
+    """Checks the model, and what is asked of it; adds the facts of the request.
+
+    Args:
+        model (`PreTrainedModel`): The model, which is refused if it is not served exactly.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        check_model(model)
 
     def prepare(self, run: ForwardPass) -> None:
         check_dropout(run.model)

@@ -14,7 +14,7 @@ from ...loss import IGNORE_INDEX
 from ..call import CALL_KEY, ForwardCall, bound_arguments, tokens_of
 from ..cutting import CutPoint, cut_inputs, cut_targets, layout_of
 from ..positions import LearnedPositions, segment_count
-from ..sharded import LAYOUT_KEY, checksum_on_device, is_sharded, layout_of_shard
+from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
 from .base import ForwardPass, Part
 
@@ -105,7 +105,7 @@ class Tokens(Part):
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
         run.facts["content (checksum)"] = None
         if run.group.size > 1:
-            run.content = checksum_on_device(run.batch, run.token_inputs)
+            run.content = checksum(run.batch, run.token_inputs)
         self.positions = self.learned.make(run.batch)
         if not self.cut_point.path:
             run.inputs = self._cut_inputs(run, run.inputs)
