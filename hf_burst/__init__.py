@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .check.run import check_model
     from .config import BurstConfig
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
@@ -26,6 +27,7 @@ _HOME = {
     "ContextGroup": ".mesh",
     "SequenceLayout": ".layout",
     "burst_attention": ".op",
+    "check_model": ".check.run",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.collator",
     "unpatch_model": ".hf.patch",
@@ -38,6 +40,7 @@ __all__ = [
     "ContextGroup",
     "SequenceLayout",
     "burst_attention",
+    "check_model",
     "patch_model",
     "shard_batch",
     "unpatch_model",

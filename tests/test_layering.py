@@ -5,8 +5,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("errors", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "op", "loss", "linear_loss", "hf"),
-    *("cli", "__main__"),
+    *(
+        "errors",
+        "cache",
+        "config",
+        "plan",
+        "mesh",
+        "layout",
+        "kernels",
+        "ring",
+        "calibrate",
+        "op",
+        "loss",
+        "linear_loss",
+        "hf",
+    ),
+    *("check", "cli", "__main__"),
 ]
 WITHIN = {
     "plan": [
@@ -21,16 +35,42 @@ WITHIN = {
         *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "replay"),
         "__init__",
     ],
+    "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": [
-        *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "doctor", "plan"),
+        *(
+            "launch",
+            "bench_ranks",
+            "bench_contenders",
+            "bench_rounds",
+            "bench_report",
+            "bench",
+            "check",
+            "doctor",
+            "plan",
+        ),
         "__init__",
     ],
     "hf": [
-        *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "support", "attention", "collator"),
+        *(
+            "__init__",
+            "accelerate",
+            "checkpointing",
+            "batch",
+            "dropout",
+            "served",
+            "verdicts",
+            "support",
+            "attention",
+            "collator",
+        ),
         *("head", "experts", "outputs", "positions", "rope", "patch"),
     ],
 }
-ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}
+ONLY_IN = {
+    "transformers": {"hf", "check"},
+    "accelerate": {"hf"},
+    "torch": set(ORDER) - {"errors", "cache", "config", "plan"},
+}
 
 
 def imports(path: Path) -> list[tuple[int, str]]:

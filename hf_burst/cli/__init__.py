@@ -1,4 +1,4 @@
-"""The command line: `hf-burst doctor`, `hf-burst bench attention` and `hf-burst plan`.
+"""The command line: `hf-burst doctor`, `hf-burst check`, `hf-burst bench attention` and `hf-burst plan`.
 
 A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code; it is imported when it is
 called for.
@@ -15,6 +15,7 @@ from ..errors import BurstError
 # a command is a module of this name; what it does
 _COMMANDS = {
     "doctor": "what hf_burst can do on this machine, and which schedule it would take, and why",
+    "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
     "bench": "time attention over the ranks of this launch",
     "plan": "who computes which part of a mask in which step, as a table and a picture",
 }

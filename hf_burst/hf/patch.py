@@ -94,7 +94,7 @@ def patch_model(
     base = base_model(model)
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
-    check_model(base)
+    served = check_model(base)
     check_adapters(model)
     check_balance(base)
     causal = is_causal(base)
@@ -114,6 +114,7 @@ def patch_model(
     loss_was_set = "_loss_function" in vars(base)
     patch = _Patch(
         config=config or BurstConfig(),
+        served=served,
         given=given,
         attention=previous,
         plain_loss=base.loss_function,
@@ -181,6 +182,7 @@ class _Patch:
 
     Args:
         config ([`BurstConfig`]): The knobs.
+        served (`str`): By which comparison the model is served.
         given ([`ContextGroup`], *optional*): The ranks that the user named.
         attention (`str`): The attention implementation before.
         plain_loss (`Callable`): The loss function before.
@@ -201,6 +203,7 @@ class _Patch:
     """
 
     config: BurstConfig
+    served: str
     given: ContextGroup | None
     attention: str
     plain_loss: Any
@@ -379,6 +382,7 @@ class _Patch:
             "router logits": batch.get("output_router_logits"),
             "fused_lm_head": bool(batch.get("fused_lm_head")),
             "BurstConfig": str(self.config),
+            "served by": self.served,
             "content (checksum)": fingerprint,
             "longest position": longest,
         }

@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from ..errors import UnsupportedModelError
 from ..loss import IGNORE_INDEX
 from ..plan import MaskPattern
-from .served import SERVED
+from .verdicts import served_by
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def _forwards(model: PreTrainedModel) -> list[Any]:
     return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raises unless every setting of the model is served exactly.
+def check_model(model: PreTrainedModel) -> str:
+    """By which comparison a model is served, see [`served_by`]; raises unless every setting is served exactly.
 
     Raises:
         UnsupportedModelError: With the setting that is not served.
@@ -120,13 +120,14 @@ def check_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the ranks "
             "could add theirs up."
         )
-    check_served(model)
-    if not type(model).forward.__module__.startswith("transformers."):
+    served = served_by(model)
+    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
         logger.warning(
             "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
-            "computed over the tokens of one rank only.",
+            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
             type(model).__name__,
         )
+    return served
 
 
 def _check_parts(model: PreTrainedModel, causal: bool) -> None:
@@ -228,16 +229,6 @@ def _pattern(config: PreTrainedConfig, kind: str, causal: bool) -> MaskPattern:
     window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     return MaskPattern(causal, window - causal if isinstance(window, int) and window > 0 else None, chunk)
-
-
-def check_served(model: PreTrainedModel) -> None:
-    """Raises unless the class, or one that it is made from, was compared with one process."""
-    own = [cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
-    if SERVED.isdisjoint(own):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. The "
-            "classes that are served stand in recipes/results/coverage.md."
-        )
 
 
 def check_noise(model: PreTrainedModel) -> None:
