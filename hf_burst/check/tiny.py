@@ -86,9 +86,10 @@ def tiny_copy(
     """
     small = shrink(config, keep_vocabulary=batch_length is not None)
     text = small.get_text_config()
-    for name in _POSITION_COUNTS if batch_length is not None else ():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(max(POSITIONS, batch_length + 2), getattr(text, name)))
+    if batch_length is not None:
+        for name in _POSITION_COUNTS:
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, min(max(POSITIONS, batch_length + 2), getattr(text, name)))
     return tiny_model(model_class, small)
 
 
@@ -110,7 +111,7 @@ def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedCo
     prepare(config)
     torch.manual_seed(0)
     model = model_class(config)
-    model.to(dtype=torch.get_default_dtype())
+    model.to(dtype=torch.get_default_dtype())  # type: ignore[call-arg]
     randomize(model)
     return model.train()
 
@@ -160,7 +161,10 @@ def _shrunk(values: dict[str, Any], keep_vocabulary: bool) -> dict[str, Any]:
     layers = _layers(values, count)
     small = {}
     for key, value in values.items():
-        if isinstance(value, dict):
+        if key == "per_layer_config" and value:
+            owns = {int(layer): _shrunk(own, keep_vocabulary) for layer, own in value.items()}
+            value = {place: owns[layer] for place, layer in enumerate(layers) if layer in owns}
+        elif isinstance(value, dict):
             value = _shrunk(value, keep_vocabulary)
         elif isinstance(value, list) and len(value) == count > LAYERS:
             value = [_size(key, value[layer]) for layer in layers]
@@ -197,7 +201,7 @@ def _size(key: str, value: Any) -> Any:
     if isinstance(value, float) and ("drop" in key or "jitter" in key):
         return 0.0
     if isinstance(value, float) and key in ("partial_rotary_factor", "rotary_pct"):
-        return max(1, round(4 * value)) / 4  # of heads of 8, by pairs
+        return max(2, round(4 * value)) / 4  # of heads of 8
     if isinstance(value, bool) or not isinstance(value, int) or (value <= 0 and not key.endswith("token_id")):
         return value
     if _EVERY.search(key):

@@ -66,9 +66,7 @@ def describe_batch(comparison: BatchComparison, weights: str) -> str:
     for name, pair in (("loss", comparison.loss), ("gradient norm", comparison.gradient_norm)):
         lines.append(f"{name:15}{pair[0]:15.7g}{pair[1]:15.7g}")
     if comparison.apart:
-        lines.append(
-            "One process got the documents one by one: given them together, this class lets them see each other."
-        )
+        lines.append("One process got the documents one by one: this class does not keep packed ones apart.")
     result = "equal" if comparison.equal else "different"
     lines.append(f"{result}: relative difference {comparison.error:.0e}, tolerance {BATCH_TOLERANCE:g} ({_WHY}).")
     return "\n".join(lines)

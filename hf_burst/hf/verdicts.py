@@ -1,4 +1,4 @@
-"""How a model class came to be served: shipped with hf_burst, or found exact by `hf-burst check` and remembered here."""
+"""How a class came to be served: shipped with hf_burst, or found exact by `hf-burst check` and remembered here."""
 
 import hashlib
 import json
@@ -170,6 +170,8 @@ def _digest(data: bytes) -> str:
 
 def _structure(value: Any) -> Any:
     """A config without its sizes: numbers count as set or not, lists by the kinds of entries that they hold."""
+    if isinstance(value, dict) and all(str(key).isdecimal() for key in value):  # of layers
+        value = list(value.values())
     if isinstance(value, dict):
         entries = {
             str(key): _structure(entry)
