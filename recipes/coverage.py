@@ -40,7 +40,7 @@ def table(names: list[str]) -> Iterator[tuple[str, Verdict]]:
     try:
         for name in names:
             try:
-                verdict = ranks.run(compare, partial(tiny_model, name), limit=120.0)
+                verdict = ranks.run(compare, partial(tiny_model, name), limit=300.0)
             except (ConfigError, RuntimeError) as problem:
                 verdict = Verdict("wrong", note=str(problem))
             yield name, verdict

@@ -68,6 +68,7 @@ _MORE_SIZES: dict[str, Any] = {
 }
 _FEWER = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size"}  # kept if fewer
 _OF_THE_BATCH = re.compile(r"vocab_size|token_id$|^max_position|^n_positions$|^n_ctx$|^max_(seq_len|target_positions)$")
+_NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
 _EVERY = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_")
 _LAYER_COUNTS = tuple(key for key, size in SIZES.items() if size == LAYERS and "layer" in key)
 _POSITION_COUNTS = tuple(key for key, size in SIZES.items() if size == POSITIONS)
@@ -101,7 +102,7 @@ def shrink(config: PreTrainedConfig, keep_vocabulary: bool = False) -> PreTraine
         config (`PreTrainedConfig`): Of the model as it is; not changed.
         keep_vocabulary (`bool`, defaults to `False`): Whether token ids and positions of a real batch must fit.
     """
-    values = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+    values = {key: value for key, value in config.to_dict().items() if key not in _NO_PART_OF_IT}
     small = _shrunk(values, keep_vocabulary)
     return type(config).from_dict(small)
 
