@@ -5,22 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *(
-        "errors",
-        "cache",
-        "config",
-        "plan",
-        "mesh",
-        "layout",
-        "kernels",
-        "ring",
-        "calibrate",
-        "op",
-        "loss",
-        "linear_loss",
-        "hf",
-    ),
-    *("check", "cli", "__main__"),
+    *("errors", "cache", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "op", "loss"),
+    *("linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
     "plan": [
@@ -37,33 +23,13 @@ WITHIN = {
     ],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": [
-        *(
-            "launch",
-            "bench_ranks",
-            "bench_contenders",
-            "bench_rounds",
-            "bench_report",
-            "bench",
-            "check",
-            "doctor",
-            "plan",
-        ),
+        *("launch", "bench_ranks", "bench_contenders", "bench_rounds", "bench_report", "bench", "check", "doctor"),
+        "plan",
         "__init__",
     ],
     "hf": [
-        *(
-            "__init__",
-            "accelerate",
-            "checkpointing",
-            "batch",
-            "dropout",
-            "served",
-            "verdicts",
-            "support",
-            "attention",
-            "collator",
-        ),
-        *("head", "experts", "outputs", "positions", "rope", "patch"),
+        *("__init__", "accelerate", "checkpointing", "batch", "dropout", "served", "verdicts", "support"),
+        *("attention", "collator", "head", "experts", "outputs", "positions", "rope", "patch"),
     ],
 }
 ONLY_IN = {

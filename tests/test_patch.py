@@ -17,6 +17,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 import hf_burst
 from hf_burst import op
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
+from hf_burst.hf import verdicts
 from hf_burst.hf.batch import fingerprint
 from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
 from hf_burst.plan.machine import cpu

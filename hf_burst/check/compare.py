@@ -127,7 +127,7 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     documents = documents_of(batch, causal)
     found = []
     for apart in (False, True):
-        alone = _train(model, partial(_apart if apart else _together, model, batch, documents))
+        alone = _train(model, partial(_loss_of, model, batch, documents if apart else None))
         pairs = list(zip(alone, over_ranks, strict=True))
         count = sum(len(cuts) - 1 for cuts in documents)
         found.append(BatchComparison(pairs[0], pairs[1], count, int((counted != IGNORE_INDEX).sum()), apart))
@@ -222,17 +222,14 @@ def _train(model: PreTrainedModel, loss_of: Callable[[], torch.Tensor], ranks: i
     return float(loss.detach()), float(squares.sqrt())
 
 
-def _together(
-    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]]
+def _loss_of(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
-    """The loss of a batch as Transformers computes it."""
+    """The loss of a batch as Transformers computes it, or that of its `documents` one by one."""
     options = {"use_cache": False} if is_causal(model) else {}
-    loss: torch.Tensor = model(**batch, **options).loss
-    return loss
-
-
-def _apart(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]]) -> torch.Tensor:
-    """The loss of packed documents that the model is given one by one."""
+    if documents is None:
+        whole: torch.Tensor = model(**batch, **options).loss
+        return whole
     keys = [key for key in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids") if key in batch]
     rows = []
     for row, cuts in enumerate(documents):
@@ -240,10 +237,9 @@ def _apart(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents:
             {key: batch[key][min(row, len(batch[key]) - 1)][None, start:stop] for key in keys}
             for start, stop in pairwise(cuts)
         ]
-        rows.append(torch.cat([model(**piece).logits for piece in pieces], dim=1))
+        rows.append(torch.cat([model(**piece, **options).logits for piece in pieces], dim=1))
     logits, labels = torch.cat(rows), batch["labels"]
     if is_causal(model):
         logits, labels = logits[:, :-1], labels[:, 1:]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-    items = batch.get("num_items_in_batch")
-    return loss / ((labels != IGNORE_INDEX).sum() if items is None else items)
+    return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())
