@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import torch
 import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
@@ -24,6 +26,7 @@ from .tiny import prepare, tiny_copy
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError)
 _COPIES = 2 * 2  # weights and gradients, on each of two ranks
 _SHARE = 0.7  # of the memory that is free
 
@@ -130,26 +133,19 @@ def read_batch(path: Path) -> dict[str, torch.Tensor]:
         if path.suffix == ".json":
             values = {key: torch.tensor(value) for key, value in json.loads(path.read_text()).items()}
         elif path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
             values = load_file(path)
         else:
             values = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError) as problem:
+    except (*_UNREADABLE, SafetensorError, pickle.UnpicklingError) as problem:
         raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem
-    except Exception as problem:
-        if type(problem).__module__.startswith("safetensors"):  # its error has no narrower base
-            raise _no_batch(path, str(problem)) from problem
-        raise
     if not isinstance(values, Mapping):
         raise _no_batch(path, f"it holds a {type(values).__name__}")
     tensors = {str(key): value for key, value in values.items() if value is not None}
-    wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
+    wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | int)]
     if wrong:
-        raise _no_batch(path, f"its {', '.join(wrong)} are no tensors")
-    missing = [key for key in ("labels",) if key not in tensors]
-    if not {"input_ids", "inputs_embeds"} & set(tensors):
-        missing.insert(0, "input_ids")
+        raise _no_batch(path, f"of its values, {', '.join(wrong)} are no tensors")
+    missing = [] if {"input_ids", "inputs_embeds"} & set(tensors) else ["input_ids"]
+    missing += [] if isinstance(tensors.get("labels"), torch.Tensor) else ["labels"]
     if missing:
         raise _no_batch(path, f"it has no {' and no '.join(missing)}, only {', '.join(tensors) or 'nothing'}")
     if tensors["labels"].ndim != 2:
