@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import AttentionRequest, burst_attention
+    from .check.run import check_model
     from .config import BurstConfig
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
@@ -29,6 +30,7 @@ _HOME = {
     "MaskPattern": ".plan",
     "SequenceLayout": ".layout",
     "burst_attention": ".attention",
+    "check_model": ".check.run",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.collator",
     "unpatch_model": ".hf.patch",
@@ -43,6 +45,7 @@ __all__ = [
     "MaskPattern",
     "SequenceLayout",
     "burst_attention",
+    "check_model",
     "patch_model",
     "shard_batch",
     "unpatch_model",

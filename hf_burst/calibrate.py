@@ -4,14 +4,11 @@ All ranks of a group get the same numbers, those of the slowest."""
 import logging
 import math
 import os
-import re
 import socket
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .cache import cache_file, own_version, write_whole
 from .errors import RankMismatchError
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
@@ -145,7 +143,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
-    """Where a machine is remembered: in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`.
+    """Where a machine is remembered, see [`cache_file`].
 
     Args:
         device (`str`): Name of the device.
@@ -153,14 +151,8 @@ def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
         ranks (`int`): Ranks of the group.
         per_host (`int`): Ranks on one host.
     """
-    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        own = version("hf_burst")
-    except PackageNotFoundError:  # run from its sources
-        own = "sources"
-    parts = (device, kernel, f"{ranks}x{per_host}", f"torch{torch.__version__}", f"hf_burst{own}")
-    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
-    return Path(home).expanduser() / "hf_burst" / f"{name}.json"
+    versions = (f"torch{torch.__version__}", f"hf_burst{own_version()}")
+    return cache_file(device, kernel, f"{ranks}x{per_host}", *versions)
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -402,11 +394,8 @@ def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
 
 
 def _write(path: Path, machine: Machine) -> None:
-    """Writes a machine all at once, so that no other process reads half of it."""
+    """Writes a machine down, or warns that it cannot."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-            file.write(machine.to_json())
-        os.replace(file.name, path)
+        write_whole(path, machine.to_json())
     except OSError as problem:
         logger.warning("hf_burst cannot remember what it measured in %s: %s", path, problem)

@@ -1,15 +1,14 @@
 """A tiny model with random weights for every causal and masked LM class of Transformers, by its own config class.
 
-`SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single families need besides.
+`hf_burst.check.tiny.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single
+families need besides, and switches on what their configs leave out.
 """
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -17,79 +16,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from hf_burst.hf.positions import numbers_tokens
+from hf_burst.check import tiny
+from hf_burst.check.tiny import LAYERS, VOCABULARY, WINDOW
 
-VOCABULARY = 67
-LAYERS = 4
-WINDOW = 7
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "emb_dim": 32,
-    "embedding_size": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "dff": 48,
-    "dim": 32,
-    "hidden_dim": 48,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_layers": LAYERS,
-    "n_layer": LAYERS,
-    "n_layers": LAYERS,
-    "decoder_layers": LAYERS,
-    "num_decoder_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "qk_head_dim": 12,
-    "v_head_dim": 6,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "n_ctx": 128,
-    "max_seq_len": 128,
-    "max_target_positions": 128,
-    "type_vocab_size": 2,
-    "sliding_window": WINDOW,
-    "sliding_window_size": WINDOW,
-    "use_sliding_window": True,
-    "max_window_layers": 2,
-    "attention_chunk_size": WINDOW,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "moe_num_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "is_decoder": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {**tiny.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
@@ -243,9 +173,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
-# routers that draw experts at random in training
-RANDOM_IN_TRAINING = {"PhimoeForCausalLM"}
-
 
 def class_names() -> list[str]:
     """Every class of the causal-LM and masked-LM mappings of the installed Transformers, once."""
@@ -286,42 +213,4 @@ def tiny_model(name: str) -> PreTrainedModel:
     model_class = getattr(transformers, name)
     role = {"is_decoder": False} if is_masked(name) and "is_decoder" in sizes_of(model_class.config_class) else {}
     config = tiny_config(model_class.config_class, {**role, **OVERRIDES.get(name, {})})
-    config._experts_implementation = "eager"  # the fused ones know no fp64
-    if getattr(config, "attn_logit_softcapping", None):
-        config._attn_implementation = "eager"  # some versions choose sdpa, which forgets it
-    torch.manual_seed(0)
-    model = model_class(config).to(torch.float64)
-    randomize(model)
-    return model.train(name not in RANDOM_IN_TRAINING)
-
-
-def first_position(model: PreTrainedModel) -> int:
-    """The position of a first token: RoBERTa and its kin count from `padding_idx + 1`."""
-    numbered = any(numbers_tokens(module) for module in model.modules())
-    return model.config.pad_token_id + 1 if numbered else 0
-
-
-def note(name: str, model: PreTrainedModel) -> str:
-    """What a reader of the table should know of a model: its layers, and what is unlike in others."""
-    kinds = Counter(kind.removesuffix("_attention") for kind in getattr(model.config, "layer_types", None) or ())
-    found = [f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if len(kinds) > 1 else []
-    if first_position(model):
-        found.append("positions count from padding_idx + 1")
-    if name in RANDOM_IN_TRAINING:
-        found.append("compared in evaluation mode: in training its router draws experts at random")
-    return "; ".join(found)
-
-
-def randomize(model: PreTrainedModel) -> None:
-    """Weights under which attention, norms, sinks and routers all matter."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim < 2:
-                parameter += 0.2 * noise
-            else:
-                parameter.copy_(noise * min(parameter.shape[-2:]) ** -0.5)
+    return tiny.tiny_model(model_class, config).to(torch.float64)

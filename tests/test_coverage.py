@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +17,12 @@ from unittest import mock
 import pytest
 import transformers
 
+from hf_burst.check.compare import KINDS, TOLERANCE, compare
 from hf_burst.hf import attention
-from hf_burst.hf.served import SERVED
-from recipes.coverage import KINDS, TOLERANCE, Row, compare, main
-from recipes.tiny_models import class_names, is_masked
+from hf_burst.hf.served import SERVED, TESTED
+from hf_burst.hf.verdicts import Verdict, source_hash
+from recipes.coverage import main
+from recipes.tiny_models import class_names, is_masked, tiny_model
 from tests.ranks import RankPool
 
 TABLE = json.loads((Path(__file__).parents[1] / "recipes" / "results" / "coverage.json").read_text())
@@ -43,10 +46,10 @@ def test_rows_of_the_table_hold(ranks: Callable[[int], RankPool], name: str) -> 
     if not SAME_VERSION and name not in class_names():
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     expected = ROWS[name]
-    for found in ranks(TABLE["ranks"]).run(compare, name):
-        assert found["result"] != "wrong", found
+    for found in ranks(TABLE["ranks"]).run(compare_class, name):
+        assert found.result != "wrong", found
         if SAME_VERSION:
-            assert (found["result"], found["note"]) == (expected["result"], expected["note"])
+            assert (found.result, found.note) == (expected["result"], expected["note"])
 
 
 @pytest.mark.parametrize(
@@ -59,20 +62,24 @@ def test_rows_of_the_table_hold(ranks: Callable[[int], RankPool], name: str) -> 
 )
 def test_the_comparison_sees_what_attention_forgets(ranks: Callable[[int], RankPool], name: str, argument: str) -> None:
     for found in ranks(TABLE["ranks"]).run(compare_without, name, argument):
-        assert found["result"] == "wrong"
-        assert min(found["errors"].values()) > 1e-3, "far from the tolerance"
+        assert found.result == "wrong"
+        assert min(found.errors.values()) > 1e-3, "far from the tolerance"
 
 
-def compare_without(rank: int, size: int, name: str, argument: str) -> Row:
+def compare_class(rank: int, size: int, name: str) -> Verdict:
+    return compare(partial(tiny_model, name))
+
+
+def compare_without(rank: int, size: int, name: str, argument: str) -> Verdict:
     whole = attention.attention_forward
 
     def forgetful(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
         return whole(module, query, key, value, **{"attention_mask": attention_mask, **options, argument: None})
 
     with mock.patch.object(attention, "attention_forward", forgetful):
-        row = compare(rank, size, name)
+        verdict = compare(partial(tiny_model, name))
     attention.register()
-    return row
+    return verdict
 
 
 def test_a_class_that_does_not_exist_is_named(
@@ -103,6 +110,10 @@ def test_no_class_is_wrong_and_a_hundred_are_exact() -> None:
 
 def test_what_is_served_is_what_is_exact() -> None:
     assert sorted(SERVED) == EXACT
+    assert TABLE["transformers"] == TESTED
+    if SAME_VERSION:
+        modules = {name: getattr(transformers, name).__module__ for name in EXACT}
+        assert {name: source_hash(module) for name, module in modules.items()} == SERVED
 
 
 @pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])

@@ -5,22 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *(
-        "errors",
-        "config",
-        "plan",
-        "mesh",
-        "layout",
-        "kernels",
-        "ring",
-        "calibrate",
-        "resources",
-        "attention",
-        "loss",
-        "linear_loss",
-        "hf",
-    ),
-    *("cli", "__main__"),
+    *("errors", "cache", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "resources", "attention"),
+    *("loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
     "plan": [
@@ -35,17 +21,22 @@ WITHIN = {
         *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
-    "cli": ["launch", "doctor", "calibrate", "plan", "__init__"],
+    "check": ["__init__", "tiny", "compare", "ranks", "run"],
+    "cli": ["launch", "check", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
-        *("served", "support", "attention", "head", "positions", "parts", "patch"),
+        *("served", "verdicts", "support", "attention", "head", "positions", "parts", "patch"),
     ],
     "hf/parts": [
         *("base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "outputs", "dropout"),
         "__init__",
     ],
 }
-ONLY_IN = {"transformers": {"hf"}, "accelerate": {"hf"}, "torch": set(ORDER) - {"errors", "config", "plan"}}
+ONLY_IN = {
+    "transformers": {"hf", "check"},
+    "accelerate": {"hf"},
+    "torch": set(ORDER) - {"errors", "cache", "config", "plan"},
+}
 
 
 def imports(path: Path) -> list[tuple[int, str]]:

@@ -17,7 +17,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 import hf_burst
 from hf_burst import resources
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
-from hf_burst.hf import support
+from hf_burst.hf import verdicts
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.sharded import checksum
@@ -356,7 +356,8 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
     class Changed(Qwen2ForCausalLM):
         pass
 
-    monkeypatch.setattr(support, "SERVED", support.SERVED - {"GPTNeoXForCausalLM"})
+    others = {name: digest for name, digest in verdicts.SERVED.items() if name != "GPTNeoXForCausalLM"}
+    monkeypatch.setattr(verdicts, "SERVED", others)
     llama = LlamaConfig(
         vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, pad_token_id=0
     )

@@ -15,6 +15,7 @@ NAMES = [
     "ContextGroup",
     "SequenceLayout",
     "burst_attention",
+    "check_model",
     "patch_model",
     "shard_batch",
     "unpatch_model",

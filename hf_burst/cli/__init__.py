@@ -1,4 +1,4 @@
-"""The command line: `hf-burst doctor`, `hf-burst calibrate` and `hf-burst plan`.
+"""The command line: `hf-burst doctor`, `hf-burst calibrate`, `hf-burst plan` and `hf-burst check`.
 
 A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code; it is imported when it is
 called for.
@@ -17,6 +17,7 @@ _COMMANDS = {
     "doctor": "what hf_burst can do on this machine, which schedule it takes, and the seconds that it predicts",
     "calibrate": "measure kernel, memory and links of this launch, and remember them",
     "plan": "show which rank computes which part of a mask in which step, as a table and a picture",
+    "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
 }
 
 

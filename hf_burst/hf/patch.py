@@ -58,15 +58,24 @@ def patch_model(
     >>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B"))
     ```
     """
+    _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
+    return model
+
+
+def patch_under_check(model: AnyModel) -> AnyModel:
+    """As [`patch_model`], for a class that is being compared with one process, whether it is served or not."""
+    _apply(model, BurstConfig(), None, under_check=True)
+    return model
+
+
+def _apply(model: nn.Module, config: BurstConfig, group: ContextGroup | None, under_check: bool = False) -> None:
     base = base_model(model)
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_adapters(model)
-    group = None if mesh is None else ContextGroup.from_mesh(mesh)
-    patch = _Patch(base, config or BurstConfig(), group)
+    patch = _Patch(base, config, group, under_check)
     patch.install(base)
     setattr(base, PATCH, patch)
-    return model
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -99,17 +108,20 @@ class _Patch:
         model (`PreTrainedModel`): The model, which is not changed before `install`.
         config ([`BurstConfig`]): The knobs.
         group ([`ContextGroup`], *optional*): The ranks that the user named.
+        under_check (`bool`): Whether its class is being compared with one process.
 
     Attributes:
         explicit (`bool`): Whether the latest batch arrived sharded.
         run ([`ForwardPass`], *optional*): The pass under way.
     """
 
-    def __init__(self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, under_check: bool
+    ) -> None:
         self.config, self.group, self.task = config, group, task_of(model)
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
-        self.parts = make_parts(model, config, group, cut_point)
+        self.parts = make_parts(model, config, group, cut_point, under_check)
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.explicit = False

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
-from .served import SERVED
 from .task import CAUSAL, Task, forwards_of, task_of
+from .verdicts import served_by
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,12 @@ def is_causal(model: PreTrainedModel) -> bool:
     return task_of(model).causal
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raises unless every setting of the model is served exactly.
+def check_model(model: PreTrainedModel, under_check: bool = False) -> str:
+    """By which comparison a model is served, see [`served_by`]; raises unless every setting is served exactly.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        under_check (`bool`, defaults to `False`): Whether its class is being compared, so that it is not asked for.
 
     Raises:
         UnsupportedModelError: With the setting that is not served.
@@ -94,13 +98,14 @@ def check_model(model: PreTrainedModel) -> None:
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
     task.check_loss(model)
-    check_served(model)
-    if not type(model).forward.__module__.startswith("transformers."):
+    served = "under check" if under_check else served_by(model)
+    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
         logger.warning(
             "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
-            "computed over the tokens of one rank only.",
+            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
             type(model).__name__,
         )
+    return served
 
 
 def _check_layers(model: PreTrainedModel, task: Task) -> None:
@@ -162,16 +167,6 @@ def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     visible = task.window(window) if isinstance(window, int) and window > 0 else None
     return MaskPattern(task.causal, visible, chunk)
-
-
-def check_served(model: PreTrainedModel) -> None:
-    """Raises unless the class, or one that it is made from, was compared with one process."""
-    own = [cls.__name__ for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
-    if SERVED.isdisjoint(own):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has not been checked to be exact over several ranks, so it is refused. The "
-            "classes that are served stand in recipes/results/coverage.md."
-        )
 
 
 def check_noise(model: PreTrainedModel) -> None:

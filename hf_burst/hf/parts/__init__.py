@@ -18,7 +18,11 @@ from .tokens import Tokens
 
 
 def make_parts(
-    model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
+    model: PreTrainedModel,
+    config: BurstConfig,
+    group: ContextGroup | None,
+    cut_point: CutPoint,
+    under_check: bool,
 ) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps.
 
@@ -27,9 +31,10 @@ def make_parts(
         config ([`BurstConfig`]): The knobs.
         group ([`ContextGroup`], *optional*): The ranks that the user named.
         cut_point ([`CutPoint`]): Where its tokens are cut.
+        under_check (`bool`): Whether its class is being compared with one process.
     """
     return (
-        Request(model),
+        Request(model, under_check),
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),

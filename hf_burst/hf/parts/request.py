@@ -15,10 +15,11 @@ class Request(Part):
 
     Args:
         model (`PreTrainedModel`): The model, which is refused if it is not served exactly.
+        under_check (`bool`): As in [`check_model`].
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        check_model(model)
+    def __init__(self, model: PreTrainedModel, under_check: bool) -> None:
+        self.served = check_model(model, under_check)
 
     def prepare(self, run: ForwardPass) -> None:
         check_dropout(run.model)
@@ -32,6 +33,7 @@ class Request(Part):
             "gradients": torch.is_grad_enabled(),
             "fused_lm_head": bool(run.batch.get("fused_lm_head")),
             "BurstConfig": str(run.config),
+            "served by": self.served,
         }
 
 

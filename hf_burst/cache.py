@@ -1,0 +1,38 @@
+"""Where hf_burst remembers what it measured and checked on this machine."""
+
+import os
+import re
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def cache_file(*parts: str) -> Path:
+    """A file in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`.
+
+    Args:
+        parts (`str`): What its name says, in this order.
+    """
+    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+    return Path(home).expanduser() / "hf_burst" / f"{name}.json"
+
+
+def own_version() -> str:
+    """The installed version of hf_burst, or `"sources"` where it runs from a checkout."""
+    try:
+        return version("hf_burst")
+    except PackageNotFoundError:
+        return "sources"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file all at once, so that no other process reads half of it.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

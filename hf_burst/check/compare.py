@@ -1,0 +1,234 @@
+"""Two ranks beside one process: the loss and the gradients of one model, computed by both. Runs on every rank."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from ..errors import BurstError
+from ..hf.documents import documents_of
+from ..hf.patch import patch_under_check, unpatch_model
+from ..hf.support import check_model, is_causal
+from ..hf.task import task_of
+from ..hf.verdicts import Verdict, fingerprint
+from ..loss import IGNORE_INDEX
+from .tiny import VOCABULARY, first_position, note
+
+KINDS = ("one sequence", "packed", "padded")
+TOLERANCE = 1e-9
+BATCH_TOLERANCE = 1e-4
+_LENGTH = 37
+_DOCUMENTS = (1, 7, 17, 12)
+
+# Makes the model that is compared, the same in every process.
+Maker = Callable[[], PreTrainedModel]
+
+
+class Double(TorchFunctionMode):
+    """Casts to fp32 inside of a model become casts to fp64: norms, routers and softmaxes hide no error."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class BatchComparison:
+    """The loss of one batch and the norm of its gradient, in one process and over two ranks.
+
+    Args:
+        loss (`tuple[float, float]`): Of one process, and of the ranks.
+        gradient_norm (`tuple[float, float]`): Of one process, and of the ranks.
+        documents (`int`): How many sequences or packed documents the batch holds.
+        labels (`int`): How many of its labels count.
+        apart (`bool`): Whether one process was given the documents one by one, since given all together the class lets
+            them see each other.
+    """
+
+    loss: tuple[float, float]
+    gradient_norm: tuple[float, float]
+    documents: int
+    labels: int
+    apart: bool = False
+
+    @property
+    def error(self) -> float:
+        """The greater relative difference; not a number if a loss is none."""
+        pairs = torch.tensor([self.loss, self.gradient_norm], dtype=torch.float64)
+        return float(((pairs[:, 1] - pairs[:, 0]).abs() / pairs[:, 0].abs().clamp(min=1e-30)).max())
+
+    @property
+    def equal(self) -> bool:
+        """Whether both are equal within the tolerance."""
+        return self.error <= BATCH_TOLERANCE
+
+
+def compare(make: Maker) -> Verdict:
+    """The verdict on a tiny model, in fp64: the loss and all gradients, as a data-parallel wrapper averages them.
+
+    Three batches are compared: two sequences of odd length, packed documents beside the documents one by one (not every
+    model keeps them apart), and sequences padded at either end. Which classes are served is not asked; every other
+    check of [`patch_model`] is.
+    """
+    with ExitStack() as settings:
+        torch.set_default_dtype(torch.float64)
+        settings.callback(torch.set_default_dtype, torch.float32)
+        settings.enter_context(Double())
+        try:
+            model = make()
+        except Exception as problem:  # whatever a class makes of a tiny config
+            lines = str(problem).split("\n")
+            return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
+        try:
+            check_model(model, under_check=True)  # before more of them are made
+            errors = _errors(make, model)
+            if max(errors.values()) > TOLERANCE and _draws(make, model):
+                model.eval()
+                errors = _errors(make, model)
+        except BurstError as problem:
+            return Verdict("refused", note=str(problem))
+        exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
+        return Verdict("exact" if exact else "wrong", errors, note(model), fingerprint(model) or "")
+
+
+def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
+    """The loss and the gradient norm of a batch of the user's, in the dtype of the model.
+
+    Args:
+        make (`Callable`): Makes the model.
+        batch (mapping): What a collator returned, with labels.
+
+    Raises:
+        BurstError: If the model or the batch is not served.
+    """
+    model = make()
+    patch_under_check(model)
+    over_ranks = _train(model, lambda: model(**batch).loss, ranks=dist.get_world_size())
+    unpatch_model(model)
+    causal = is_causal(model)
+    counted = batch["labels"][:, 1:] if causal else batch["labels"]
+    documents = documents_of(batch, task_of(model))
+    found = []
+    for apart in (False, True):
+        alone = _train(model, partial(_loss_of, model, batch, documents if apart else None))
+        pairs = list(zip(alone, over_ranks, strict=True))
+        count = sum(len(cuts) - 1 for cuts in documents)
+        found.append(BatchComparison(pairs[0], pairs[1], count, int((counted != IGNORE_INDEX).sum()), apart))
+        if found[-1].equal or batch.get("attention_mask") is not None or count == len(documents):
+            break
+    return found[-1] if found[-1].equal else found[0]
+
+
+def _errors(make: Maker, model: PreTrainedModel) -> dict[str, float]:
+    return {kind: _worst_error(make, make_batch(kind, model), model.training) for kind in KINDS}
+
+
+def _draws(make: Maker, model: PreTrainedModel) -> bool:
+    """Whether the loss of one process, in training, follows from the random generator."""
+    losses = []
+    for seed in (1, 2):
+        plain = make()
+        torch.manual_seed(seed)
+        losses.append(_plain_loss(plain, make_batch("one sequence", model)))
+    return bool(losses[0] != losses[1])
+
+
+def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two sequences of odd length, two padded at either end, or one row of packed documents."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (1 if kind == "packed" else 2, _LENGTH), generator=generator)
+    if kind == "padded":
+        mask = torch.ones_like(ids)
+        mask[0, :6] = 0
+        mask[1, -7:] = 0
+        batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
+        if is_causal(model) and model.config._attn_implementation == "eager":  # lets padding on the left see all tokens
+            batch["labels"][0, 6] = IGNORE_INDEX
+        return batch
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][:, :5] = IGNORE_INDEX
+    if kind == "packed":
+        positions = torch.cat([torch.arange(size) for size in _DOCUMENTS])[None]
+        batch["position_ids"] = positions + first_position(model)
+    return batch
+
+
+def _plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of the unpatched model in one process: its own, or document by document."""
+    causal = is_causal(model)
+    options = {"use_cache": False} if causal else {}
+    if "position_ids" not in batch:
+        loss: torch.Tensor = model(**batch, **options).loss
+        return loss
+    pieces = torch.split(batch["input_ids"], list(_DOCUMENTS), dim=1)
+    logits, labels = torch.cat([model(input_ids=piece, **options).logits for piece in pieces], dim=1), batch["labels"]
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _worst_error(make: Maker, batch: dict[str, torch.Tensor], training: bool) -> float:
+    """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
+    patched, plain = patch_under_check(make().train(training)), make().train(training)
+    loss, expected = patched(**batch).loss, _plain_loss(plain, batch)
+    loss.backward()
+    expected.backward()
+    errors = [abs(loss - expected) / abs(expected)]
+    wanted = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in plain.parameters()]
+    # gradients that vanish, as that of a key's bias, are compared with the greatest one
+    least = 1e-3 * max(gradient.abs().max() for gradient in wanted)
+    for weight, gradient in zip(patched.parameters(), wanted, strict=True):
+        averaged = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        dist.all_reduce(averaged)
+        errors.append((averaged / dist.get_world_size() - gradient).abs().max() / max(gradient.abs().max(), least))
+    worst = torch.stack([error.detach() for error in errors]).max()  # nan if any is
+    return float(f"{float(worst):.0e}")
+
+
+def _train(model: PreTrainedModel, loss_of: Callable[[], torch.Tensor], ranks: int = 1) -> tuple[float, float]:
+    """A loss and the norm of its gradient, averaged over ranks."""
+    model.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    squares = torch.zeros((), dtype=torch.float64)
+    for weight in model.parameters():
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if ranks > 1:
+            dist.all_reduce(gradient)
+        squares += (gradient / ranks).double().square().sum()
+    model.zero_grad()
+    return float(loss.detach()), float(squares.sqrt())
+
+
+def _loss_of(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
+) -> torch.Tensor:
+    """The loss of a batch as Transformers computes it, or that of its `documents` one by one."""
+    options = {"use_cache": False} if is_causal(model) else {}
+    if documents is None:
+        whole: torch.Tensor = model(**batch, **options).loss
+        return whole
+    keys = [key for key in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids") if key in batch]
+    rows = []
+    for row, cuts in enumerate(documents):
+        pieces = [
+            {key: batch[key][min(row, len(batch[key]) - 1)][None, start:stop] for key in keys}
+            for start, stop in pairwise(cuts)
+        ]
+        rows.append(torch.cat([model(**piece, **options).logits for piece in pieces], dim=1))
+    logits, labels = torch.cat(rows), batch["labels"]
+    if is_causal(model):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())

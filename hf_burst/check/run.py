@@ -1,0 +1,238 @@
+"""`check_model`: from the name of a model to a verdict that is remembered."""
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+from ..errors import BatchError, ConfigError
+from ..hf.verdicts import Verdict, remember
+from .compare import BatchComparison, compare, compare_batch
+from .ranks import Ranks
+from .tiny import prepare, tiny_copy
+
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
+_NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError)
+_COPIES = 2 * 2  # weights and gradients, on each of two ranks
+_SHARE = 0.7  # of the memory that is free
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is checked.
+
+    Args:
+        model_class (`type`): The class.
+        config (`PreTrainedConfig`): Its config, of full size.
+        folder (`Path`, *optional*): Where its weights are.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    folder: Path | None = None
+
+
+def check_model(
+    model: str | PreTrainedModel | PreTrainedConfig,
+    trust_remote_code: bool = False,
+    time_limit: float = 300.0,
+) -> Verdict:
+    """Compares two ranks of this machine with one process on a tiny model of the same class and config, and remembers
+    the verdict: [`patch_model`] then serves a class that was found exact.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PreTrainedConfig`): A name on the hub, a folder or `config.json`, or a class
+            of Transformers; or a model or config in memory. Its sizes shrink, and its structure stays.
+        trust_remote_code (`bool`, defaults to `False`): Whether code that comes with the model may run.
+        time_limit (`float`, defaults to 300.0): Seconds that the comparison may take.
+
+    Returns:
+        [`Verdict`]: Its `result` is `"exact"`, `"wrong"`, `"refused"` or `"not buildable"`.
+
+    Raises:
+        ConfigError: If there is no such language model, or the comparison died or did not end in time.
+    """
+    target = find_target(model, trust_remote_code)
+    make = partial(tiny_copy, target.model_class, target.config)
+    ranks = Ranks()
+    try:
+        verdict: Verdict = ranks.run(compare, make, limit=time_limit)
+    except RuntimeError as problem:
+        verdict = Verdict("wrong", note=f"the comparison failed: {problem}")
+    finally:
+        ranks.close()
+    if verdict.fingerprint:
+        try:
+            remember(verdict)
+        except OSError as problem:
+            raise ConfigError(
+                f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
+                "written."
+            ) from problem
+    return verdict
+
+
+def check_batch(
+    model: str | PreTrainedModel | PreTrainedConfig,
+    batch: Mapping[str, torch.Tensor],
+    trust_remote_code: bool = False,
+    time_limit: float = 300.0,
+) -> tuple[BatchComparison, str]:
+    """Compares the loss and gradient norm of a batch over two ranks of this machine with those of one process, in fp32.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PreTrainedConfig`): As in [`check_model`]. The weights of a folder are used
+            if they fit; else random ones of a tiny model with the same vocabulary.
+        batch (mapping): What a collator returned, with labels.
+        trust_remote_code (`bool`, defaults to `False`): Whether code that comes with the model may run.
+        time_limit (`float`, defaults to 300.0): Seconds that the comparison may take.
+
+    Returns:
+        `tuple[BatchComparison, str]`: What was found, and with which weights.
+
+    Raises:
+        BurstError: If the model or the batch is not served.
+    """
+    target = find_target(model, trust_remote_code)
+    refusal = _cannot_load(target)
+    if refusal:
+        make: Any = partial(tiny_copy, target.model_class, target.config, batch["labels"].shape[1])
+    else:
+        make = partial(_load, target)
+    ranks = Ranks()
+    try:
+        comparison: BatchComparison = ranks.run(compare_batch, make, dict(batch), limit=time_limit)
+    except RuntimeError as problem:
+        raise ConfigError(f"The model could not compute this batch: {problem}") from problem
+    finally:
+        ranks.close()
+    return comparison, f"random weights of a tiny model ({refusal})" if refusal else f"the weights in {target.folder}"
+
+
+def read_batch(path: Path) -> dict[str, torch.Tensor]:
+    """A batch that was saved: by `torch.save(dict(batch), path)`, as `.safetensors`, or as `.json` with lists.
+
+    Raises:
+        BatchError: If the file holds no batch with labels.
+    """
+    try:
+        if path.suffix == ".json":
+            values = {key: torch.tensor(value) for key, value in json.loads(path.read_text()).items()}
+        elif path.suffix == ".safetensors":
+            values = load_file(path)
+        else:
+            values = torch.load(path, map_location="cpu", weights_only=True)
+    except (*_UNREADABLE, SafetensorError, pickle.UnpicklingError) as problem:
+        raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem
+    if not isinstance(values, Mapping):
+        raise _no_batch(path, f"it holds a {type(values).__name__}")
+    tensors = {str(key): value for key, value in values.items() if value is not None}
+    wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | int)]
+    if wrong:
+        raise _no_batch(path, f"of its values, {', '.join(wrong)} are no tensors")
+    missing = [] if {"input_ids", "inputs_embeds"} & set(tensors) else ["input_ids"]
+    missing += [] if isinstance(tensors.get("labels"), torch.Tensor) else ["labels"]
+    if missing:
+        raise _no_batch(path, f"it has no {' and no '.join(missing)}, only {', '.join(tensors) or 'nothing'}")
+    if tensors["labels"].ndim != 2:
+        raise _no_batch(path, f"its labels have shape {tuple(tensors['labels'].shape)}, not (batch, tokens)")
+    return tensors
+
+
+def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_code: bool = False) -> Target:
+    """The class and config of what the user names.
+
+    Raises:
+        ConfigError: If there is no such language model.
+    """
+    if isinstance(model, PreTrainedModel):
+        return Target(type(model), model.config)
+    if isinstance(model, PreTrainedConfig):
+        return Target(_class_of(model, None, trust_remote_code), model)
+    named = getattr(transformers, model, None) if model.isidentifier() else None
+    if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is not None:
+        return Target(named, named.config_class())
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as problem:
+        if "trust_remote_code" in str(problem):
+            raise ConfigError(_remote(model)) from problem
+        raise ConfigError(
+            f"{model!r} names no model whose config can be read ({str(problem).strip().splitlines()[0][:200]}). Give "
+            f"{_NAMES}."
+        ) from problem
+    path = Path(model)
+    return Target(_class_of(config, model, trust_remote_code), config, path if path.is_dir() else None)
+
+
+def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:
+    """The class with a language-model head that a config is for: as its `architectures` say, else a causal one."""
+    remote = getattr(config, "auto_map", None) or {}
+    own = [remote[key] for key in _AUTO_CLASSES if key in remote]
+    if own and name is not None:
+        if not trust_remote_code:
+            raise ConfigError(_remote(name))
+        return get_class_from_dynamic_module(own[0], name)
+    known: list[Any] = [
+        mapping[type(config)]
+        for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
+        if type(config) in mapping
+    ]
+    asked: list[type[PreTrainedModel]] = [cls for cls in known if cls.__name__ in (config.architectures or ())]
+    if not known:
+        raise ConfigError(
+            f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no causal and "
+            f"no masked language model class, so there is no loss to compare. Give {_NAMES}."
+        )
+    return [*asked, *known][0]
+
+
+def _remote(name: str) -> str:
+    return (
+        f"{name!r} comes with code of its own. If you trust it, say so: hf-burst check {name} --trust-remote-code (in "
+        "Python, trust_remote_code=True)."
+    )
+
+
+def _cannot_load(target: Target) -> str:
+    """Why the weights of a model are not used; empty if they are."""
+    if target.folder is None:
+        return "its weights are used only if a folder is given"
+    if not [*target.folder.glob("*.safetensors"), *target.folder.glob("pytorch_model*.bin")]:
+        return "the folder holds no weights"
+    with torch.device("meta"):
+        parameters = sum(weight.numel() for weight in target.model_class(target.config).parameters())
+    needed, free = _COPIES * 4 * parameters, int(_SHARE * psutil.virtual_memory().available)
+    if needed > free:
+        return f"two ranks need {needed / 2**30:.1f} GiB for its weights and gradients, of {free / 2**30:.1f} GiB"
+    return ""
+
+
+def _load(target: Target) -> PreTrainedModel:
+    """The model with its own weights, in fp32 and without dropout."""
+    quiet = {key: 0.0 for key, value in target.config.to_dict().items() if "drop" in key and isinstance(value, float)}
+    config = type(target.config).from_dict({**target.config.to_dict(), **quiet})
+    prepare(config)
+    model = target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32)
+    return model.train()
+
+
+def _no_batch(path: Path, why: str) -> BatchError:
+    return BatchError(
+        f"{os.fspath(path)!r} holds no batch: {why}. Save what your collator returns, with input_ids and labels: "
+        "torch.save(dict(batch), 'batch.pt')."
+    )
