@@ -35,7 +35,7 @@ class ContextGroup:
     name: str = ""
 
     @classmethod
-    def from_mesh(cls, mesh: "DeviceMesh | dist.ProcessGroup | None") -> "ContextGroup":
+    def from_mesh(cls, mesh: DeviceMesh | dist.ProcessGroup | None) -> "ContextGroup":
         """The group of a mesh (its `"cp"` dimension, or its only one), of a process group, or of all ranks for `None`.
 
         Raises:
@@ -88,24 +88,22 @@ class ContextGroup:
         tally: int = 0,
         content: torch.Tensor | None = None,
     ) -> int:
-        """Lets all ranks go on together, or raises the same error on all of them.
+        """Lets all ranks go on together, or raises an error on all of them.
 
-        Every rank calls it with what it is about to do and with the error that it met on the way, if any. One small
-        all-gather; only if something differs are the facts themselves exchanged.
+        Every rank calls it at the same time. One small all-gather; only if something differs are the facts themselves
+        exchanged.
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
-            error (`Exception`, *optional*): What this rank found wrong on its own.
+            error (`Exception`, *optional*): What this rank found wrong on its own. It raises this one.
             device (`torch.device`): Where the backend communicates.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
-            content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, wherever it
-                is; the host does not wait for it by itself.
+            content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, on any device.
 
         Returns:
             `int`: The sum of the tallies.
 
         Raises:
-            Exception: This rank's own error.
             RankMismatchError: If another rank met an error, or the facts differ.
         """
         if self.size == 1:
@@ -129,10 +127,9 @@ class ContextGroup:
         dist.all_gather_object(reports, report, group=self.process_group)
         if error is not None:
             raise error
-        failed = [(rank, seen["error"]) for rank, seen in enumerate(reports) if seen["error"]]
-        if failed:
-            rank, message = failed[0]
-            raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {message}")
+        for rank, seen in enumerate(reports):
+            if seen["error"]:
+                raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {seen['error']}")
         different = [
             f"{key}: " + ", ".join(f"rank {rank} has {seen['facts'].get(key)}" for rank, seen in enumerate(reports))
             for key in sorted(set().union(*(seen["facts"] for seen in reports)))

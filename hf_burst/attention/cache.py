@@ -13,7 +13,7 @@ from .request import AttentionRequest
 
 
 class CachedAttention(NamedTuple):
-    """The results of an attention: all of them, or the last rows of every rank and the layout of those before.
+    """The results of an attention: all of them, or the last rows of every rank.
 
     Args:
         out (`torch.Tensor` of shape `(B, rows, Hq, Dv)`): The outputs.
@@ -32,12 +32,7 @@ class CachedAttention(NamedTuple):
     version: int
 
     def recall(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        encoded: torch.Tensor,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, encoded: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
         request, out, lse = self.request, self.out.detach(), self.lse.detach()
@@ -49,11 +44,12 @@ class CachedAttention(NamedTuple):
             )
             out = torch.cat([first_out, out], 1)
             lse = torch.cat([first_lse.transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
+        resources = resources_of(request.group)
         inputs = InputKind(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-        attention = sharded_attention(request, encoded, inputs)
+        attention = sharded_attention(resources, request.flatten(), encoded, inputs)
         if attention.schedule.ulysses == 1:
             return out, lse, []
-        with resources_of(request.group).messages(q.device, request.transport) as exchange:
+        with resources.messages(q.device, request.transport) as exchange:
             return out, lse, attention.exchanged(exchange, q, k, v)
 
 

@@ -44,10 +44,11 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
-    request = AttentionRequest.restore(flat)
-    inputs = InputKind(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-    attention = sharded_attention(request, layout, inputs)
-    with resources_of(request.group).messages(q.device, request.transport) as exchange:
+    *_, transport, group = flat
+    resources, batch, tokens, device = resources_of(group), q.shape[0], q.shape[1], q.device
+    inputs = InputKind(head_sizes(q, k, v), batch, tokens, q.dtype, device)
+    attention = sharded_attention(resources, flat, layout, inputs)
+    with resources.messages(device, transport) as exchange:
         return attention.forward(exchange, q, k, v, sinks)
 
 
@@ -61,7 +62,7 @@ def _(
     machine = machine_of_group(request.group, q.device, request.kernel)
     if machine is None:
         return out, lse, []
-    schedule = schedule_of(request, sizes, batch, tokens, machine)
+    schedule = schedule_of(request, sizes, batch, tokens, machine.ranks_per_host)
     kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, machine.slice_blocks)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
@@ -83,14 +84,13 @@ def _attention_backward(
 
     `inputs` are q, k and v, or the tensors that the forward pass kept of them.
     """
-    request = AttentionRequest.restore(flat)
-    sizes = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
-    attention = sharded_attention(
-        request, layout, InputKind(sizes, dout.shape[0], dout.shape[1], dout.dtype, dout.device)
-    )
+    *_, transport, group = flat
+    (batch, tokens, q_heads, value_dim), resources, device = dout.shape, resources_of(group), dout.device
+    sizes = HeadSizes(q_heads, kv_heads, head_dim, value_dim)
+    attention = sharded_attention(resources, flat, layout, InputKind(sizes, batch, tokens, dout.dtype, device))
     own_out = out if dlse is None else None
     delta = row_products(dout, out, dlse) if attention.needs_delta or own_out is None else None
-    with resources_of(request.group).messages(dout.device, request.transport) as exchange:
+    with resources.messages(device, transport) as exchange:
         return attention.backward(exchange, sizes, inputs, dout, own_out, lse, delta)
 
 

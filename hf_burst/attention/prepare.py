@@ -7,22 +7,15 @@ import torch
 
 from ..kernels import Kernel, KernelRequest, select_kernel
 from ..layout import SequenceLayout
-from ..plan import Machine
+from ..mesh import ContextGroup
+from ..resources import GroupResources
 from ..ring import HeadSizes, ShardedAttention
-from .choice import machine_of_group, schedule_of
-from .request import AttentionRequest
+from .choice import schedule_of
+from .request import AttentionRequest, Flat
 
 
 class InputKind(NamedTuple):
-    """Shapes, dtype and device of this rank's q, k and v.
-
-    Args:
-        sizes ([`HeadSizes`]): Heads.
-        batch (`int`): Rows of the batch.
-        tokens (`int`): Tokens of this rank.
-        dtype (`torch.dtype`): Of all three.
-        device (`torch.device`): Where they lie.
-    """
+    """Heads, rows of the batch, tokens of this rank, dtype and device of q, k and v."""
 
     sizes: HeadSizes
     batch: int
@@ -36,35 +29,49 @@ def head_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> HeadSizes:
     return HeadSizes(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
 
-def sharded_attention(request: AttentionRequest, encoded: torch.Tensor, inputs: InputKind) -> ShardedAttention:
+def sharded_attention(
+    resources: GroupResources, flat: Flat, encoded: torch.Tensor, inputs: InputKind
+) -> ShardedAttention:
     """The attention of a request; one object for all layers and steps that ask for the same.
 
     Args:
-        request ([`AttentionRequest`]): What it is.
+        resources ([`GroupResources`]): Of the ranks.
+        flat (`tuple`): The request, see [`AttentionRequest.flatten`].
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
-        inputs ([`InputKind`]): What it is given.
+        inputs ([`InputKind`]): What the attention is given.
     """
-    machine = machine_of_group(request.group, inputs.device, request.kernel)
-    return _prepared(request, encoded.numpy().tobytes(), inputs, deterministic(), machine)
+    ranks_per_host, slice_blocks = 1, 0
+    if resources.group.size > 1:
+        *_, kernel, _, _, _ = flat
+        machine = resources.machine(inputs.device, kernel)
+        ranks_per_host, slice_blocks = machine.ranks_per_host, machine.slice_blocks
+    layout = encoded.numpy().tobytes()
+    return _prepared(resources.group, flat, layout, inputs, deterministic(), ranks_per_host, slice_blocks)
 
 
 @lru_cache(maxsize=64)
 def _prepared(
-    request: AttentionRequest, encoded: bytes, inputs: InputKind, same_bits: bool, machine: Machine | None
+    group: ContextGroup,
+    flat: Flat,
+    encoded: bytes,
+    inputs: InputKind,
+    same_bits: bool,
+    ranks_per_host: int,
+    slice_blocks: int,
 ) -> ShardedAttention:
+    request, layout = AttentionRequest.restore(flat), SequenceLayout.decode(encoded)
     assert request.scores is not None, "with_scale sets them"
-    layout = SequenceLayout.decode(encoded)
-    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, machine)
+    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, ranks_per_host)
     windowed = request.pattern.window is not None or schedule.ring == "all_gather"
     return ShardedAttention(
         schedule=schedule,
-        group=request.group,
+        group=group,
         masks=layout.masks(request.pattern),
         queries=layout.sharding,
         keys=layout.sharding,
         kernel=kernel_for(request, inputs.sizes, inputs.dtype, inputs.device, windowed, same_bits),
         scores=request.scores,
-        slice_blocks=0 if machine is None else machine.slice_blocks,
+        slice_blocks=slice_blocks,
     )
 
 
@@ -76,23 +83,14 @@ def kernel_for(
     windowed: bool,
     same_bits: bool,
 ) -> Kernel:
-    """The kernel that computes the tiles of a request.
-
-    Args:
-        request ([`AttentionRequest`]): What is computed.
-        sizes ([`HeadSizes`]): Heads of q, k and v.
-        dtype (`torch.dtype`): Of q, k and v.
-        device (`torch.device`): Where they lie.
-        windowed (`bool`): Whether tiles have other bands than those of causal squares.
-        same_bits (`bool`): Whether two runs must give the same bits.
-    """
-    softcap = request.scores is not None and request.scores.softcap > 0
+    """The kernel for the tiles of a request: `windowed` if they have other bands than those of causal squares,
+    `same_bits` if two runs must agree in every bit."""
     wanted = KernelRequest(
         device=device.type,
         dtype=dtype,
         head_dim=sizes.head_dim,
         value_dim=sizes.value_dim,
-        softcap=softcap,
+        softcap=request.scores is not None and request.scores.softcap > 0,
         deterministic=same_bits,
         window=windowed,
     )

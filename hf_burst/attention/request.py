@@ -1,8 +1,6 @@
 """`AttentionRequest`, one value that says what an attention is: built once, and flattened only at the operator."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
 
 from ..kernels import Scores
 from ..mesh import ContextGroup
@@ -61,13 +59,7 @@ class AttentionRequest:
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
         """The request that [`AttentionRequest.flatten`] wrote."""
-        *numbers, name = flat
-        group = ContextGroup.from_name(str(name))
-        return _restored(tuple(numbers), group)
-
-
-@lru_cache(maxsize=256)
-def _restored(numbers: tuple[Any, ...], group: ContextGroup) -> AttentionRequest:
-    causal, window, attention_chunk_size, scale, softcap, kernel, schedule, transport = numbers
-    pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
-    return AttentionRequest(group, pattern, Scores(scale, softcap), kernel, schedule, transport)
+        causal, window, attention_chunk_size, scale, softcap, kernel, schedule, transport, name = flat
+        pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
+        group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
+        return cls(group, pattern, scores, kernel, schedule, transport)
