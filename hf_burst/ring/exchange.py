@@ -274,7 +274,11 @@ class PeerToPeer:
     ) -> _Messages:
         """See [`Exchange.fetch`]."""
         sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in this_round.outgoing]
-        return self._post(sends, this_round.incoming, this_round.tag, into)
+        receives = [rows.peer for rows in this_round.incoming]
+        if into is None:
+            shapes = [rows.shape for rows in this_round.incoming]
+            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+        return self._post(sends, receives, into, this_round.tag)
 
     def fetch_heads(
         self,
@@ -288,33 +292,26 @@ class PeerToPeer:
         """See [`Exchange.fetch_heads`]."""
         own = self.group.rank
         sends = [(block.of(tensors[block.index]), block.peer) for block in this_round.outgoing if block.peer != own]
-        destinations, receives = [], []
+        into_parts, receives = [], []
         for move in this_round.incoming:
             block = move.source
             destination = into[block.index][:, slice(*move.rows), slice(*move.heads)]
             if block.peer == own:
                 destination.copy_(block.of(tensors[block.index]))
                 continue
-            destinations.append(destination)
-            receives.append(Incoming(block.peer, this_round.shapes(block.peer, tensors), block.index, *block.rows))
-        return self._post(sends, receives, tag, destinations)
+            into_parts.append(destination)
+            receives.append(block.peer)
+        return self._post(sends, receives, into_parts, tag)
 
     def wait_later(self, pending: Pending) -> None:
         """See [`Exchange.wait_later`]; messages are waited for at once."""
         pending.wait()
 
     def _post(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[Incoming],
-        tag: int,
-        into: Sequence[torch.Tensor] | None,
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[int], into: Sequence[torch.Tensor], tag: int
     ) -> _Messages:
-        """Sends tensors to peers, and receives rows from them."""
+        """Sends tensors to peers, and receives from them, all in one round."""
         tensors = [tensor.contiguous() for tensor, _ in sends]
-        if into is None:
-            shapes = [rows.shape for rows in receives]
-            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         landing = [target if target.is_contiguous() else target.new_empty(target.shape) for target in into]
         process_group = self.group.process_group if sends or receives else None
         operations = [
@@ -322,8 +319,8 @@ class PeerToPeer:
             for tensor, (_, peer) in zip(tensors, sends, strict=True)
         ]
         operations += [
-            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=rows.peer)
-            for tensor, rows in zip(landing, receives, strict=True)
+            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=peer)
+            for tensor, peer in zip(landing, receives, strict=True)
         ]
         self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
         works = dist.batch_isend_irecv(operations) if operations else []

@@ -36,7 +36,7 @@ def gather_forward(
         slice_sinks = None if sinks is None else sinks[heads]
         merged = Merged((*q_slice.shape[:3], v.shape[3]), q.dtype, q.device, slice_sinks)
         all_k, all_v = keys.take(index)
-        for tile in attention.plan.gathered(attention.ring_rank):
+        for tile in attention.gathered:
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
             out, lse = attention.kernel.forward(
                 q_slice[batch, rows],
@@ -70,7 +70,7 @@ def gather_backward(
         q_slice = q[:, :, heads]
         dq = Summed(tuple(q_slice.shape), q.dtype, q.device)
         dk, dv = (Summed(tuple(tensor.shape), q.dtype, q.device) for tensor in (all_k, all_v))
-        for tile in attention.plan.gathered(attention.ring_rank):
+        for tile in attention.gathered:
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
             tile_inputs = BackwardInputs(
                 dout=dout[batch, rows, heads],
@@ -91,13 +91,7 @@ def gather_backward(
 
 
 class _GatheredKeys:
-    """K and V of all ranks, slice by slice of their heads.
-
-    Args:
-        attention, exchange: As in [`gather_forward`].
-        q_heads (`int`): Query heads.
-        k, v (`torch.Tensor` of shape `(B, m, Hkv, D)`): Those of this rank.
-    """
+    """K and V of all ranks, slice by slice of their heads."""
 
     def __init__(
         self, attention: RingAttention, exchange: Exchange, q_heads: int, k: torch.Tensor, v: torch.Tensor
@@ -107,7 +101,7 @@ class _GatheredKeys:
         self.count = head_slices(Schedule("all_gather"), keys.ranks, heads, k.shape[1], attention.slice_blocks)
         slices = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [tensor.contiguous() for pair in slices for tensor in pair]
-        capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * keys.most_tokens
+        capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * attention.most_tokens["kv"]
         exchange.publish("blocks", self.blocks, capacity)
         self.arriving: tuple[Pending, list[torch.Tensor]] | None = None
 
@@ -120,8 +114,7 @@ class _GatheredKeys:
         ]
 
     def take(self, index: int) -> list[torch.Tensor]:
-        """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look; the next slice is fetched
-        meanwhile."""
+        """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look, while the next is fetched."""
         pending, landing = self.arriving or self._fetch(index)
         self.arriving = self._fetch(index + 1) if index + 1 < self.count else None
         pending.wait()
@@ -144,11 +137,7 @@ class _GatheredKeys:
 
 class _ScatteredGradients:
     """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of the next ranks
-    in turn.
-
-    Args:
-        attention, exchange, k, v: As in [`_GatheredKeys`].
-    """
+    in turn."""
 
     def __init__(self, attention: RingAttention, exchange: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
         self.attention, self.exchange = attention, exchange
@@ -221,6 +210,7 @@ def _others(attention: RingAttention) -> Iterator[tuple[int, int]]:
         yield ring_rank, attention.peers[ring_rank]
 
 
+@lru_cache(maxsize=1024)
 def _key_spans(attention: RingAttention, rank: int, home: int) -> list[tuple[int, int, int]]:
     """The keys of `home` between the first and the last that the queries of `rank` see: first column among all keys,
     first row of `home`, how many."""

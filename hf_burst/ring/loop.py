@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -56,8 +57,23 @@ class RingAttention:
         plan = self.plan
         if plan.ranks > 1:
             return False
-        tiles = [(tile.batch, tile.q, tile.k) for step in plan.steps(0, "kv") for tile in step.tiles]
+        tiles = [(tile.batch, tile.q, tile.k) for step in self.steps_alone for tile in step.tiles]
         return tiles == [((0, len(plan.masks)), (0, plan.queries.length), (0, plan.keys.length))]
+
+    @cached_property
+    def steps_alone(self) -> tuple[Step, ...]:
+        """The steps of the only ring rank."""
+        return self.plan.steps(0, "kv")
+
+    @cached_property
+    def gathered(self) -> tuple[Tile, ...]:
+        """The tiles of this ring rank with the keys of all, see [`Plan.gathered`]."""
+        return self.plan.gathered(self.ring_rank)
+
+    @cached_property
+    def most_tokens(self) -> dict[Rotating, int]:
+        """The most tokens of a ring rank, of keys and of queries."""
+        return {"kv": self.plan.keys.most_tokens, "q": self.plan.queries.most_tokens}
 
 
 def forward(
@@ -158,12 +174,9 @@ def backward(
     return dq.result(), dk.result(), dv.result()
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A block of queries and all that belongs to them in the backward pass. Its row 0 is row `first` of its shard.
-
-    `out` is as the kernel wants it.
-    """
+class _Rows(NamedTuple):
+    """Queries and all that belongs to them in the backward pass, `out` as the kernel wants it. Row 0 is row `first` of
+    its shard."""
 
     q: torch.Tensor
     dout: torch.Tensor
@@ -174,9 +187,8 @@ class _Rows:
     dq: Summed
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """A block of keys and values, and the sums of their gradients. Its row 0 is row `first` of its shard."""
+class _Keys(NamedTuple):
+    """Keys and values, and the sums of their gradients. Row 0 is row `first` of its shard."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -226,26 +238,17 @@ def _rotate(
     lone_dtype: torch.dtype | None = None,
 ) -> None:
     """Runs the steps of a ring. While a step computes, the block of the next step is under way, and so are the
-    gradients of the step before on their way home, where they are added to `home`.
+    gradients of the step before on their way home, where they are added to `home`: none in the forward pass.
 
-    Args:
-        attention ([`RingAttention`]): Whose steps.
-        rotating (`str`): What rotates.
-        exchange ([`Exchange`]): The messages.
-        block (sequence of `torch.Tensor`): This rank's block.
-        compute (`Callable`): Computes a step.
-        home (sequence of [`Summed`]): Where gradients are added that come home; none in the forward pass.
-        lone_dtype (`torch.dtype`, *optional*): In which dtype gradients of a single tile travel; others travel in the
-            accumulation dtype.
+    Gradients of a single tile travel in `lone_dtype`, others in the accumulation dtype.
     """
-    plan = attention.plan
-    if plan.ranks == 1:
-        for step in plan.steps(attention.ring_rank, rotating):
+    if attention.plan.ranks == 1:
+        for step in attention.steps_alone:
             compute(step, block, ())
         return
     rounds = _block_rounds(attention, rotating, tuple((tensor.shape, tensor.dtype) for tensor in block))
     returns = _Returns(attention, exchange, rotating, home, lone_dtype)
-    capacity = sum(tensor.nbytes for tensor in block) // block[0].shape[1] * plan.blocks(rotating).most_tokens
+    capacity = sum(tensor.nbytes for tensor in block) // block[0].shape[1] * attention.most_tokens[rotating]
     exchange.publish("blocks", block, capacity)
     arriving: Pending | None = None
     for index, (step, this_round) in enumerate(rounds):
@@ -286,11 +289,7 @@ def _block_rounds(attention: RingAttention, rotating: Rotating, shapes: tuple[Sh
 
 
 class _Returns:
-    """The gradients of rotating blocks on their way home, step by step.
-
-    Args:
-        attention, exchange, rotating, home, lone_dtype: As in [`_rotate`].
-    """
+    """The gradients of rotating blocks on their way home, step by step; see [`_rotate`]."""
 
     def __init__(
         self,
@@ -303,9 +302,10 @@ class _Returns:
         self.ranks, self.exchange, self.home = attention.plan.ranks, exchange, home
         self.pending: tuple[Transfer | None, Pending] | None = None
         self.following = 1  # the order of the step whose gradients are published next
-        self.capacity = sum(total.row_nbytes for total in home) * attention.plan.blocks(rotating).most_tokens
-        shapes = tuple((total.shape, total.dtype) for total in home)
-        self.rounds = _return_rounds(attention, rotating, shapes, lone_dtype) if home else {}
+        if home:
+            self.capacity = sum(total.row_nbytes for total in home) * attention.most_tokens[rotating]
+            shapes = tuple((total.shape, total.dtype) for total in home)
+            self.rounds = _return_rounds(attention, rotating, shapes, lone_dtype)
 
     def output_buffers(self, step: Step) -> OutputBuffers:
         """Where the gradients of a step may be written."""
@@ -376,7 +376,7 @@ def _return_rounds(
 
 
 def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> torch.Tensor:
-    """The part of a block that a tile names. Row 0 of the block is row `first` of its shard."""
+    """The part of a block that a tile names; its row 0 is row `first` of its shard."""
     if batch == (0, tensor.shape[0]) and rows == (first, first + tensor.shape[1]):
         return tensor
     return tensor[batch[0] : batch[1], rows[0] - first : rows[1] - first]

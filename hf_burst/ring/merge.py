@@ -4,17 +4,16 @@ What is alone is kept as the kernel made it: nothing is filled with zeros, widen
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """What a kernel made for some of the rows of some sequences."""
 
     batch: Span
@@ -33,11 +32,8 @@ class _Part:
 
     def meets(self, other: "_Part") -> bool:
         """Whether a row is in both."""
-        return _overlap(self.batch, other.batch) and _overlap(self.rows, other.rows)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
+        spans = (self.batch, other.batch), (self.rows, other.rows)
+        return all(first[0] < second[1] and second[0] < first[1] for first, second in spans)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,15 +59,10 @@ class _Parts:
     A part that covers all rows, or several in a row that do together, is kept as it is; each row may have one more that
     waits. If a row has a further one, all are widened to the accumulation dtype, so that no sum of several is rounded
     in between. What waits at the end is merged where it belongs, without a pass over the other rows.
-
-    Args:
-        shape (`tuple[int, ...]`): `(B, S, H, D)` of the whole.
-        dtype (`torch.dtype`): Dtype of the result.
-        device (`torch.device`): Where.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape, self.device = shape, device
         self.accumulator = accumulation_dtype(dtype)
         self.whole: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
@@ -137,8 +128,7 @@ class Merged:
 
         Args:
             batch, rows (`tuple[int, int]`): Which.
-            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept for a while, and possibly
-                merged in place.
+            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept, and possibly changed.
             part_lse (`torch.Tensor` of shape `(b, s, H)`): Its log-sum-exp.
         """
         self.parts.take(_Part(batch, rows, part, part_lse))
@@ -170,8 +160,7 @@ class Summed:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.parts = _Parts(shape, dtype, device)
+        self.shape, self.dtype, self.parts = shape, dtype, _Parts(shape, dtype, device)
 
     @property
     def row_nbytes(self) -> int:
@@ -179,7 +168,7 @@ class Summed:
         return math.prod(self.shape) // self.shape[1] * self.parts.accumulator.itemsize
 
     def add(self, batch: Span, rows: Span, part: torch.Tensor) -> None:
-        """Adds `part` of shape `(b, s, H, D)`, which is kept for a while and possibly added to, to some of the rows."""
+        """Adds `part` of shape `(b, s, H, D)`, which is kept and possibly changed, to some of the rows."""
         self.parts.take(_Part(batch, rows, part))
 
     @property
