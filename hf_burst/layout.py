@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from .config import Chunking
@@ -116,23 +117,23 @@ class SequenceLayout:
         """The mask of every row for layers with this pattern."""
         return _masks(self, pattern)
 
-    def indices(self, rank: int) -> torch.Tensor:
+    def indices(self, rank: int) -> Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
         return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in self.sharding.runs(rank)])
 
-    def fully_masked(self, rank: int) -> torch.Tensor | None:
+    def fully_masked(self, rank: int) -> Tensor | None:
         """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
         starts = [start for start, _ in self.real]
         return self.indices(rank) < torch.tensor(starts, device="cpu")[:, None] if any(starts) else None
 
-    def counted(self, rank: int) -> torch.Tensor:
+    def counted(self, rank: int) -> Tensor:
         """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
         spans = self.real or ((0, self.length - self.padding),) * self.batch_size
         starts, stops = torch.tensor(spans, device="cpu").T[..., None]
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
-    def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> torch.Tensor:
+    def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
         """This rank's part of a full tensor.
 
         Args:
@@ -153,13 +154,13 @@ class SequenceLayout:
             tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, self.padding), value=pad_value)
         return torch.cat([tensor.narrow(dim, run.start, run.size) for run in self.sharding.runs(rank)], dim=dim)
 
-    def unshard(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole batch, without its padding, from the shards of all ranks in rank order."""
         runs = sorted((run.start, rank, run) for rank in range(len(shards)) for run in self.sharding.runs(rank))
         pieces = [shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs]
         return torch.cat(pieces, dim=1)[:, : self.length - self.padding]
 
-    def encode(self) -> torch.Tensor:
+    def encode(self) -> Tensor:
         """The layout as the operator takes it: a `torch.LongTensor` of 1 dimension on the CPU."""
         return _encode(self)
 
@@ -198,7 +199,7 @@ def _masks(layout: SequenceLayout, pattern: MaskPattern) -> tuple[Mask, ...]:
 
 
 @lru_cache(maxsize=64)
-def _encode(layout: SequenceLayout) -> torch.Tensor:
+def _encode(layout: SequenceLayout) -> Tensor:
     numbers = [layout.length, layout.padding, layout.batch_size, len(layout.owners), *layout.owners]
     numbers += [2 * len(layout.real), *chain.from_iterable(layout.real)]
     numbers += [*map(len, layout.documents), *chain.from_iterable(layout.documents)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigError, RankMismatchError
@@ -86,7 +87,7 @@ class ContextGroup:
         error: Exception | None,
         device: torch.device,
         tally: int = 0,
-        content: torch.Tensor | None = None,
+        content: Tensor | None = None,
     ) -> int:
         """Lets all ranks go on together, or raises an error on all of them.
 

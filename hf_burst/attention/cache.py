@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import KernelError
 from ..layout import SequenceLayout
@@ -24,16 +25,16 @@ class CachedAttention(NamedTuple):
         version (`int`): How often the outputs had been changed in place by then.
     """
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: Tensor
+    lse: Tensor
     beginning: SequenceLayout | None
     shape: torch.Size
     request: AttentionRequest
     version: int
 
     def recall(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, encoded: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
         request, out, lse = self.request, self.out.detach(), self.lse.detach()
         if self.beginning is not None:
@@ -66,14 +67,8 @@ class AttentionCache:
         self.position: int | None = None  # of the next entry where the region runs again
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        encoded: torch.Tensor,
-        request: AttentionRequest,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor, request: AttentionRequest
+    ) -> Tensor:
         """`torch.ops.hf_burst.attention` without its `lse`: computed, or recalled where the region runs again."""
         tracked = torch.is_grad_enabled()  # an attention without a graph is none that the backward pass asks for
         if tracked and self.position is not None and self.position < len(self.entries):
@@ -81,16 +76,16 @@ class AttentionCache:
             self.position += 1
             _check_unchanged(entry, q, request)
             recalled: Any = TrackedAttention.apply(q, k, v, sinks, encoded, request.flatten(), entry.recall)
-            again: torch.Tensor = recalled[0]
+            again: Tensor = recalled[0]
             return again
-        out: torch.Tensor
+        out: Tensor
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
         if tracked and self.position is None:
             self.entries.append(self._entry(out.detach(), lse.detach(), q.shape, encoded, request))
         return out
 
     def _entry(
-        self, out: torch.Tensor, lse: torch.Tensor, shape: torch.Size, encoded: torch.Tensor, request: AttentionRequest
+        self, out: Tensor, lse: Tensor, shape: torch.Size, encoded: Tensor, request: AttentionRequest
     ) -> CachedAttention:
         partial = request.pattern.causal and self.share < 1
         beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share) if partial else None
@@ -100,7 +95,7 @@ class AttentionCache:
         return CachedAttention(out, lse, beginning, shape, request, out._version)
 
 
-def _check_unchanged(entry: CachedAttention, q: torch.Tensor, request: AttentionRequest) -> None:
+def _check_unchanged(entry: CachedAttention, q: Tensor, request: AttentionRequest) -> None:
     """Raises if the region runs otherwise than it did first."""
     if (entry.shape, entry.request) != (q.shape, request):
         raise KernelError(

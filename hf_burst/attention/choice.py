@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ConfigError
@@ -31,9 +32,7 @@ def machine_of_group(group: ContextGroup, device: torch.device, kernel: str) -> 
     return None if group.size == 1 else resources_of(group).machine(device, kernel)
 
 
-def with_schedule(
-    request: AttentionRequest, layout: SequenceLayout, q: torch.Tensor, k: torch.Tensor
-) -> AttentionRequest:
+def with_schedule(request: AttentionRequest, layout: SequenceLayout, q: Tensor, k: Tensor) -> AttentionRequest:
     """The request with the schedule for the documents of this batch.
 
     While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then goes

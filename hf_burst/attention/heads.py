@@ -4,6 +4,7 @@ place, such as recurrent ones. Attention exchanges by the same rounds, slice by 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ShardingError
 from ..mesh import ContextGroup
@@ -12,7 +13,7 @@ from ..resources import resources_of
 from ..ring import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 
-def tokens_to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
+def tokens_to_heads(x: Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> Tensor:
     """Gives this rank's tokens of most heads away, and gets all tokens of its own heads.
 
     Args:
@@ -33,7 +34,7 @@ def tokens_to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tr
     return x if group.size == 1 else _HeadExchange.apply(x, True, sharding, group, transport)
 
 
-def heads_to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
+def heads_to_tokens(x: Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> Tensor:
     """The inverse of [`tokens_to_heads`].
 
     Args:
@@ -51,7 +52,7 @@ def heads_to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tr
     return x if group.size == 1 else _HeadExchange.apply(x, False, sharding, group, transport)
 
 
-def _check(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
+def _check(x: Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
     fits = sharding.ranks == group.size and tokens == sharding.tokens(group.rank)
     if x.ndim != 4 or not fits or heads % group.size:
         raise ShardingError(
@@ -66,9 +67,7 @@ class _HeadExchange(torch.autograd.Function):
 
     @staticmethod
     @torch.compiler.disable
-    def forward(
-        ctx: Any, x: torch.Tensor, to_heads: bool, sharding: Sharding, group: ContextGroup, transport: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, to_heads: bool, sharding: Sharding, group: ContextGroup, transport: str) -> Tensor:
         ctx.to_heads, ctx.settings = to_heads, (sharding, group, transport)
         owner, (batch, _, heads, dim) = ulysses_ranks_of(sharding, group.rank, group.size), x.shape
         with resources_of(group).messages(x.device, transport) as exchange:
@@ -83,6 +82,6 @@ class _HeadExchange(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         inverse = heads_to_tokens if ctx.to_heads else tokens_to_heads
         return inverse(gradients[0], *ctx.settings), None, None, None, None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import KernelError
@@ -20,7 +21,7 @@ from .prepare import InputKind, head_sizes, sharded_attention
 from .request import SCHEMA, AttentionRequest
 
 # From q, k, v, sinks and the encoded layout to the results of the operator, which are known already.
-Recall = Callable[..., tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
+Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
 
 _before = globals().get("_library")
 if _before is not None:  # this module is loaded anew, as notebooks do
@@ -41,8 +42,8 @@ _library.define(
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
     resources, batch, tokens, device = resources_of(group), q.shape[0], q.shape[1], q.device
@@ -54,8 +55,8 @@ def _attention(
 
 @torch.library.register_fake("hf_burst::attention", lib=_library)
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     request, sizes, (batch, tokens) = AttentionRequest.restore(flat), head_sizes(q, k, v), q.shape[:2]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
@@ -70,16 +71,16 @@ def _(
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _attention_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
     kv_heads: int,
     head_dim: int,
-    layout: torch.Tensor,
+    layout: Tensor,
     *flat: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `hf_burst::attention` with respect to q, k and v; that of the sinks follows from `lse` alone.
 
     `inputs` are q, k and v, or the tensors that the forward pass kept of them.
@@ -96,15 +97,15 @@ def _attention_backward(
 
 @torch.library.register_fake("hf_burst::attention_backward", lib=_library)
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
     kv_heads: int,
     head_dim: int,
     *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, tokens), sizes = dout.shape[:2], HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
     q_shape, k_shape, v_shape = sizes.shapes(batch, tokens, tokens)
     return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
@@ -116,14 +117,14 @@ class TrackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layout: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layout: Tensor,
         flat: Sequence[Any],
         recall: Recall | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch._C._AutoDispatchBelowAutograd():
             if recall is None:
                 out, lse, kept = torch.ops.hf_burst.attention(q, k, v, sinks, layout, *flat)
@@ -137,7 +138,7 @@ class TrackedAttention(torch.autograd.Function):
         return out, lse, kept
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dkept: Any) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Any) -> Any:
         sinks, layout, out, lse, *inputs = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
@@ -155,7 +156,7 @@ class _TrackedBackward(torch.autograd.Function):
     """The end of what autograd knows."""
 
     @staticmethod
-    def forward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, dout: Tensor, dlse: Tensor | None, count: int, *rest: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.hf_burst.attention_backward(dout, dlse, list(rest[:count]), *rest[count:])
 
@@ -169,9 +170,7 @@ class _TrackedBackward(torch.autograd.Function):
 
 @torch.library.impl(_library, "attention", "Autograd")
 @torch.compiler.disable
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
-) -> Any:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any) -> Any:
     if _is_tracked((q, k, v, sinks)):
         return TrackedAttention.apply(q, k, v, sinks, layout, flat, None)
     with torch._C._AutoDispatchBelowAutograd():
@@ -180,21 +179,19 @@ def _(
 
 @torch.library.impl(_library, "attention_backward", "Autograd")
 @torch.compiler.disable
-def _(dout: torch.Tensor, dlse: torch.Tensor | None, inputs: list[torch.Tensor], *rest: Any) -> Any:
+def _(dout: Tensor, dlse: Tensor | None, inputs: list[Tensor], *rest: Any) -> Any:
     if _is_tracked((dout, dlse, *inputs, *rest[:2])):
         return _TrackedBackward.apply(dout, dlse, len(inputs), *inputs, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.hf_burst.attention_backward(dout, dlse, inputs, *rest)
 
 
-def _is_tracked(tensors: Sequence[torch.Tensor | None]) -> bool:
+def _is_tracked(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd has to know of results of these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _sink_gradient(
-    sinks: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
-) -> torch.Tensor:
+def _sink_gradient(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """A sink's share of a row, times what its score changes: its value is 0, so only `-delta` remains."""
     delta = row_products(dout, out, dlse)
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)

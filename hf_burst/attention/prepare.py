@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..kernels import Kernel, KernelRequest, select_kernel
 from ..layout import SequenceLayout
@@ -24,14 +25,12 @@ class InputKind(NamedTuple):
     device: torch.device
 
 
-def head_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> HeadSizes:
+def head_sizes(q: Tensor, k: Tensor, v: Tensor) -> HeadSizes:
     """The heads of q, k and v, also of fake tensors, whose heads are never symbols."""
     return HeadSizes(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
 
-def sharded_attention(
-    resources: GroupResources, flat: Flat, encoded: torch.Tensor, inputs: InputKind
-) -> ShardedAttention:
+def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, inputs: InputKind) -> ShardedAttention:
     """The attention of a request; one object for all layers and steps that ask for the same.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
@@ -105,7 +106,7 @@ class HeadBlock:
     rows: tuple[int, int]
     heads: tuple[int, int]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         """This part of a tensor."""
         return tensor[:, slice(*self.rows), slice(*self.heads)]
 
@@ -133,7 +134,7 @@ class HeadRound:
     incoming: tuple[HeadMove, ...]
     rows: dict[int, tuple[int, ...]]
 
-    def shapes(self, peer: int, tensors: Sequence[torch.Tensor]) -> tuple[Shape, ...]:
+    def shapes(self, peer: int, tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
         """Shapes and dtypes of the tensors that a peer has published, by those of this rank."""
         return tuple(
             ((tensor.shape[0], rows, *tensor.shape[2:]), tensor.dtype)
@@ -144,7 +145,7 @@ class HeadRound:
 class Pending(Protocol):
     """Messages under way."""
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         """The tensors that were fetched; on a GPU the current stream waits for them, not the host."""
         ...
 
@@ -158,7 +159,7 @@ class Exchange(Protocol):
 
     sent: Traffic
 
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the tensors that are published next, so that they are not copied then.
 
         Args:
@@ -171,7 +172,7 @@ class Exchange(Protocol):
         """
         ...
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
 
         Every rank of the group publishes equally often, possibly nothing.
@@ -184,11 +185,7 @@ class Exchange(Protocol):
         ...
 
     def fetch(
-        self,
-        channel: Channel,
-        this_round: Round,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor] | None = None,
+        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> Pending:
         """Starts to fetch rows.
 
@@ -204,8 +201,8 @@ class Exchange(Protocol):
         self,
         channel: Channel,
         this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor],
         tag: int,
         beside_kernel: bool = False,
     ) -> Pending:
@@ -236,11 +233,11 @@ class _Messages:
     """Sends and receives under way. Sent tensors are kept alive, and must not change, until `wait`."""
 
     works: list[dist.Work]
-    sent: list[torch.Tensor]
-    landing: list[torch.Tensor]
-    into: list[torch.Tensor]
+    sent: list[Tensor]
+    landing: list[Tensor]
+    into: list[Tensor]
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
         for destination, landed in zip(self.into, self.landing, strict=True):
@@ -262,15 +259,11 @@ class PeerToPeer:
         """See [`Exchange.output_buffers`]; messages leave from any memory."""
         return [None] * len(shapes)
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
 
     def fetch(
-        self,
-        channel: Channel,
-        this_round: Round,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor] | None = None,
+        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> _Messages:
         """See [`Exchange.fetch`]."""
         sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in this_round.outgoing]
@@ -284,8 +277,8 @@ class PeerToPeer:
         self,
         channel: Channel,
         this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor],
         tag: int,
         beside_kernel: bool = False,
     ) -> _Messages:
@@ -308,7 +301,7 @@ class PeerToPeer:
         pending.wait()
 
     def _post(
-        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[int], into: Sequence[torch.Tensor], tag: int
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[int], into: Sequence[Tensor], tag: int
     ) -> _Messages:
         """Sends tensors to peers, and receives from them, all in one round."""
         tensors = [tensor.contiguous() for tensor, _ in sends]

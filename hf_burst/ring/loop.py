@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores, project_out
 from ..plan import Plan, Step, Tile, Transfer
@@ -15,7 +16,7 @@ from .merge import Merged, Summed, accumulation_dtype
 
 # Computes a step with a block. Returns the gradients of the block, empty in a forward pass; they may be written to the
 # buffers.
-Compute = Callable[[Step, Sequence[torch.Tensor], OutputBuffers], Sequence[torch.Tensor]]
+Compute = Callable[[Step, Sequence[Tensor], OutputBuffers], Sequence[Tensor]]
 
 _BANDS = 1024
 
@@ -79,12 +80,12 @@ class RingAttention:
 def forward(
     attention: RingAttention,
     exchange: Exchange,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
     buffers: OutputBuffers | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks. K and V rotate.
 
     Args:
@@ -103,7 +104,7 @@ def forward(
     buffers = buffers if attention.single_tile and sinks is None else None
     merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, sinks)
 
-    def compute(step: Step, block: Sequence[torch.Tensor], _: OutputBuffers) -> Sequence[torch.Tensor]:
+    def compute(step: Step, block: Sequence[Tensor], _: OutputBuffers) -> Sequence[Tensor]:
         keys, values = block
         first = step.recv.start if step.recv else 0
         for tile in step.tiles:
@@ -128,7 +129,7 @@ def backward(
     rotating: Rotating,
     inputs: BackwardInputs,
     buffers: OutputBuffers | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v.
 
     Args:
@@ -150,7 +151,7 @@ def backward(
         assert inputs.delta is not None, "there is out or delta"
         rows = _rows_without_out(attention.kernel, (q, inputs.dout, inputs.lse, inputs.delta), 0, dq)
 
-    def compute(step: Step, block: Sequence[torch.Tensor], returning: OutputBuffers) -> Sequence[torch.Tensor]:
+    def compute(step: Step, block: Sequence[Tensor], returning: OutputBuffers) -> Sequence[Tensor]:
         if step.recv is None:
             _add_tiles(attention, step, rows, keys, buffers)
             return ()
@@ -165,7 +166,7 @@ def backward(
         return [total.only_part if lone else total.wide for total in sums]
 
     home: tuple[Summed, ...] = (dk, dv)
-    block: tuple[torch.Tensor, ...] = (k, v)
+    block: tuple[Tensor, ...] = (k, v)
     if rotating == "q" and attention.plan.ranks > 1:
         assert inputs.delta is not None, "delta rotates"
         block, home = (q, inputs.dout, inputs.lse, inputs.delta), (dq,)
@@ -178,11 +179,11 @@ class _Rows(NamedTuple):
     """Queries and all that belongs to them in the backward pass, `out` as the kernel wants it. Row 0 is row `first` of
     its shard."""
 
-    q: torch.Tensor
-    dout: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor | None
-    out: torch.Tensor | None
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor | None
+    out: Tensor | None
     first: int
     dq: Summed
 
@@ -190,14 +191,14 @@ class _Rows(NamedTuple):
 class _Keys(NamedTuple):
     """Keys and values, and the sums of their gradients. Row 0 is row `first` of its shard."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Tensor
+    v: Tensor
     first: int
     dk: Summed
     dv: Summed
 
 
-def _rows_without_out(kernel: Kernel, block: Sequence[torch.Tensor], first: int, dq: Summed) -> _Rows:
+def _rows_without_out(kernel: Kernel, block: Sequence[Tensor], first: int, dq: Summed) -> _Rows:
     """Rows whose output is elsewhere, or does not have the product `delta`."""
     q, dout, lse, delta = block
     out = None
@@ -232,7 +233,7 @@ def _rotate(
     attention: RingAttention,
     rotating: Rotating,
     exchange: Exchange,
-    block: Sequence[torch.Tensor],
+    block: Sequence[Tensor],
     compute: Compute,
     home: Sequence[Summed] = (),
     lone_dtype: torch.dtype | None = None,
@@ -259,7 +260,7 @@ def _rotate(
         ahead = following is not None and goes_ahead(step, following, bool(home))
         if next_round is not None and ahead:
             arriving = exchange.fetch("blocks", next_round, block)
-        gradients: Sequence[torch.Tensor] = ()
+        gradients: Sequence[Tensor] = ()
         if step.tiles:
             gradients = compute(step, arrived, returns.output_buffers(step) if home and step.order else ())
         if home and step.order:
@@ -313,7 +314,7 @@ class _Returns:
         shapes = self.rounds[step.order].shapes
         return self.exchange.output_buffers("gradients", shapes, self.capacity) if shapes else ()
 
-    def send(self, step: Step, gradients: Sequence[torch.Tensor]) -> None:
+    def send(self, step: Step, gradients: Sequence[Tensor]) -> None:
         """Sends the gradients of a step's block home, and adds those of the step before that came home."""
         self._skip_to(step.order)
         this_round = self.rounds[step.order]
@@ -375,7 +376,7 @@ def _return_rounds(
     return rounds
 
 
-def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> torch.Tensor:
+def _cut(tensor: Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> Tensor:
     """The part of a block that a tile names; its row 0 is row `first` of its shard."""
     if batch == (0, tensor.shape[0]) and rows == (first, first + tensor.shape[1]):
         return tensor

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ShardingError
@@ -62,7 +62,7 @@ def kept_shapes(
     return [(batch, tokens * schedule.ulysses, width)] * slices
 
 
-def unpack(packed: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def unpack(packed: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The tensors of `(heads, dim)` that lie side by side in the last dimension."""
     ends = [0]
     for heads, dim in sizes:
@@ -102,8 +102,8 @@ class ShardedAttention:
             )
 
     def forward(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
@@ -137,7 +137,7 @@ class ShardedAttention:
         leaving.finish()
         return out, lse, kept
 
-    def exchanged(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    def exchanged(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """The tensors that [`ShardedAttention.forward`] keeps where heads are exchanged, without the attention; under
         way until the next pass begins."""
         kept, _, pending = self._fetch_heads(exchange, q, k, v, waits=False)
@@ -146,8 +146,8 @@ class ShardedAttention:
         return kept
 
     def _fetch_heads(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, waits: bool
-    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Pending]]:
+        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, waits: bool
+    ) -> tuple[list[Tensor], list[list[Tensor]], list[Pending]]:
         """This rank's heads of all Ulysses ranks on their way: where they come to lie, slice by slice, as q, k and v.
 
         If nothing `waits` for the first slice, products of matrices run beside the copies. Many multiprocessors held
@@ -171,12 +171,12 @@ class ShardedAttention:
         self,
         exchange: Exchange,
         sizes: HeadSizes,
-        saved: Sequence[torch.Tensor],
-        dout: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        saved: Sequence[Tensor],
+        dout: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's q, k and v.
 
         Args:
@@ -204,7 +204,7 @@ class ShardedAttention:
         parts = self.schedule.ulysses * slices
         rows, slice_sizes = (dout.shape[0], owner.tokens, sizes.q_heads // parts), sizes.slice(parts)
 
-        def fetch(index: int) -> tuple[Pending, torch.Tensor, list[torch.Tensor]]:
+        def fetch(index: int) -> tuple[Pending, Tensor, list[Tensor]]:
             own_dout = dout.new_empty(*rows, sizes.value_dim)
             scalars = [heads_first(rows, lse.dtype, dout.device) for _ in range(2)]
             into = (own_dout, *(tensor.unsqueeze(3) for tensor in scalars))
@@ -229,19 +229,19 @@ class ShardedAttention:
     def _ring_forward(
         self,
         exchange: Exchange,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
         buffers: OutputBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         if self._gathers:
             return gather_forward(self._ring, exchange, q, k, v, sinks)
         return forward(self._ring, exchange, q, k, v, sinks, buffers)
 
     def _ring_backward(
         self, exchange: Exchange, inputs: BackwardInputs, buffers: OutputBuffers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gathers:
             return gather_backward(self._ring, exchange, inputs)
         rotating: Rotating = "q" if self.schedule.ring == "burst" else "kv"

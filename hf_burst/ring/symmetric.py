@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
@@ -55,11 +56,11 @@ class Segments:
             self.buffer = symmetric_memory.empty(count * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
         self.met: deque[torch.cuda.Event] = deque(maxlen=count - 1)  # the barriers so far, the oldest first
-        self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.views: dict[Hashable, list[torch.Tensor]] = {}
+        self.bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.views: dict[Hashable, list[Tensor]] = {}
         self.tables: dict[Hashable, Table] = {}
 
-    def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[Tensor]:
         """The tensors of these shapes that a peer publishes in turn `turn`. Rows lie next to each other where they are
         scalars, `(B, S, H, 1)`."""
         key = (peer, turn % self.count, *shapes)
@@ -72,7 +73,7 @@ class Segments:
             remember(self.views, key, views)
         return views
 
-    def incoming(self, this_round: Round, turn: int) -> list[torch.Tensor]:
+    def incoming(self, this_round: Round, turn: int) -> list[Tensor]:
         """The rows that are fetched in a round, of the tensors published in turn `turn`."""
         key = (this_round, turn % self.count)
         views = self.views.get(key)
@@ -84,7 +85,7 @@ class Segments:
             remember(self.views, key, views)
         return views
 
-    def _base(self, peer: int, dtype: torch.dtype) -> torch.Tensor:
+    def _base(self, peer: int, dtype: torch.dtype) -> Tensor:
         base = self.bases.get((peer, dtype))
         if base is None:
             count = self.count * self.size // dtype.itemsize
@@ -141,12 +142,12 @@ class SymmetricPool:
 class _Copies:
     """Copies under way on the stream of the pool, or, without an event, on the current one."""
 
-    into: Sequence[torch.Tensor]
+    into: Sequence[Tensor]
     done: torch.cuda.Event | None
     device: torch.device
     table: "Table | None" = None  # which the kernel reads
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
         return list(self.into)
@@ -172,7 +173,7 @@ class Symmetric:
         self.own_stream = False
         torch.cuda.current_stream(self.pool.device).wait_stream(self.pool.stream)
 
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """See [`Exchange.output_buffers`]."""
         segments = self.pool.segments(channel, _segment_bytes(capacity))
         if segments.count < 3:
@@ -181,7 +182,7 @@ class Symmetric:
             torch.cuda.current_stream(self.pool.device).wait_event(segments.met[0])
         return segments.tensors(self.pool.group.rank, segments.published, shapes)
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]."""
         segments = self.pool.segments(channel, _segment_bytes(capacity))
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -199,11 +200,7 @@ class Symmetric:
         segments.published += 1
 
     def fetch(
-        self,
-        channel: Channel,
-        this_round: Round,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor] | None = None,
+        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> _Copies:
         """See [`Exchange.fetch`]; a fetch of a peer costs this rank nothing."""
         segments = self.pool.channels[channel]
@@ -222,8 +219,8 @@ class Symmetric:
         self,
         channel: Channel,
         this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor],
         tag: int,
         beside_kernel: bool = False,
     ) -> _Copies:
@@ -263,12 +260,7 @@ class Symmetric:
         return event
 
     def _table(
-        self,
-        segments: Segments,
-        turn: int,
-        this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        self, segments: Segments, turn: int, this_round: HeadRound, tensors: Sequence[Tensor], into: Sequence[Tensor]
     ) -> "Table":
         from .fused import Table
 

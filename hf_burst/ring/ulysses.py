@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import torch
+from torch import Tensor
 
 from ..plan import Sharding
 from .exchange import Exchange, HeadBlock, HeadMove, HeadRound, Pending, Shape
@@ -82,7 +82,7 @@ class TokensToHeads:
     """
 
     def __init__(
-        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[torch.Tensor], slices: int
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[Tensor], slices: int
     ) -> None:
         self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
         degree = self.owners[0].degree
@@ -93,7 +93,7 @@ class TokensToHeads:
         )
         exchange.publish("tokens to heads", tensors, capacity)
 
-    def fetch(self, index: int, into: Sequence[torch.Tensor], beside_kernel: bool) -> Pending:
+    def fetch(self, index: int, into: Sequence[Tensor], beside_kernel: bool) -> Pending:
         """Starts to fetch a slice.
 
         Args:
@@ -116,7 +116,7 @@ class HeadsToTokens:
     """
 
     def __init__(
-        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[torch.Tensor], slices: int
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[Tensor], slices: int
     ) -> None:
         self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
         self.pending: list[Pending] = []
@@ -126,11 +126,11 @@ class HeadsToTokens:
             for result, owner in zip(results, owners, strict=True)
         )
 
-    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the results of the next slice, of these shapes."""
         return self.exchange.output_buffers("heads to tokens", shapes, self.capacity)
 
-    def send(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
         self.exchange.publish("heads to tokens", tensors, self.capacity)
         heads = tuple(tensor.shape[2] for tensor in tensors)
