@@ -9,28 +9,19 @@ from ..errors import KernelError
 from ..layout import SequenceLayout
 from ..resources import resources_of
 from .operator import TrackedAttention
-from .prepare import InputKind, head_sizes, sharded_attention
+from .prepare import InputKind, sharded_attention
 from .request import AttentionRequest
 
 
 class CachedAttention(NamedTuple):
-    """The results of an attention: all of them, or the last rows of every rank.
+    """The results of an attention: all of them, or the last rows of every rank."""
 
-    Args:
-        out (`torch.Tensor` of shape `(B, rows, Hq, Dv)`): The outputs.
-        lse (`torch.Tensor` of shape `(B, rows, Hq)`): The log-sum-exps.
-        beginning ([`SequenceLayout`], *optional*): Of the tokens whose rows are missing.
-        shape (`torch.Size`): Of q.
-        request ([`AttentionRequest`]): What was asked for.
-        version (`int`): How often the outputs had been changed in place by then.
-    """
-
-    out: Tensor
-    lse: Tensor
-    beginning: SequenceLayout | None
-    shape: torch.Size
+    out: Tensor  # (B, rows, Hq, Dv)
+    lse: Tensor  # (B, rows, Hq)
+    beginning: SequenceLayout | None  # of the tokens whose rows are missing
+    shape: torch.Size  # of q
     request: AttentionRequest
-    version: int
+    version: int  # how often the outputs had been changed in place by then
 
     def recall(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
@@ -46,8 +37,7 @@ class CachedAttention(NamedTuple):
             out = torch.cat([first_out, out], 1)
             lse = torch.cat([first_lse.transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
         resources = resources_of(request.group)
-        inputs = InputKind(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-        attention = sharded_attention(resources, request.flatten(), encoded, inputs)
+        attention = sharded_attention(resources, request.flatten(), encoded, InputKind.of(q, k, v))
         if attention.schedule.ulysses == 1:
             return out, lse, []
         with resources.messages(q.device, request.transport) as exchange:

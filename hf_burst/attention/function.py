@@ -12,7 +12,7 @@ from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from .cache import AttentionCache
 from .choice import machine_of_group, named_schedule, with_schedule
-from .prepare import deterministic, head_sizes, kernel_for
+from .prepare import InputKind, deterministic, kernel_for
 from .request import AttentionRequest
 
 
@@ -106,10 +106,10 @@ def _checked_facts(
     _check_request(request, q, sinks)
     pattern, request = request.pattern, request.with_scale(q.shape[-1])
     layout.masks(pattern)
-    sizes, windowed = head_sizes(q, k, v), pattern.window is not None
+    inputs, windowed = InputKind.of(q, k, v), pattern.window is not None
     if request.schedule != "auto":
-        windowed |= named_schedule(request.schedule, sizes, request.group.size).ring == "all_gather"
-    kernel = kernel_for(request, sizes, q.dtype, q.device, windowed, deterministic())
+        windowed |= named_schedule(request.schedule, inputs.sizes, request.group.size).ring == "all_gather"
+    kernel = kernel_for(request, inputs, windowed, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
         "dtype": str(q.dtype),

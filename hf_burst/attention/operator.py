@@ -1,5 +1,4 @@
-"""Attention over a group as one operator of torch.library: what autograd, `torch.compile`, FSDP2 and selective
-checkpointing see.
+"""Attention over a group as one operator: what autograd, `torch.compile`, FSDP2 and selective checkpointing see.
 
 `torch.ops.hf_burst.attention` returns `(out, lse, kept)`, all saved for the backward pass, which is the operator
 `torch.ops.hf_burst.attention_backward`; `kept` are the exchanged q, k and v, where heads are exchanged. A request
@@ -46,10 +45,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
     *_, transport, group = flat
-    resources, batch, tokens, device = resources_of(group), q.shape[0], q.shape[1], q.device
-    inputs = InputKind(head_sizes(q, k, v), batch, tokens, q.dtype, device)
-    attention = sharded_attention(resources, flat, layout, inputs)
-    with resources.messages(device, transport) as exchange:
+    resources = resources_of(group)
+    attention = sharded_attention(resources, flat, layout, InputKind.of(q, k, v))
+    with resources.messages(q.device, transport) as exchange:
         return attention.forward(exchange, q, k, v, sinks)
 
 
@@ -97,14 +95,7 @@ def _attention_backward(
 
 @torch.library.register_fake("hf_burst::attention_backward", lib=_library)
 def _(
-    dout: Tensor,
-    dlse: Tensor | None,
-    inputs: list[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    kv_heads: int,
-    head_dim: int,
-    *rest: Any,
+    dout: Tensor, dlse: Any, inputs: Any, out: Tensor, lse: Tensor, kv_heads: int, head_dim: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     (batch, tokens), sizes = dout.shape[:2], HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
     q_shape, k_shape, v_shape = sizes.shapes(batch, tokens, tokens)

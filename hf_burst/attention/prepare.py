@@ -24,6 +24,11 @@ class InputKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "InputKind":
+        """That of these tensors."""
+        return cls(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
+
 
 def head_sizes(q: Tensor, k: Tensor, v: Tensor) -> HeadSizes:
     """The heads of q, k and v, also of fake tensors, whose heads are never symbols."""
@@ -68,27 +73,20 @@ def _prepared(
         masks=layout.masks(request.pattern),
         queries=layout.sharding,
         keys=layout.sharding,
-        kernel=kernel_for(request, inputs.sizes, inputs.dtype, inputs.device, windowed, same_bits),
+        kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
         slice_blocks=slice_blocks,
     )
 
 
-def kernel_for(
-    request: AttentionRequest,
-    sizes: HeadSizes,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-    same_bits: bool,
-) -> Kernel:
+def kernel_for(request: AttentionRequest, inputs: InputKind, windowed: bool, same_bits: bool) -> Kernel:
     """The kernel for the tiles of a request: `windowed` if they have other bands than those of causal squares,
     `same_bits` if two runs must agree in every bit."""
     wanted = KernelRequest(
-        device=device.type,
-        dtype=dtype,
-        head_dim=sizes.head_dim,
-        value_dim=sizes.value_dim,
+        device=inputs.device.type,
+        dtype=inputs.dtype,
+        head_dim=inputs.sizes.head_dim,
+        value_dim=inputs.sizes.value_dim,
         softcap=request.scores is not None and request.scores.softcap > 0,
         deterministic=same_bits,
         window=windowed,

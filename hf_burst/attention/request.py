@@ -6,8 +6,7 @@ from ..kernels import Scores
 from ..mesh import ContextGroup
 from ..plan import MaskPattern
 
-# The plain numbers and names of a request, as torch.library declares them. A missing window is -1, a missing
-# attention_chunk_size 0, and one process is the group "".
+# A request as torch.library declares it. A missing window is -1, a missing chunk size 0, and one process "".
 SCHEMA = (
     "bool causal, int window, int attention_chunk_size, float scale, float softcap, str kernel, str schedule, "
     "str transport, str group"

@@ -180,7 +180,7 @@ class Exchange(Protocol):
         Args:
             channel (`str`): Where.
             tensors (sequence of `torch.Tensor`): The tensors.
-            capacity (`int`): The most bytes that any rank will ever publish here; equal on all ranks.
+            capacity (`int`): The most bytes that any rank publishes here; equal on all ranks.
         """
         ...
 
@@ -219,12 +219,7 @@ class Exchange(Protocol):
         ...
 
     def wait_later(self, pending: Pending) -> None:
-        """Leaves a round under way whose memory nobody touches before the next pass over these ranks begins; that pass
-        waits for it.
-
-        Args:
-            pending ([`Pending`]): The round.
-        """
+        """Leaves a round under way; the next pass over these ranks waits for it, and nobody touches it before."""
         ...
 
 

@@ -34,13 +34,8 @@ def gather_forward(
         all_k, all_v = keys.take(index)
         for tile in attention.gathered:
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
-            out, lse = attention.kernel.forward(
-                q_slice[batch, rows],
-                all_k[batch, columns],
-                all_v[batch, columns],
-                attention.band(tile),
-                attention.scores,
-            )
+            tile_q, tile_k, tile_v = q_slice[batch, rows], all_k[batch, columns], all_v[batch, columns]
+            out, lse = attention.kernel.forward(tile_q, tile_k, tile_v, attention.band(tile), attention.scores)
             merged.add(tile.batch, tile.q, out, lse)
         out, lse = merged.result()
         outs.append(out)

@@ -14,8 +14,7 @@ from ..plan.steps import Rotating, goes_ahead
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
 from .merge import Merged, Summed, accumulation_dtype
 
-# Computes a step with a block. Returns the gradients of the block, empty in a forward pass; they may be written to the
-# buffers.
+# Computes a step with a block. Returns the gradients of the block, which may be written to the buffers.
 Compute = Callable[[Step, Sequence[Tensor], OutputBuffers], Sequence[Tensor]]
 
 _BANDS = 1024
@@ -201,9 +200,7 @@ class _Keys(NamedTuple):
 def _rows_without_out(kernel: Kernel, block: Sequence[Tensor], first: int, dq: Summed) -> _Rows:
     """Rows whose output is elsewhere, or does not have the product `delta`."""
     q, dout, lse, delta = block
-    out = None
-    if kernel.capabilities.wants_out:
-        dout, out = project_out(dout, delta)
+    dout, out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
     return _Rows(q, dout, lse, delta, out, first, dq)
 
 

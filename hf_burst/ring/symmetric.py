@@ -3,9 +3,8 @@ rows are read by the copy engines, which leaves the multiprocessors to attention
 
 Published tensors lie in segments that take turns: two where tensors are copied into them, three where kernels write
 there. A barrier on the stream of the copies says that every rank has published. Copies of the tensors published before
-come ahead of it in the same stream, so the segment before is free behind it. Buffers are as large as the largest block
-so far, and stay for later passes. Barriers end the process after the time limit of the process group, so that the ranks
-that are left do not hang when one is gone.
+come ahead of it in the same stream, so the segment before is free behind it. Barriers end the process after the time
+limit of the process group.
 """
 
 import logging
@@ -41,14 +40,7 @@ _IN_PLACE: tuple[Channel, ...] = ("gradients", "heads to tokens")  # kernels wri
 
 
 class Segments:
-    """The buffer of one channel on all ranks: segments of `size` bytes.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): This rank's device.
-        size (`int`): Bytes of a segment.
-        count (`int`): How many take turns.
-    """
+    """The buffer of one channel on all ranks: `count` segments of `size` bytes that take turns."""
 
     def __init__(self, group: ContextGroup, device: torch.device, size: int, count: int) -> None:
         self.size, self.count, self.published = size, count, 0
@@ -61,8 +53,7 @@ class Segments:
         self.tables: dict[Hashable, Table] = {}
 
     def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[Tensor]:
-        """The tensors of these shapes that a peer publishes in turn `turn`. Rows lie next to each other where they are
-        scalars, `(B, S, H, 1)`."""
+        """The tensors of these shapes that a peer publishes in a turn. Scalars, `(B, S, H, 1)`, lie heads first."""
         key = (peer, turn % self.count, *shapes)
         views = self.views.get(key)
         if views is None:
@@ -106,6 +97,7 @@ class SymmetricPool:
     def __init__(self, group: ContextGroup, device: torch.device, milliseconds: int) -> None:
         self.group, self.device, self.milliseconds = group, device, milliseconds
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self.last = self.stream  # of the latest copies; those on another one have to wait for it
         self.channels: dict[Channel, Segments] = {}
         self.pending: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which no stream has waited
         self.failure = ""  # the error that ended a pass in the middle: ranks may disagree on what was published
@@ -121,8 +113,7 @@ class SymmetricPool:
         return segments
 
     def settle(self) -> None:
-        """Lets the current stream wait for the rounds that were left under way, and the streams that left them, whose
-        memory may then be free."""
+        """Lets the current stream wait for the rounds that were left under way, and so the streams that left them."""
         current = torch.cuda.current_stream(self.device) if self.pending else None
         for pending, stream in self.pending:
             pending.wait()
@@ -171,7 +162,10 @@ class Symmetric:
     def use_current_stream(self) -> None:
         """From now on copies go on the current stream, behind those of passes before."""
         self.own_stream = False
-        torch.cuda.current_stream(self.pool.device).wait_stream(self.pool.stream)
+        current = torch.cuda.current_stream(self.pool.device)
+        if current != self.pool.last:
+            current.wait_stream(self.pool.last)
+            self.pool.last = current
 
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """See [`Exchange.output_buffers`]."""
@@ -249,8 +243,12 @@ class Symmetric:
         """The stream of the copies; it waits for all that the current stream has been given so far."""
         if not self.own_stream:
             return nullcontext()
-        self.pool.stream.wait_stream(torch.cuda.current_stream(self.pool.device))
-        context: AbstractContextManager[None] = torch.cuda.stream(self.pool.stream)
+        pool = self.pool
+        pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
+        if pool.last is not pool.stream:
+            pool.stream.wait_stream(pool.last)
+            pool.last = pool.stream
+        context: AbstractContextManager[None] = torch.cuda.stream(pool.stream)
         return context
 
     def _event(self) -> torch.cuda.Event:
@@ -327,7 +325,8 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
-    pool = SymmetricPool(group, device, _time_limit(group, device))
+    limit = group.process_group._get_backend(device).options._timeout  # after which the process group gives up, too
+    pool = SymmetricPool(group, device, int(1000 * limit.total_seconds()))
     failure = _trial(pool, [index for _, index, _ in places])
     failures: list[str | None] = [failure] * group.size
     dist.all_gather_object(failures, failure, group=group.process_group)
@@ -360,9 +359,3 @@ def _refusal(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "symmetric memory was not tried on ROCm"
     return None
-
-
-def _time_limit(group: ContextGroup, device: torch.device) -> int:
-    """Milliseconds after which the process group gives up, too."""
-    options = group.process_group._get_backend(device).options
-    return int(1000 * options._timeout.total_seconds())
