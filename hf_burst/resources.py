@@ -31,12 +31,7 @@ class GroupResources:
         self._pools: dict[torch.device, SymmetricPool | str] = {}
 
     def machine(self, device: torch.device, kernel: str) -> Machine:
-        """The machine that the ranks run on; the same on all of them.
-
-        Args:
-            device (`torch.device`): Where this rank computes.
-            kernel (`str`): The kernel of [`BurstConfig`], possibly `"auto"`.
-        """
+        """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]."""
         machine = self._machines.get((device, kernel))
         if machine is None:
             machine = machine_for(self.group, device, None if kernel == "auto" else kernel)
@@ -63,11 +58,7 @@ class GroupResources:
             raise
 
     def exchange(self, device: torch.device, transport: str) -> Exchange:
-        """The messages of one pass.
-
-        Args:
-            device (`torch.device`): Where this rank computes.
-            transport (`str`): As in [`BurstConfig`].
+        """The messages of one pass, by a transport of [`BurstConfig`].
 
         Raises:
             ConfigError: If the ranks cannot read each other's memory although that was asked for; if an attention ended

@@ -25,7 +25,7 @@ from tests.test_ring import Case, assert_exact, attend, context_group, put_toget
 
 Ranks = Callable[[int], RankPool]
 
-SIZE, SECONDS = 3, 60
+SIZE, SECONDS = 3, 180
 CASES = [
     Case(((0, 48),), schedule="auto", heads=(6, 3)),
     Case(((0, 5, 20, 33, 48),), schedule="auto", heads=(4, 4), seed=1),
@@ -36,7 +36,7 @@ CASES = [
 def joined(folder: Path, life: int, rank: int) -> Iterator[None]:
     """A process group of three, which may not be there any more at the end."""
     store = dist.FileStore(str(folder / str(life)), SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
     try:
         yield
     finally:

@@ -20,14 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def machine_of_group(group: ContextGroup, device: torch.device, kernel: str) -> Machine | None:
-    """The machine that a group runs on; `None` for one process.
+    """The machine that a group runs on, see [`GroupResources.machine`]; `None` for one process.
 
     The ranks agree on it at the first call, which all of them make at the same time and not while they trace a graph.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): Where this rank computes.
-        kernel (`str`): As in [`BurstConfig`].
     """
     return None if group.size == 1 else resources_of(group).machine(device, kernel)
 
@@ -39,10 +34,7 @@ def with_schedule(request: AttentionRequest, layout: SequenceLayout, q: Tensor, 
     by one whole document.
 
     Args:
-        request ([`AttentionRequest`]): What was asked for.
-        layout ([`SequenceLayout`]): How the batch lies over the ranks.
-        q (`torch.Tensor` of shape `(batch, n, q_heads, head_dim)`): This rank's queries.
-        k (`torch.Tensor` of shape `(batch, n, kv_heads, head_dim)`): This rank's keys.
+        request, layout, q, k: As in [`burst_attention`].
     """
     if request.schedule != "auto" or request.group.size == 1 or torch.compiler.is_compiling():
         return request
@@ -65,8 +57,7 @@ def schedule_of(request: AttentionRequest, sizes: HeadSizes, batch: int, tokens:
     Args:
         request ([`AttentionRequest`]): What was asked for.
         sizes ([`HeadSizes`]): Heads of q, k and v.
-        batch (`int`): Rows of the batch.
-        tokens (`int`): Tokens of a rank.
+        batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         ranks_per_host (`int`): As in [`Machine`].
 
     Raises:
@@ -84,12 +75,7 @@ def schedule_of(request: AttentionRequest, sizes: HeadSizes, batch: int, tokens:
 
 
 def named_schedule(name: str, sizes: HeadSizes, ranks: int) -> Schedule:
-    """The schedule of a name.
-
-    Args:
-        name (`str`): As in [`BurstConfig`], not `"auto"`.
-        sizes ([`HeadSizes`]): Heads of q, k and v.
-        ranks (`int`): Ranks of the group.
+    """The schedule of a name, as in [`BurstConfig`] but not `"auto"`.
 
     Raises:
         ConfigError: If so many ranks cannot execute it with so many heads.

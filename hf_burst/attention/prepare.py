@@ -44,35 +44,29 @@ def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, in
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
         inputs ([`InputKind`]): What the attention is given.
     """
-    ranks_per_host, slice_blocks = 1, 0
+    per_host, slice_blocks = 1, 0
     if resources.group.size > 1:
         *_, kernel, _, _, _ = flat
         machine = resources.machine(inputs.device, kernel)
-        ranks_per_host, slice_blocks = machine.ranks_per_host, machine.slice_blocks
+        per_host, slice_blocks = machine.ranks_per_host, machine.slice_blocks
     layout = encoded.numpy().tobytes()
-    return _prepared(resources.group, flat, layout, inputs, deterministic(), ranks_per_host, slice_blocks)
+    return _prepared(resources.group, flat, layout, inputs, deterministic(), per_host, slice_blocks)
 
 
 @lru_cache(maxsize=64)
 def _prepared(
-    group: ContextGroup,
-    flat: Flat,
-    encoded: bytes,
-    inputs: InputKind,
-    same_bits: bool,
-    ranks_per_host: int,
-    slice_blocks: int,
+    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, per_host: int, slice_blocks: int
 ) -> ShardedAttention:
-    request, layout = AttentionRequest.restore(flat), SequenceLayout.decode(encoded)
+    request, decoded = AttentionRequest.restore(flat), SequenceLayout.decode(layout)
     assert request.scores is not None, "with_scale sets them"
-    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, ranks_per_host)
+    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, per_host)
     windowed = request.pattern.window is not None or schedule.ring == "all_gather"
     return ShardedAttention(
         schedule=schedule,
         group=group,
-        masks=layout.masks(request.pattern),
-        queries=layout.sharding,
-        keys=layout.sharding,
+        masks=decoded.masks(request.pattern),
+        queries=decoded.sharding,
+        keys=decoded.sharding,
         kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
         slice_blocks=slice_blocks,

@@ -82,6 +82,12 @@ class Round:
             total += batch * (rows.stop - rows.start) * math.prod(rest) * dtype.itemsize
         return Traffic(len(self.outgoing), total)
 
+    def landing(self, device: torch.device) -> list[Tensor]:
+        """New tensors for the rows that come."""
+        return [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (rows.shape for rows in self.incoming)
+        ]
+
     def among(self, peers: frozenset[int]) -> "Round":
         """The part of the round that these peers have in it: what one of several transports carries."""
         return replace(
@@ -263,10 +269,7 @@ class PeerToPeer:
         """See [`Exchange.fetch`]."""
         sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in this_round.outgoing]
         receives = [rows.peer for rows in this_round.incoming]
-        if into is None:
-            shapes = [rows.shape for rows in this_round.incoming]
-            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        return self._post(sends, receives, into, this_round.tag)
+        return self._post(sends, receives, this_round.landing(self.device) if into is None else into, this_round.tag)
 
     def fetch_heads(
         self,

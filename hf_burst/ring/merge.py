@@ -114,8 +114,7 @@ class Merged:
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the output.
-        dtype (`torch.dtype`): Dtype of the result.
-        device (`torch.device`): Where.
+        dtype, device: Of the result.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores of every row, whose values are 0.
     """
 
@@ -154,8 +153,7 @@ class Summed:
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the gradient.
-        dtype (`torch.dtype`): Dtype of the result.
-        device (`torch.device`): Where.
+        dtype, device: Of the result.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -199,9 +199,7 @@ class Symmetric:
         """See [`Exchange.fetch`]; a fetch of a peer costs this rank nothing."""
         segments = self.pool.channels[channel]
         sources = segments.incoming(this_round, segments.published - 1)
-        if into is None:
-            shapes = [rows.shape for rows in this_round.incoming]
-            into = [torch.empty(shape, dtype=dtype, device=self.pool.device) for shape, dtype in shapes]
+        into = this_round.landing(self.pool.device) if into is None else into
         with self._stream():  # which waits for the current one, where the memory may have been in use
             for source, target in zip(sources, into, strict=True):
                 target.copy_(source, non_blocking=True)
