@@ -134,16 +134,13 @@ class SequenceLayout:
         return (tokens >= starts) & (tokens < stops)
 
     def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
-        """This rank's part of a full tensor.
+        """The part of a rank, a copy with `length / ranks` tokens along `dim` in the order of the shard.
 
         Args:
             tensor (`torch.Tensor`): The whole batch, with `length - padding` tokens along `dim`.
             rank (`int`): Whose part.
             pad_value (`float` or `int`, defaults to 0): The value of the appended tokens.
             dim (`int`, defaults to 1): The dimension of the tokens.
-
-        Returns:
-            `torch.Tensor` with `length / ranks` tokens along `dim`; a copy, in the order of the shard.
         """
         dim = dim % tensor.ndim
         if tensor.shape[dim] != self.length - self.padding:

@@ -89,10 +89,9 @@ class ContextGroup:
         tally: int = 0,
         content: Tensor | None = None,
     ) -> int:
-        """Lets all ranks go on together, or raises an error on all of them.
+        """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
 
-        Every rank calls it at the same time. One small all-gather; only if something differs are the facts themselves
-        exchanged.
+        Every rank calls it at the same time: one small all-gather. Facts are only exchanged where something differs.
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
@@ -100,9 +99,6 @@ class ContextGroup:
             device (`torch.device`): Where the backend communicates.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
             content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, on any device.
-
-        Returns:
-            `int`: The sum of the tallies.
 
         Raises:
             RankMismatchError: If another rank met an error, or the facts differ.

@@ -98,13 +98,8 @@ def _chosen(
     choice = choose(masks, sharding, q_heads, kv_heads, ranks_per_host)
     if group.rank == 0:
         documents = sum(len(mask.documents) - 1 for mask in masks)
-        shape = f"{len(masks)} x {masks[0].length} tokens, {q_heads} query and {kv_heads} key heads"
-        logger.log(
-            logging.INFO if documents == len(masks) else logging.DEBUG,
-            "hf_burst runs %s for %s, documents: %d (%s)",
-            name_of(choice.schedule, group.size),
-            shape,
-            documents,
-            choice.reason,
-        )
+        level = logging.INFO if documents == len(masks) else logging.DEBUG
+        batch = f"{len(masks)} x {masks[0].length} tokens, {q_heads} query and {kv_heads} key heads"
+        name = name_of(choice.schedule, group.size)
+        logger.log(level, "hf_burst runs %s for %s, documents: %d (%s)", name, batch, documents, choice.reason)
     return choice.schedule

@@ -140,12 +140,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if len({(tensor.dtype, tensor.device) for tensor in (q, k, v)}) > 1:
         kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
         raise BatchError(f"q, k and v need one dtype and one device, got {kinds}.")
-    if (
-        0 in (*q.shape, *v.shape)
-        or q.shape[:2] != k.shape[:2]
-        or k.shape[:3] != v.shape[:3]
-        or q.shape[3] != k.shape[3]
-    ):
+    fit = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    if 0 in (*q.shape, *v.shape) or not fit:
         raise BatchError(f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.")
     if q.shape[2] % k.shape[2]:
         raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")

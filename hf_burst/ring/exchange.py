@@ -153,7 +153,6 @@ class Pending(Protocol):
 
     def wait(self) -> list[Tensor]:
         """The tensors that were fetched; on a GPU the current stream waits for them, not the host."""
-        ...
 
 
 class Exchange(Protocol):
@@ -176,7 +175,6 @@ class Exchange(Protocol):
         Returns:
             A tensor each, or `None` where there is no such buffer.
         """
-        ...
 
     def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
@@ -188,7 +186,6 @@ class Exchange(Protocol):
             tensors (sequence of `torch.Tensor`): The tensors.
             capacity (`int`): The most bytes that any rank publishes here; equal on all ranks.
         """
-        ...
 
     def fetch(
         self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
@@ -201,7 +198,6 @@ class Exchange(Protocol):
             tensors (sequence of `torch.Tensor`): The tensors that this rank has published.
             into (sequence of `torch.Tensor`, *optional*): Where the rows go; new tensors by default.
         """
-        ...
 
     def fetch_heads(
         self,
@@ -222,11 +218,9 @@ class Exchange(Protocol):
             tag (`int`): Tells the rounds apart.
             beside_kernel (`bool`, defaults to `False`): Whether a kernel computes meanwhile.
         """
-        ...
 
     def wait_later(self, pending: Pending) -> None:
         """Leaves a round under way; the next pass over these ranks waits for it, and nobody touches it before."""
-        ...
 
 
 @dataclass

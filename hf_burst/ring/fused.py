@@ -26,9 +26,8 @@ def combine(
     batch: tuple[int, int],
     rows: tuple[int, int],
 ) -> None:
-    """Merges (with log-sum-exps) or adds (without) a part into some of the rows; the others are only converted.
-
-    If `result` is `so_far`, other rows are left alone.
+    """Merges (with log-sum-exps) or adds (without) a part into some of the rows. Others are only converted, or left
+    alone if `result` is `so_far`.
 
     Args:
         result (`torch.Tensor` of shape `(B, S, H, D)`): Where it goes, of any dtype.
@@ -136,9 +135,8 @@ def _product(
 class Table:
     """Many strided copies as one kernel: what is fixed about them, on the device.
 
-    Sources are the memory of peers or one's own and stay where they are; destinations are given with each run. All
-    copies go on at the same time, a piece of each in turn: one after the other, all ranks would read from the first
-    peer, and then from the next one, at a fraction of what the links can do.
+    Sources stay where they are; destinations are given with each run. All copies go on at the same time, a piece of
+    each in turn: one after the other, all ranks would read from one peer, at a fraction of what the links can do.
 
     Args:
         pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the

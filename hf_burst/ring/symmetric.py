@@ -65,7 +65,7 @@ class Segments:
         return views
 
     def incoming(self, this_round: Round, turn: int) -> list[Tensor]:
-        """The rows that are fetched in a round, of the tensors published in turn `turn`."""
+        """The rows that are fetched in a round, of the tensors published in a turn."""
         key = (this_round, turn % self.count)
         views = self.views.get(key)
         if views is None:
@@ -304,13 +304,8 @@ def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
 
 
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
-    """The symmetric memory of a group, or why its ranks cannot read each other's memory; on all of them alike.
-
-    Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): This rank's device.
+    """The symmetric memory of a group on this rank's device, or why its ranks cannot read each other's memory; on all
+    of them alike. Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
     """
     refusal = _refusal(device)
     mine = (socket.gethostname(), device.index, refusal)
