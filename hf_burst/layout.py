@@ -210,6 +210,5 @@ def _decode(encoded: bytes) -> SequenceLayout:
     owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
     real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
     sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
-    ends = [0, *accumulate(sizes)]
-    documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise(ends))
+    documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
     return SequenceLayout(length, owners, documents, padding, real)

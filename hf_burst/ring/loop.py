@@ -272,17 +272,16 @@ def _block_rounds(attention: RingAttention, rotating: Rotating, shapes: tuple[Sh
     """The steps of this rank, and how their blocks come, if this rank's block has these shapes."""
     shardings, rounds = attention.plan.blocks(rotating), []
     for step in attention.plan.steps(attention.ring_rank, rotating):
-        outgoing: tuple[Outgoing, ...] = ()
-        incoming: tuple[Incoming, ...] = ()
-        if step.send:
-            peer, rows = attention.peers[step.send.peer], (step.send.start, step.send.stop)
-            outgoing = tuple(Outgoing(peer, index, *rows) for index in range(len(shapes)))
-        if step.recv:
-            tokens = shardings.tokens(step.source)
-            theirs = tuple(((shape[0], tokens, *shape[2:]), dtype) for shape, dtype in shapes)
-            peer, rows = attention.peers[step.recv.peer], (step.recv.start, step.recv.stop)
-            incoming = tuple(Incoming(peer, theirs, index, *rows) for index in range(len(shapes)))
-        rounds.append((step, Round(shapes, outgoing, incoming, 2 * step.order)))
+        outgoing, incoming = [], []
+        for index in range(len(shapes)):
+            if step.send:
+                peer = attention.peers[step.send.peer]
+                outgoing.append(Outgoing(peer, index, step.send.start, step.send.stop))
+            if step.recv:
+                peer, tokens = attention.peers[step.recv.peer], shardings.tokens(step.source)
+                theirs = tuple(((shape[0], tokens, *shape[2:]), dtype) for shape, dtype in shapes)
+                incoming.append(Incoming(peer, theirs, index, step.recv.start, step.recv.stop))
+        rounds.append((step, Round(shapes, tuple(outgoing), tuple(incoming), 2 * step.order)))
     return rounds
 
 

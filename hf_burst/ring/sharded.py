@@ -49,11 +49,9 @@ def kept_shapes(
     """The shapes of the exchanged heads that a forward pass keeps instead of q, k and v, if it does.
 
     Args:
-        schedule ([`Schedule`]): With `ulysses` ranks that exchange heads.
-        ranks (`int`): Ranks of the group.
+        schedule, ranks, slice_blocks: As in [`head_slices`].
         batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         sizes ([`HeadSizes`]): Heads of the whole attention.
-        slice_blocks (`int`): As in [`head_slices`].
     """
     if schedule.ulysses == 1:
         return []

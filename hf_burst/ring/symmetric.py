@@ -102,8 +102,9 @@ class SymmetricPool:
         self.pending: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which no stream has waited
         self.failure = ""  # the error that ended a pass in the middle: ranks may disagree on what was published
 
-    def segments(self, channel: Channel, nbytes: int) -> Segments:
+    def segments(self, channel: Channel, capacity: int) -> Segments:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
+        nbytes = capacity + _TENSORS * _ALIGNMENT  # the same on ranks that publish more and fewer tensors
         segments = self.channels.get(channel)
         if segments is None or segments.size < nbytes:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
@@ -169,7 +170,7 @@ class Symmetric:
 
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """See [`Exchange.output_buffers`]."""
-        segments = self.pool.segments(channel, _segment_bytes(capacity))
+        segments = self.pool.segments(channel, capacity)
         if segments.count < 3:
             return [None] * len(shapes)
         if len(segments.met) == segments.met.maxlen:  # before that nothing was ever there
@@ -178,7 +179,7 @@ class Symmetric:
 
     def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]."""
-        segments = self.pool.segments(channel, _segment_bytes(capacity))
+        segments = self.pool.segments(channel, capacity)
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         published = segments.tensors(self.pool.group.rank, segments.published, shapes)
         with self._stream():
@@ -269,11 +270,6 @@ class Symmetric:
         blocks = [block for block in this_round.outgoing if block.peer != self.pool.group.rank]
         sent = Traffic(len(blocks), sum(block.of(tensors[block.index]).nbytes for block in blocks))
         return Table(pairs, into, sent)
-
-
-def _segment_bytes(capacity: int) -> int:
-    """Bytes of a segment, the same on ranks that publish more and fewer tensors."""
-    return capacity + _TENSORS * _ALIGNMENT
 
 
 def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
