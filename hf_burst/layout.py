@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from .config import Chunking
@@ -57,16 +59,14 @@ class SequenceLayout:
             chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
                 [`BurstConfig`]; or the owner of each of the equal chunks, as many for every rank.
             real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
-            patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers of a model have which pattern:
-                what is balanced. By default all are causal and see whole documents.
-            stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is dealt
-                out by itself.
+            patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers have which pattern, for the
+                balance. By default all are causal and see whole documents.
+            stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
 
         Raises:
             BatchError: If the batch is empty.
             ConfigError: If there is no such chunking.
-            ShardingError: If the sequences are shorter than the number of chunks, or owners do not give every rank as
-                many.
+            ShardingError: If there are more chunks than tokens, or owners do not give every rank as many.
         """
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
@@ -101,8 +101,7 @@ class SequenceLayout:
 
     @cached_property
     def imbalance(self) -> float:
-        """By how much the rank with the most pairs is above the mean, in a layer whose queries see all that is before
-        them in their documents: 0.02 is 2 %."""
+        """By how much the rank with the most pairs is above the mean in a causal layer: 0.02 is 2 %."""
         return imbalance(self.masks(MaskPattern()), self.owners)
 
     @property
@@ -110,41 +109,38 @@ class SequenceLayout:
         return len(self.documents)
 
     def beginning(self, share: float) -> "SequenceLayout | None":
-        """The layout of the first part of the sequence, of which every rank holds as many tokens as the others, its
-        first ones; `None` if it cannot be cut there. A causal mask sees nothing behind it."""
+        """The layout of the first part of the sequence, of which every rank holds as many tokens, its first ones;
+        `None` if it cannot be cut there."""
         return _beginning(self, share)
 
     def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
         """The mask of every row for layers with this pattern."""
         return _masks(self, pattern)
 
-    def indices(self, rank: int) -> torch.Tensor:
+    def indices(self, rank: int) -> Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
         return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in self.sharding.runs(rank)])
 
-    def fully_masked(self, rank: int) -> torch.Tensor | None:
+    def fully_masked(self, rank: int) -> Tensor | None:
         """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
         starts = [start for start, _ in self.real]
         return self.indices(rank) < torch.tensor(starts, device="cpu")[:, None] if any(starts) else None
 
-    def counted(self, rank: int) -> torch.Tensor:
+    def counted(self, rank: int) -> Tensor:
         """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
         spans = self.real or ((0, self.length - self.padding),) * self.batch_size
         starts, stops = torch.tensor(spans, device="cpu").T[..., None]
         tokens = self.indices(rank)
         return (tokens >= starts) & (tokens < stops)
 
-    def shard(self, tensor: torch.Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> torch.Tensor:
-        """This rank's part of a full tensor.
+    def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
+        """The part of a rank, a copy with `length / ranks` tokens along `dim` in the order of the shard.
 
         Args:
             tensor (`torch.Tensor`): The whole batch, with `length - padding` tokens along `dim`.
             rank (`int`): Whose part.
-            pad_value (`int` or `float`, defaults to 0): The value of the appended tokens.
+            pad_value (`float` or `int`, defaults to 0): The value of the appended tokens.
             dim (`int`, defaults to 1): The dimension of the tokens.
-
-        Returns:
-            `torch.Tensor` with `length / ranks` tokens along `dim`; a copy, in the order of the shard.
         """
         dim = dim % tensor.ndim
         if tensor.shape[dim] != self.length - self.padding:
@@ -155,16 +151,14 @@ class SequenceLayout:
             tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, self.padding), value=pad_value)
         return torch.cat([tensor.narrow(dim, run.start, run.size) for run in self.sharding.runs(rank)], dim=dim)
 
-    def unshard(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole batch, without its padding, from the shards of all ranks in rank order."""
-        pieces = []
-        for rank, shard in enumerate(shards):
-            pieces += [(run.start, shard[:, run.local : run.local + run.size]) for run in self.sharding.runs(rank)]
-        whole = torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])], dim=1)
-        return whole[:, : self.length - self.padding]
+        runs = sorted((run.start, rank, run) for rank in range(len(shards)) for run in self.sharding.runs(rank))
+        pieces = [shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs]
+        return torch.cat(pieces, dim=1)[:, : self.length - self.padding]
 
-    def encode(self) -> torch.Tensor:
-        """The layout as a CPU tensor, the form in which it enters the operator: `torch.LongTensor` of 1 dimension."""
+    def encode(self) -> Tensor:
+        """The layout as the operator takes it: a `torch.LongTensor` of 1 dimension on the CPU."""
         return _encode(self)
 
     @classmethod
@@ -202,12 +196,10 @@ def _masks(layout: SequenceLayout, pattern: MaskPattern) -> tuple[Mask, ...]:
 
 
 @lru_cache(maxsize=64)
-def _encode(layout: SequenceLayout) -> torch.Tensor:
+def _encode(layout: SequenceLayout) -> Tensor:
     numbers = [layout.length, layout.padding, layout.batch_size, len(layout.owners), *layout.owners]
-    numbers += [2 * len(layout.real), *(bound for span in layout.real for bound in span)]
-    numbers += [len(row) for row in layout.documents]
-    for row in layout.documents:
-        numbers += row
+    numbers += [2 * len(layout.real), *chain.from_iterable(layout.real)]
+    numbers += [*map(len, layout.documents), *chain.from_iterable(layout.documents)]
     with torch.inference_mode(False):  # a later pass may save it for its backward
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
@@ -218,8 +210,5 @@ def _decode(encoded: bytes) -> SequenceLayout:
     owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
     real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
     sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
-    documents, position = [], 0
-    for size in sizes:
-        documents.append(tuple(boundaries[position : position + size]))
-        position += size
-    return SequenceLayout(length, owners, tuple(documents), padding, real)
+    documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
+    return SequenceLayout(length, owners, documents, padding, real)

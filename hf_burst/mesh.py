@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigError, RankMismatchError
@@ -35,7 +36,7 @@ class ContextGroup:
     name: str = ""
 
     @classmethod
-    def from_mesh(cls, mesh: "DeviceMesh | dist.ProcessGroup | None") -> "ContextGroup":
+    def from_mesh(cls, mesh: DeviceMesh | dist.ProcessGroup | None) -> "ContextGroup":
         """The group of a mesh (its `"cp"` dimension, or its only one), of a process group, or of all ranks for `None`.
 
         Raises:
@@ -86,26 +87,20 @@ class ContextGroup:
         error: Exception | None,
         device: torch.device,
         tally: int = 0,
-        content: torch.Tensor | None = None,
+        content: Tensor | None = None,
     ) -> int:
-        """Lets all ranks go on together, or raises the same error on all of them.
+        """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
 
-        Every rank calls it with what it is about to do and with the error that it met on the way, if any. One small
-        all-gather; only if something differs are the facts themselves exchanged.
+        Every rank calls it at the same time: one small all-gather. Facts are only exchanged where something differs.
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
-            error (`Exception`, *optional*): What this rank found wrong on its own.
+            error (`Exception`, *optional*): What this rank found wrong on its own. It raises this one.
             device (`torch.device`): Where the backend communicates.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
-            content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, wherever it
-                is; the host does not wait for it by itself.
-
-        Returns:
-            `int`: The sum of the tallies.
+            content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, on any device.
 
         Raises:
-            Exception: This rank's own error.
             RankMismatchError: If another rank met an error, or the facts differ.
         """
         if self.size == 1:
@@ -129,10 +124,9 @@ class ContextGroup:
         dist.all_gather_object(reports, report, group=self.process_group)
         if error is not None:
             raise error
-        failed = [(rank, seen["error"]) for rank, seen in enumerate(reports) if seen["error"]]
-        if failed:
-            rank, message = failed[0]
-            raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {message}")
+        for rank, seen in enumerate(reports):
+            if seen["error"]:
+                raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {seen['error']}")
         different = [
             f"{key}: " + ", ".join(f"rank {rank} has {seen['facts'].get(key)}" for rank, seen in enumerate(reports))
             for key in sorted(set().union(*(seen["facts"] for seen in reports)))

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from .calibrate import machine_for
 from .errors import ConfigError
-from .mesh import ContextGroup
+from .mesh import ContextGroup, group_by_name
 from .plan import Machine
 from .ring import Exchange, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
 
 class GroupResources:
-    """The resources of one group.
+    """The resources of one group. Every rank of it calls the methods at the same time.
 
     Args:
-        group ([`ContextGroup`]): The ranks. Every one of them calls the methods at the same time.
+        group ([`ContextGroup`]): The ranks.
     """
 
     def __init__(self, group: ContextGroup) -> None:
@@ -31,38 +31,24 @@ class GroupResources:
         self._pools: dict[torch.device, SymmetricPool | str] = {}
 
     def machine(self, device: torch.device, kernel: str) -> Machine:
-        """The machine that the ranks run on; the same on all of them.
-
-        Args:
-            device (`torch.device`): Where this rank computes.
-            kernel (`str`): The kernel of [`BurstConfig`], possibly `"auto"`.
-        """
-        key = device, kernel
-        if key not in self._machines:
-            self._machines[key] = machine_for(self.group, device, None if kernel == "auto" else kernel)
-        return self._machines[key]
+        """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]."""
+        machine = self._machines.get((device, kernel))
+        if machine is None:
+            machine = machine_for(self.group, device, None if kernel == "auto" else kernel)
+            self._machines[device, kernel] = machine
+        return machine
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
-        """The symmetric memory of the ranks, or why they have none.
-
-        Args:
-            device (`torch.device`): Where this rank computes.
-        """
-        if device not in self._pools:
-            self._pools[device] = open_pool(self.group, device)
-        return self._pools[device]
+        """The symmetric memory of the ranks on this rank's device, or why they have none."""
+        pool = self._pools.get(device)
+        if pool is None:
+            pool = self._pools[device] = open_pool(self.group, device)
+        return pool
 
     @contextmanager
     def messages(self, device: torch.device, transport: str) -> Iterator[Exchange]:
-        """The messages of one pass. A failure in its middle is noted down: ranks need not agree then on what was sent.
-
-        Args:
-            device (`torch.device`): Where this rank computes.
-            transport (`str`): As in [`BurstConfig`].
-
-        Raises:
-            ConfigError: As [`GroupResources.exchange`].
-        """
+        """As [`GroupResources.exchange`], for a whole pass. A failure in its middle is noted down: ranks need not agree
+        then on what was sent."""
         exchange = self.exchange(device, transport)
         try:
             yield exchange
@@ -72,11 +58,7 @@ class GroupResources:
             raise
 
     def exchange(self, device: torch.device, transport: str) -> Exchange:
-        """The messages of one pass.
-
-        Args:
-            device (`torch.device`): Where this rank computes.
-            transport (`str`): As in [`BurstConfig`].
+        """The messages of one pass, by a transport of [`BurstConfig`].
 
         Raises:
             ConfigError: If the ranks cannot read each other's memory although that was asked for; if an attention ended
@@ -115,18 +97,16 @@ class GroupResources:
 
 
 _OPEN: WeakKeyDictionary[dist.ProcessGroup, GroupResources] = WeakKeyDictionary()
+_ONE_PROCESS = GroupResources(ContextGroup())  # which shares nothing, and so never holds anything
 
 
-def resources_of(group: ContextGroup) -> GroupResources:
-    """The resources of a group; those of one process are new each time and hold nothing.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-    """
-    if group.size == 1:
-        return GroupResources(group)
-    process_group = group.process_group
+def resources_of(group: ContextGroup | str) -> GroupResources:
+    """The resources of a group, given as itself or by the name under which torch.distributed knows it."""
+    name = group if isinstance(group, str) else group.name
+    if not name:
+        return _ONE_PROCESS
+    process_group = group_by_name(name)
     resources = _OPEN.get(process_group)
     if resources is None:
-        resources = _OPEN[process_group] = GroupResources(group)
+        resources = _OPEN[process_group] = GroupResources(ContextGroup.from_name(name))
     return resources

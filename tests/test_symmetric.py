@@ -103,6 +103,28 @@ def test_no_bytes_are_written_while_a_rank_may_still_read_them(ranks, size, sche
     assert not races(found)
 
 
+def accesses_on_two_streams(rank: int, size: int, folder: Path, cases: list[Case]) -> list[Access]:
+    """Of passes on two streams in turn, neither of which waits for the other one."""
+    found: list[Access] = []
+    with shared_memory(folder, context_group(size), found):
+        streams = [Stream(), Stream()]
+        for stream in (*streams, streams[1], *streams):
+            for case in cases:
+                with on(stream):
+                    attend(rank, size, case)
+    return found
+
+
+@pytest.mark.parametrize("slices", [(1,), (4,), (1, 4)])
+def test_no_bytes_are_written_too_early_where_passes_change_their_stream(ranks, slices, tmp_path):
+    many = [
+        Shared(((0, 24),), kernel="reference", schedule="ulysses", heads=(4 * count, 2 * count)) for count in slices
+    ]
+    found = [access for own in ranks(2).run(accesses_on_two_streams, tmp_path, many) for access in own]
+    assert sum(access.kind == "read" for access in found) > 10
+    assert not races(found)
+
+
 def run_a_region_again(rank: int, size: int, folder: Path, seen: bool) -> None:
     """What was exchanged for a region that runs again is under way until the next pass, which waits for it: the
     backward pass of that region, or another one, where nobody asks for gradients."""

@@ -3,42 +3,29 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import KernelError
 from ..layout import SequenceLayout
 from ..resources import resources_of
 from .operator import TrackedAttention
-from .prepare import InputKind, head_sizes, sharded_attention
+from .prepare import InputKind, sharded_attention
 from .request import AttentionRequest
 
 
 class CachedAttention(NamedTuple):
-    """The results of an attention: all of them, or the last rows of every rank and the layout of those before.
+    """The results of an attention: all of them, or the last rows of every rank."""
 
-    Args:
-        out (`torch.Tensor` of shape `(B, rows, Hq, Dv)`): The outputs.
-        lse (`torch.Tensor` of shape `(B, rows, Hq)`): The log-sum-exps.
-        beginning ([`SequenceLayout`], *optional*): Of the tokens whose rows are missing.
-        shape (`torch.Size`): Of q.
-        request ([`AttentionRequest`]): What was asked for.
-        version (`int`): How often the outputs had been changed in place by then.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    beginning: SequenceLayout | None
-    shape: torch.Size
+    out: Tensor  # (B, rows, Hq, Dv)
+    lse: Tensor  # (B, rows, Hq)
+    beginning: SequenceLayout | None  # of the tokens whose rows are missing
+    shape: torch.Size  # of q
     request: AttentionRequest
-    version: int
+    version: int  # how often the outputs had been changed in place by then
 
     def recall(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        encoded: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
         request, out, lse = self.request, self.out.detach(), self.lse.detach()
         if self.beginning is not None:
@@ -49,11 +36,11 @@ class CachedAttention(NamedTuple):
             )
             out = torch.cat([first_out, out], 1)
             lse = torch.cat([first_lse.transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
-        inputs = InputKind(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-        attention = sharded_attention(request, encoded, inputs)
+        resources = resources_of(request.group)
+        attention = sharded_attention(resources, request.flatten(), encoded, InputKind.of(q, k, v))
         if attention.schedule.ulysses == 1:
             return out, lse, []
-        with resources_of(request.group).messages(q.device, request.transport) as exchange:
+        with resources.messages(q.device, request.transport) as exchange:
             return out, lse, attention.exchanged(exchange, q, k, v)
 
 
@@ -70,14 +57,8 @@ class AttentionCache:
         self.position: int | None = None  # of the next entry where the region runs again
 
     def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        encoded: torch.Tensor,
-        request: AttentionRequest,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor, request: AttentionRequest
+    ) -> Tensor:
         """`torch.ops.hf_burst.attention` without its `lse`: computed, or recalled where the region runs again."""
         tracked = torch.is_grad_enabled()  # an attention without a graph is none that the backward pass asks for
         if tracked and self.position is not None and self.position < len(self.entries):
@@ -85,16 +66,16 @@ class AttentionCache:
             self.position += 1
             _check_unchanged(entry, q, request)
             recalled: Any = TrackedAttention.apply(q, k, v, sinks, encoded, request.flatten(), entry.recall)
-            again: torch.Tensor = recalled[0]
+            again: Tensor = recalled[0]
             return again
-        out: torch.Tensor
+        out: Tensor
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
         if tracked and self.position is None:
             self.entries.append(self._entry(out.detach(), lse.detach(), q.shape, encoded, request))
         return out
 
     def _entry(
-        self, out: torch.Tensor, lse: torch.Tensor, shape: torch.Size, encoded: torch.Tensor, request: AttentionRequest
+        self, out: Tensor, lse: Tensor, shape: torch.Size, encoded: Tensor, request: AttentionRequest
     ) -> CachedAttention:
         partial = request.pattern.causal and self.share < 1
         beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share) if partial else None
@@ -104,7 +85,7 @@ class AttentionCache:
         return CachedAttention(out, lse, beginning, shape, request, out._version)
 
 
-def _check_unchanged(entry: CachedAttention, q: torch.Tensor, request: AttentionRequest) -> None:
+def _check_unchanged(entry: CachedAttention, q: Tensor, request: AttentionRequest) -> None:
     """Raises if the region runs otherwise than it did first."""
     if (entry.shape, entry.request) != (q.shape, request):
         raise KernelError(

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ConfigError
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
-from ..plan import Machine, Mask, MaskPattern, Sharding, assign, choose, cut, name_of
+from ..plan import Machine, Mask, Sharding, assign, choose, cut, name_of
 from ..resources import resources_of
 from ..ring import HeadSizes
 from .request import AttentionRequest
@@ -19,53 +20,45 @@ logger = logging.getLogger(__name__)
 
 
 def machine_of_group(group: ContextGroup, device: torch.device, kernel: str) -> Machine | None:
-    """The machine that a group runs on; `None` for one process.
+    """The machine that a group runs on, see [`GroupResources.machine`]; `None` for one process.
 
     The ranks agree on it at the first call, which all of them make at the same time and not while they trace a graph.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): Where this rank computes.
-        kernel (`str`): As in [`BurstConfig`].
     """
     return None if group.size == 1 else resources_of(group).machine(device, kernel)
 
 
-def with_schedule(
-    request: AttentionRequest, layout: SequenceLayout, q: torch.Tensor, k: torch.Tensor
-) -> AttentionRequest:
+def with_schedule(request: AttentionRequest, layout: SequenceLayout, q: Tensor, k: Tensor) -> AttentionRequest:
     """The request with the schedule for the documents of this batch.
 
     While a graph is compiled it stays `"auto"`, since the graph is to serve other batches too: the operator then goes
     by one whole document.
 
     Args:
-        request ([`AttentionRequest`]): What was asked for.
-        layout ([`SequenceLayout`]): How the batch lies over the ranks.
-        q (`torch.Tensor` of shape `(batch, n, q_heads, head_dim)`): This rank's queries.
-        k (`torch.Tensor` of shape `(batch, n, kv_heads, head_dim)`): This rank's keys.
+        request, layout, q, k: As in [`burst_attention`].
     """
-    group = request.group
-    if request.schedule != "auto" or group.size == 1 or torch.compiler.is_compiling():
+    if request.schedule != "auto" or request.group.size == 1 or torch.compiler.is_compiling():
         return request
-    machine = machine_of_group(group, q.device, request.kernel)
-    assert machine is not None, "there are several ranks"
-    masks = layout.masks(request.pattern)
-    schedule = _chosen(masks, layout.sharding, int(q.shape[2]), int(k.shape[2]), machine.ranks_per_host, group)
+    machine = resources_of(request.group).machine(q.device, request.kernel)
+    return _with_choice(request, layout, int(q.shape[2]), int(k.shape[2]), machine.ranks_per_host)
+
+
+@lru_cache(maxsize=64)
+def _with_choice(
+    request: AttentionRequest, layout: SequenceLayout, q_heads: int, kv_heads: int, ranks_per_host: int
+) -> AttentionRequest:
+    masks, group = layout.masks(request.pattern), request.group
+    schedule = _chosen(masks, layout.sharding, q_heads, kv_heads, ranks_per_host, group)
     return replace(request, schedule=name_of(schedule, group.size))
 
 
-def schedule_of(
-    request: AttentionRequest, sizes: HeadSizes, batch: int, tokens: int, machine: Machine | None
-) -> Schedule:
+def schedule_of(request: AttentionRequest, sizes: HeadSizes, batch: int, tokens: int, ranks_per_host: int) -> Schedule:
     """The schedule that the operator executes; for `"auto"` that of one whole document of this length.
 
     Args:
         request ([`AttentionRequest`]): What was asked for.
         sizes ([`HeadSizes`]): Heads of q, k and v.
-        batch (`int`): Rows of the batch.
-        tokens (`int`): Tokens of a rank.
-        machine ([`Machine`], *optional*): The machine of the group, if there are several ranks.
+        batch, tokens (`int`): Rows of the batch, and tokens of a rank.
+        ranks_per_host (`int`): As in [`Machine`].
 
     Raises:
         ConfigError: If the ranks cannot execute the schedule asked for with these heads.
@@ -73,20 +66,16 @@ def schedule_of(
     group = request.group
     if request.schedule != "auto":
         return named_schedule(request.schedule, sizes, group.size)
-    if machine is None:
+    if group.size == 1:
         return Schedule()
-    masks, sharding = _whole_document(request.pattern, int(tokens) * group.size, int(batch), group.size)
-    return _chosen(masks, sharding, sizes.q_heads, sizes.kv_heads, machine.ranks_per_host, group)
+    length = int(tokens) * group.size
+    masks = (request.pattern.mask(length, (0, length)),) * int(batch)
+    sharding = cut(length, assign(masks, group.size))
+    return _chosen(masks, sharding, sizes.q_heads, sizes.kv_heads, ranks_per_host, group)
 
 
-@lru_cache(maxsize=64)
 def named_schedule(name: str, sizes: HeadSizes, ranks: int) -> Schedule:
-    """The schedule of a name.
-
-    Args:
-        name (`str`): As in [`BurstConfig`], not `"auto"`.
-        sizes ([`HeadSizes`]): Heads of q, k and v.
-        ranks (`int`): Ranks of the group.
+    """The schedule of a name, as in [`BurstConfig`] but not `"auto"`.
 
     Raises:
         ConfigError: If so many ranks cannot execute it with so many heads.
@@ -102,33 +91,15 @@ def named_schedule(name: str, sizes: HeadSizes, ranks: int) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def _whole_document(pattern: MaskPattern, length: int, batch: int, ranks: int) -> tuple[tuple[Mask, ...], Sharding]:
-    masks = (pattern.mask(length, (0, length)),) * batch
-    return masks, cut(length, assign(masks, ranks))
-
-
-@lru_cache(maxsize=64)
 def _chosen(
-    masks: tuple[Mask, ...],
-    sharding: Sharding,
-    q_heads: int,
-    kv_heads: int,
-    ranks_per_host: int,
-    group: ContextGroup,
+    masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: int, ranks_per_host: int, group: ContextGroup
 ) -> Schedule:
     """The choice. Rank 0 logs it, quietly for packed documents, as there is one for every batch."""
     choice = choose(masks, sharding, q_heads, kv_heads, ranks_per_host)
     if group.rank == 0:
         documents = sum(len(mask.documents) - 1 for mask in masks)
-        logger.log(
-            logging.INFO if documents == len(masks) else logging.DEBUG,
-            "hf_burst runs %s for %d x %d tokens, %d query and %d key heads, documents: %d (%s)",
-            name_of(choice.schedule, group.size),
-            len(masks),
-            masks[0].length,
-            q_heads,
-            kv_heads,
-            documents,
-            choice.reason,
-        )
+        level = logging.INFO if documents == len(masks) else logging.DEBUG
+        batch = f"{len(masks)} x {masks[0].length} tokens, {q_heads} query and {kv_heads} key heads"
+        name = name_of(choice.schedule, group.size)
+        logger.log(level, "hf_burst runs %s for %s, documents: %d (%s)", name, batch, documents, choice.reason)
     return choice.schedule

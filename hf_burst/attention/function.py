@@ -5,26 +5,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import BatchError, KernelError, ShardingError
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from .cache import AttentionCache
 from .choice import machine_of_group, named_schedule, with_schedule
-from .prepare import deterministic, head_sizes, kernel_for
+from .prepare import InputKind, deterministic, kernel_for
 from .request import AttentionRequest
 
 
 def burst_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     layout: SequenceLayout,
     request: AttentionRequest,
     *,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     check: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Exact attention over a sequence that lies on the ranks of a group (BurstAttention, arXiv 2403.09347).
 
     Args:
@@ -70,15 +71,15 @@ def burst_attention(
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
     layout: SequenceLayout,
-    encoded: torch.Tensor,
+    encoded: Tensor,
     request: AttentionRequest,
     cache: AttentionCache | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The output of attention whose inputs the ranks have agreed on, as in [`burst_attention`].
 
     Args:
@@ -89,20 +90,15 @@ def attend(
     request = with_schedule(request, layout, q, k)
     if cache is not None:
         return cache.attention(q, k, v, sinks, encoded, request)
-    out: torch.Tensor = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())[0]
+    out: Tensor = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())[0]
     return out
 
 
 def _checked_facts(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: SequenceLayout,
-    request: AttentionRequest,
-    sinks: torch.Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, request: AttentionRequest, sinks: Tensor | None
 ) -> dict[str, Any]:
     """The facts that must be equal on all ranks, of inputs that are right on this one."""
-    if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
+    if not all(isinstance(tensor, Tensor) for tensor in (q, k, v)) or not isinstance(layout, SequenceLayout):
         kinds = ", ".join(type(value).__name__ for value in (q, k, v, layout))
         raise BatchError(f"Attention takes three tensors and a SequenceLayout, got {kinds}.")
     _check_tensors(q, k, v)
@@ -110,10 +106,10 @@ def _checked_facts(
     _check_request(request, q, sinks)
     pattern, request = request.pattern, request.with_scale(q.shape[-1])
     layout.masks(pattern)
-    sizes, windowed = head_sizes(q, k, v), pattern.window is not None
+    inputs, windowed = InputKind.of(q, k, v), pattern.window is not None
     if request.schedule != "auto":
-        windowed |= named_schedule(request.schedule, sizes, request.group.size).ring == "all_gather"
-    kernel = kernel_for(request, sizes, q.dtype, q.device, windowed, deterministic())
+        windowed |= named_schedule(request.schedule, inputs.sizes, request.group.size).ring == "all_gather"
+    kernel = kernel_for(request, inputs, windowed, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
         "dtype": str(q.dtype),
@@ -130,13 +126,13 @@ def _checked_facts(
 
 def _device_of(q: Any, group: ContextGroup) -> torch.device:
     """Where the ranks speak to each other: that of the queries, or of the backend where they are none."""
-    if isinstance(q, torch.Tensor) and q.device.type in ("cpu", "cuda"):
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda"):
         return q.device
     on_gpus = group.size > 1 and dist.get_backend(group.process_group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises for tensors that do not fit each other."""
     shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip("qkv", (q, k, v), strict=True))
     if any(tensor.ndim != 4 for tensor in (q, k, v)):
@@ -144,18 +140,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if len({(tensor.dtype, tensor.device) for tensor in (q, k, v)}) > 1:
         kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (q, k, v))
         raise BatchError(f"q, k and v need one dtype and one device, got {kinds}.")
-    if (
-        0 in (*q.shape, *v.shape)
-        or q.shape[:2] != k.shape[:2]
-        or k.shape[:3] != v.shape[:3]
-        or q.shape[3] != k.shape[3]
-    ):
+    fit = q.shape[:2] == k.shape[:2] and k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3]
+    if 0 in (*q.shape, *v.shape) or not fit:
         raise BatchError(f"q, k and v do not belong together: {shapes}. Batch, tokens and head sizes must agree.")
     if q.shape[2] % k.shape[2]:
         raise KernelError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key heads: it must be a whole multiple.")
 
 
-def _check_layout(q: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
+def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> None:
     """Raises for a layout that does not fit the queries or the group."""
     if layout.ranks != group.size:
         raise ShardingError(
@@ -181,7 +173,7 @@ def _check_layout(q: torch.Tensor, layout: SequenceLayout, group: ContextGroup) 
         )
 
 
-def _check_request(request: AttentionRequest, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+def _check_request(request: AttentionRequest, q: Tensor, sinks: Tensor | None) -> None:
     """Raises for a chunk size, a soft-capping or sinks that mean nothing."""
     size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
     if size is not None and size < 1:

@@ -4,6 +4,7 @@ place, such as recurrent ones. Attention exchanges by the same rounds, slice by 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ShardingError
 from ..mesh import ContextGroup
@@ -12,7 +13,7 @@ from ..resources import resources_of
 from ..ring import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 
-def tokens_to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
+def tokens_to_heads(x: Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> Tensor:
     """Gives this rank's tokens of most heads away, and gets all tokens of its own heads.
 
     Args:
@@ -30,10 +31,10 @@ def tokens_to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tr
         ShardingError: If shapes, sharding and group do not fit.
     """
     _check(x, sharding, group, x.shape[1] if x.ndim == 4 else 0, x.shape[2] if x.ndim == 4 else 0)
-    return x if group.size == 1 else _TokensToHeads.apply(x, sharding, group, transport)
+    return x if group.size == 1 else _HeadExchange.apply(x, True, sharding, group, transport)
 
 
-def heads_to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> torch.Tensor:
+def heads_to_tokens(x: Tensor, sharding: Sharding, group: ContextGroup, transport: str = "auto") -> Tensor:
     """The inverse of [`tokens_to_heads`].
 
     Args:
@@ -48,10 +49,10 @@ def heads_to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tr
     """
     own = sharding.tokens(group.rank) if x.ndim == 4 and x.shape[1] == sharding.length else -1
     _check(x, sharding, group, own, group.size)
-    return x if group.size == 1 else _HeadsToTokens.apply(x, sharding, group, transport)
+    return x if group.size == 1 else _HeadExchange.apply(x, False, sharding, group, transport)
 
 
-def _check(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
+def _check(x: Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
     fits = sharding.ranks == group.size and tokens == sharding.tokens(group.rank)
     if x.ndim != 4 or not fits or heads % group.size:
         raise ShardingError(
@@ -61,43 +62,26 @@ def _check(x: torch.Tensor, sharding: Sharding, group: ContextGroup, tokens: int
         )
 
 
-def _to_heads(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str) -> torch.Tensor:
-    owner = ulysses_ranks_of(sharding, group.rank, group.size)
-    result = x.new_empty(x.shape[0], sharding.length, x.shape[2] // group.size, x.shape[3])
-    with resources_of(group).messages(x.device, transport) as exchange:
-        TokensToHeads(exchange, (owner,), (x,), slices=1).fetch(0, (result,), beside_kernel=False).wait()
-    return result
+class _HeadExchange(torch.autograd.Function):
+    """One of the two ways; its gradient takes the other one."""
 
-
-def _to_tokens(x: torch.Tensor, sharding: Sharding, group: ContextGroup, transport: str) -> torch.Tensor:
-    owner = ulysses_ranks_of(sharding, group.rank, group.size)
-    result = x.new_empty(x.shape[0], sharding.tokens(group.rank), x.shape[2] * group.size, x.shape[3])
-    with resources_of(group).messages(x.device, transport) as exchange:
-        leaving = HeadsToTokens(exchange, (owner,), (result,), slices=1)
-        leaving.send(0, (x,))
-        leaving.finish()
-    return result
-
-
-class _TokensToHeads(torch.autograd.Function):
     @staticmethod
     @torch.compiler.disable
-    def forward(ctx: Any, x: torch.Tensor, *settings: Any) -> torch.Tensor:
-        ctx.settings = settings
-        return _to_heads(x, *settings)
+    def forward(ctx: Any, x: Tensor, to_heads: bool, sharding: Sharding, group: ContextGroup, transport: str) -> Tensor:
+        ctx.to_heads, ctx.settings = to_heads, (sharding, group, transport)
+        owner, (batch, _, heads, dim) = ulysses_ranks_of(sharding, group.rank, group.size), x.shape
+        with resources_of(group).messages(x.device, transport) as exchange:
+            if to_heads:
+                result = x.new_empty(batch, sharding.length, heads // group.size, dim)
+                TokensToHeads(exchange, (owner,), (x,), slices=1).fetch(0, (result,), beside_kernel=False).wait()
+            else:
+                result = x.new_empty(batch, sharding.tokens(group.rank), heads * group.size, dim)
+                leaving = HeadsToTokens(exchange, (owner,), (result,), slices=1)
+                leaving.send(0, (x,))
+                leaving.finish()
+        return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return heads_to_tokens(gradients[0], *ctx.settings), None, None, None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    @torch.compiler.disable
-    def forward(ctx: Any, x: torch.Tensor, *settings: Any) -> torch.Tensor:
-        ctx.settings = settings
-        return _to_tokens(x, *settings)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return tokens_to_heads(gradients[0], *ctx.settings), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inverse = heads_to_tokens if ctx.to_heads else tokens_to_heads
+        return inverse(gradients[0], *ctx.settings), None, None, None, None

@@ -1,5 +1,4 @@
-"""Attention over a group as one operator of torch.library: what autograd, `torch.compile`, FSDP2 and selective
-checkpointing see.
+"""Attention over a group as one operator: what autograd, `torch.compile`, FSDP2 and selective checkpointing see.
 
 `torch.ops.hf_burst.attention` returns `(out, lse, kept)`, all saved for the backward pass, which is the operator
 `torch.ops.hf_burst.attention_backward`; `kept` are the exchanged q, k and v, where heads are exchanged. A request
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import KernelError
@@ -20,7 +20,7 @@ from .prepare import InputKind, head_sizes, sharded_attention
 from .request import SCHEMA, AttentionRequest
 
 # From q, k, v, sinks and the encoded layout to the results of the operator, which are known already.
-Recall = Callable[..., tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]
+Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
 
 _before = globals().get("_library")
 if _before is not None:  # this module is loaded anew, as notebooks do
@@ -41,27 +41,27 @@ _library.define(
 @torch.library.impl(_library, "attention", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The operator; see [`burst_attention`] for its tensors, and [`AttentionRequest.flatten`] for the rest."""
-    request = AttentionRequest.restore(flat)
-    inputs = InputKind(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-    attention = sharded_attention(request, layout, inputs)
-    with resources_of(request.group).messages(q.device, request.transport) as exchange:
+    *_, transport, group = flat
+    resources = resources_of(group)
+    attention = sharded_attention(resources, flat, layout, InputKind.of(q, k, v))
+    with resources.messages(q.device, transport) as exchange:
         return attention.forward(exchange, q, k, v, sinks)
 
 
 @torch.library.register_fake("hf_burst::attention", lib=_library)
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     request, sizes, (batch, tokens) = AttentionRequest.restore(flat), head_sizes(q, k, v), q.shape[:2]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
     machine = machine_of_group(request.group, q.device, request.kernel)
     if machine is None:
         return out, lse, []
-    schedule = schedule_of(request, sizes, batch, tokens, machine)
+    schedule = schedule_of(request, sizes, batch, tokens, machine.ranks_per_host)
     kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, machine.slice_blocks)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
@@ -69,42 +69,34 @@ def _(
 @torch.library.impl(_library, "attention_backward", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _attention_backward(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    inputs: list[Tensor],
+    out: Tensor,
+    lse: Tensor,
     kv_heads: int,
     head_dim: int,
-    layout: torch.Tensor,
+    layout: Tensor,
     *flat: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `hf_burst::attention` with respect to q, k and v; that of the sinks follows from `lse` alone.
 
     `inputs` are q, k and v, or the tensors that the forward pass kept of them.
     """
-    request = AttentionRequest.restore(flat)
-    sizes = HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
-    attention = sharded_attention(
-        request, layout, InputKind(sizes, dout.shape[0], dout.shape[1], dout.dtype, dout.device)
-    )
+    *_, transport, group = flat
+    (batch, tokens, q_heads, value_dim), resources, device = dout.shape, resources_of(group), dout.device
+    sizes = HeadSizes(q_heads, kv_heads, head_dim, value_dim)
+    attention = sharded_attention(resources, flat, layout, InputKind(sizes, batch, tokens, dout.dtype, device))
     own_out = out if dlse is None else None
     delta = row_products(dout, out, dlse) if attention.needs_delta or own_out is None else None
-    with resources_of(request.group).messages(dout.device, request.transport) as exchange:
+    with resources.messages(device, transport) as exchange:
         return attention.backward(exchange, sizes, inputs, dout, own_out, lse, delta)
 
 
 @torch.library.register_fake("hf_burst::attention_backward", lib=_library)
 def _(
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    inputs: list[torch.Tensor],
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kv_heads: int,
-    head_dim: int,
-    *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, dlse: Any, inputs: Any, out: Tensor, lse: Tensor, kv_heads: int, head_dim: int, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, tokens), sizes = dout.shape[:2], HeadSizes(dout.shape[2], kv_heads, head_dim, dout.shape[3])
     q_shape, k_shape, v_shape = sizes.shapes(batch, tokens, tokens)
     return dout.new_empty(q_shape), dout.new_empty(k_shape), dout.new_empty(v_shape)
@@ -116,14 +108,14 @@ class TrackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        layout: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        layout: Tensor,
         flat: Sequence[Any],
         recall: Recall | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch._C._AutoDispatchBelowAutograd():
             if recall is None:
                 out, lse, kept = torch.ops.hf_burst.attention(q, k, v, sinks, layout, *flat)
@@ -137,7 +129,7 @@ class TrackedAttention(torch.autograd.Function):
         return out, lse, kept
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, dkept: Any) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Any) -> Any:
         sinks, layout, out, lse, *inputs = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
@@ -155,7 +147,7 @@ class _TrackedBackward(torch.autograd.Function):
     """The end of what autograd knows."""
 
     @staticmethod
-    def forward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor | None, count: int, *rest: Any) -> Any:
+    def forward(ctx: Any, dout: Tensor, dlse: Tensor | None, count: int, *rest: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.hf_burst.attention_backward(dout, dlse, list(rest[:count]), *rest[count:])
 
@@ -169,9 +161,7 @@ class _TrackedBackward(torch.autograd.Function):
 
 @torch.library.impl(_library, "attention", "Autograd")
 @torch.compiler.disable
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, layout: torch.Tensor, *flat: Any
-) -> Any:
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any) -> Any:
     if _is_tracked((q, k, v, sinks)):
         return TrackedAttention.apply(q, k, v, sinks, layout, flat, None)
     with torch._C._AutoDispatchBelowAutograd():
@@ -180,21 +170,19 @@ def _(
 
 @torch.library.impl(_library, "attention_backward", "Autograd")
 @torch.compiler.disable
-def _(dout: torch.Tensor, dlse: torch.Tensor | None, inputs: list[torch.Tensor], *rest: Any) -> Any:
+def _(dout: Tensor, dlse: Tensor | None, inputs: list[Tensor], *rest: Any) -> Any:
     if _is_tracked((dout, dlse, *inputs, *rest[:2])):
         return _TrackedBackward.apply(dout, dlse, len(inputs), *inputs, *rest)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.hf_burst.attention_backward(dout, dlse, inputs, *rest)
 
 
-def _is_tracked(tensors: Sequence[torch.Tensor | None]) -> bool:
+def _is_tracked(tensors: Sequence[Tensor | None]) -> bool:
     """Whether autograd has to know of results of these tensors."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _sink_gradient(
-    sinks: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
-) -> torch.Tensor:
+def _sink_gradient(sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """A sink's share of a row, times what its score changes: its value is 0, so only `-delta` remains."""
     delta = row_products(dout, out, dlse)
     return -(torch.exp(sinks.to(lse.dtype) - lse) * delta).sum((0, 1)).to(sinks.dtype)

@@ -4,25 +4,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..kernels import Kernel, KernelRequest, select_kernel
 from ..layout import SequenceLayout
-from ..plan import Machine
+from ..mesh import ContextGroup
+from ..resources import GroupResources
 from ..ring import HeadSizes, ShardedAttention
-from .choice import machine_of_group, schedule_of
-from .request import AttentionRequest
+from .choice import schedule_of
+from .request import AttentionRequest, Flat
 
 
 class InputKind(NamedTuple):
-    """Shapes, dtype and device of this rank's q, k and v.
-
-    Args:
-        sizes ([`HeadSizes`]): Heads.
-        batch (`int`): Rows of the batch.
-        tokens (`int`): Tokens of this rank.
-        dtype (`torch.dtype`): Of all three.
-        device (`torch.device`): Where they lie.
-    """
+    """Heads, rows of the batch, tokens of this rank, dtype and device of q, k and v."""
 
     sizes: HeadSizes
     batch: int
@@ -30,69 +24,64 @@ class InputKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "InputKind":
+        """That of these tensors."""
+        return cls(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
 
-def head_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> HeadSizes:
+
+def head_sizes(q: Tensor, k: Tensor, v: Tensor) -> HeadSizes:
     """The heads of q, k and v, also of fake tensors, whose heads are never symbols."""
     return HeadSizes(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
 
-def sharded_attention(request: AttentionRequest, encoded: torch.Tensor, inputs: InputKind) -> ShardedAttention:
+def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, inputs: InputKind) -> ShardedAttention:
     """The attention of a request; one object for all layers and steps that ask for the same.
 
     Args:
-        request ([`AttentionRequest`]): What it is.
+        resources ([`GroupResources`]): Of the ranks.
+        flat (`tuple`): The request, see [`AttentionRequest.flatten`].
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
-        inputs ([`InputKind`]): What it is given.
+        inputs ([`InputKind`]): What the attention is given.
     """
-    machine = machine_of_group(request.group, inputs.device, request.kernel)
-    return _prepared(request, encoded.numpy().tobytes(), inputs, deterministic(), machine)
+    per_host, slice_blocks = 1, 0
+    if resources.group.size > 1:
+        *_, kernel, _, _, _ = flat
+        machine = resources.machine(inputs.device, kernel)
+        per_host, slice_blocks = machine.ranks_per_host, machine.slice_blocks
+    layout = encoded.numpy().tobytes()
+    return _prepared(resources.group, flat, layout, inputs, deterministic(), per_host, slice_blocks)
 
 
 @lru_cache(maxsize=64)
 def _prepared(
-    request: AttentionRequest, encoded: bytes, inputs: InputKind, same_bits: bool, machine: Machine | None
+    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, per_host: int, slice_blocks: int
 ) -> ShardedAttention:
+    request, decoded = AttentionRequest.restore(flat), SequenceLayout.decode(layout)
     assert request.scores is not None, "with_scale sets them"
-    layout = SequenceLayout.decode(encoded)
-    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, machine)
+    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, per_host)
     windowed = request.pattern.window is not None or schedule.ring == "all_gather"
     return ShardedAttention(
         schedule=schedule,
-        group=request.group,
-        masks=layout.masks(request.pattern),
-        queries=layout.sharding,
-        keys=layout.sharding,
-        kernel=kernel_for(request, inputs.sizes, inputs.dtype, inputs.device, windowed, same_bits),
+        group=group,
+        masks=decoded.masks(request.pattern),
+        queries=decoded.sharding,
+        keys=decoded.sharding,
+        kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
-        slice_blocks=0 if machine is None else machine.slice_blocks,
+        slice_blocks=slice_blocks,
     )
 
 
-def kernel_for(
-    request: AttentionRequest,
-    sizes: HeadSizes,
-    dtype: torch.dtype,
-    device: torch.device,
-    windowed: bool,
-    same_bits: bool,
-) -> Kernel:
-    """The kernel that computes the tiles of a request.
-
-    Args:
-        request ([`AttentionRequest`]): What is computed.
-        sizes ([`HeadSizes`]): Heads of q, k and v.
-        dtype (`torch.dtype`): Of q, k and v.
-        device (`torch.device`): Where they lie.
-        windowed (`bool`): Whether tiles have other bands than those of causal squares.
-        same_bits (`bool`): Whether two runs must give the same bits.
-    """
-    softcap = request.scores is not None and request.scores.softcap > 0
+def kernel_for(request: AttentionRequest, inputs: InputKind, windowed: bool, same_bits: bool) -> Kernel:
+    """The kernel for the tiles of a request: `windowed` if they have other bands than those of causal squares,
+    `same_bits` if two runs must agree in every bit."""
     wanted = KernelRequest(
-        device=device.type,
-        dtype=dtype,
-        head_dim=sizes.head_dim,
-        value_dim=sizes.value_dim,
-        softcap=softcap,
+        device=inputs.device.type,
+        dtype=inputs.dtype,
+        head_dim=inputs.sizes.head_dim,
+        value_dim=inputs.sizes.value_dim,
+        softcap=request.scores is not None and request.scores.softcap > 0,
         deterministic=same_bits,
         window=windowed,
     )

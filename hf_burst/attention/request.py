@@ -1,15 +1,12 @@
 """`AttentionRequest`, one value that says what an attention is: built once, and flattened only at the operator."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
 
 from ..kernels import Scores
 from ..mesh import ContextGroup
 from ..plan import MaskPattern
 
-# The plain numbers and names of a request, as torch.library declares them. A missing window is -1, a missing
-# attention_chunk_size 0, and one process is the group "".
+# A request as torch.library declares it. A missing window is -1, a missing chunk size 0, and one process "".
 SCHEMA = (
     "bool causal, int window, int attention_chunk_size, float scale, float softcap, str kernel, str schedule, "
     "str transport, str group"
@@ -61,13 +58,7 @@ class AttentionRequest:
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
         """The request that [`AttentionRequest.flatten`] wrote."""
-        *numbers, name = flat
-        group = ContextGroup.from_name(str(name))
-        return _restored(tuple(numbers), group)
-
-
-@lru_cache(maxsize=256)
-def _restored(numbers: tuple[Any, ...], group: ContextGroup) -> AttentionRequest:
-    causal, window, attention_chunk_size, scale, softcap, kernel, schedule, transport = numbers
-    pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
-    return AttentionRequest(group, pattern, Scores(scale, softcap), kernel, schedule, transport)
+        causal, window, attention_chunk_size, scale, softcap, kernel, schedule, transport, name = flat
+        pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
+        group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
+        return cls(group, pattern, scores, kernel, schedule, transport)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
@@ -81,6 +82,12 @@ class Round:
             total += batch * (rows.stop - rows.start) * math.prod(rest) * dtype.itemsize
         return Traffic(len(self.outgoing), total)
 
+    def landing(self, device: torch.device) -> list[Tensor]:
+        """New tensors for the rows that come."""
+        return [
+            torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (rows.shape for rows in self.incoming)
+        ]
+
     def among(self, peers: frozenset[int]) -> "Round":
         """The part of the round that these peers have in it: what one of several transports carries."""
         return replace(
@@ -105,7 +112,7 @@ class HeadBlock:
     rows: tuple[int, int]
     heads: tuple[int, int]
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         """This part of a tensor."""
         return tensor[:, slice(*self.rows), slice(*self.heads)]
 
@@ -133,7 +140,7 @@ class HeadRound:
     incoming: tuple[HeadMove, ...]
     rows: dict[int, tuple[int, ...]]
 
-    def shapes(self, peer: int, tensors: Sequence[torch.Tensor]) -> tuple[Shape, ...]:
+    def shapes(self, peer: int, tensors: Sequence[Tensor]) -> tuple[Shape, ...]:
         """Shapes and dtypes of the tensors that a peer has published, by those of this rank."""
         return tuple(
             ((tensor.shape[0], rows, *tensor.shape[2:]), tensor.dtype)
@@ -144,9 +151,8 @@ class HeadRound:
 class Pending(Protocol):
     """Messages under way."""
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         """The tensors that were fetched; on a GPU the current stream waits for them, not the host."""
-        ...
 
 
 class Exchange(Protocol):
@@ -158,7 +164,7 @@ class Exchange(Protocol):
 
     sent: Traffic
 
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the tensors that are published next, so that they are not copied then.
 
         Args:
@@ -169,9 +175,8 @@ class Exchange(Protocol):
         Returns:
             A tensor each, or `None` where there is no such buffer.
         """
-        ...
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """Lets the peers fetch these tensors, which stay as they are until the next ones are published.
 
         Every rank of the group publishes equally often, possibly nothing.
@@ -179,16 +184,11 @@ class Exchange(Protocol):
         Args:
             channel (`str`): Where.
             tensors (sequence of `torch.Tensor`): The tensors.
-            capacity (`int`): The most bytes that any rank will ever publish here; equal on all ranks.
+            capacity (`int`): The most bytes that any rank publishes here; equal on all ranks.
         """
-        ...
 
     def fetch(
-        self,
-        channel: Channel,
-        this_round: Round,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor] | None = None,
+        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> Pending:
         """Starts to fetch rows.
 
@@ -198,14 +198,13 @@ class Exchange(Protocol):
             tensors (sequence of `torch.Tensor`): The tensors that this rank has published.
             into (sequence of `torch.Tensor`, *optional*): Where the rows go; new tensors by default.
         """
-        ...
 
     def fetch_heads(
         self,
         channel: Channel,
         this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor],
         tag: int,
         beside_kernel: bool = False,
     ) -> Pending:
@@ -219,16 +218,9 @@ class Exchange(Protocol):
             tag (`int`): Tells the rounds apart.
             beside_kernel (`bool`, defaults to `False`): Whether a kernel computes meanwhile.
         """
-        ...
 
     def wait_later(self, pending: Pending) -> None:
-        """Leaves a round under way whose memory nobody touches before the next pass over these ranks begins; that pass
-        waits for it.
-
-        Args:
-            pending ([`Pending`]): The round.
-        """
-        ...
+        """Leaves a round under way; the next pass over these ranks waits for it, and nobody touches it before."""
 
 
 @dataclass
@@ -236,11 +228,11 @@ class _Messages:
     """Sends and receives under way. Sent tensors are kept alive, and must not change, until `wait`."""
 
     works: list[dist.Work]
-    sent: list[torch.Tensor]
-    landing: list[torch.Tensor]
-    into: list[torch.Tensor]
+    sent: list[Tensor]
+    landing: list[Tensor]
+    into: list[Tensor]
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
         for destination, landed in zip(self.into, self.landing, strict=True):
@@ -262,59 +254,49 @@ class PeerToPeer:
         """See [`Exchange.output_buffers`]; messages leave from any memory."""
         return [None] * len(shapes)
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]; here a tensor leaves when it is fetched."""
 
     def fetch(
-        self,
-        channel: Channel,
-        this_round: Round,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor] | None = None,
+        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> _Messages:
         """See [`Exchange.fetch`]."""
         sends = [(tensors[rows.index][:, rows.start : rows.stop], rows.peer) for rows in this_round.outgoing]
-        return self._post(sends, this_round.incoming, this_round.tag, into)
+        receives = [rows.peer for rows in this_round.incoming]
+        return self._post(sends, receives, this_round.landing(self.device) if into is None else into, this_round.tag)
 
     def fetch_heads(
         self,
         channel: Channel,
         this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor],
         tag: int,
         beside_kernel: bool = False,
     ) -> _Messages:
         """See [`Exchange.fetch_heads`]."""
         own = self.group.rank
         sends = [(block.of(tensors[block.index]), block.peer) for block in this_round.outgoing if block.peer != own]
-        destinations, receives = [], []
+        into_parts, receives = [], []
         for move in this_round.incoming:
             block = move.source
             destination = into[block.index][:, slice(*move.rows), slice(*move.heads)]
             if block.peer == own:
                 destination.copy_(block.of(tensors[block.index]))
                 continue
-            destinations.append(destination)
-            receives.append(Incoming(block.peer, this_round.shapes(block.peer, tensors), block.index, *block.rows))
-        return self._post(sends, receives, tag, destinations)
+            into_parts.append(destination)
+            receives.append(block.peer)
+        return self._post(sends, receives, into_parts, tag)
 
     def wait_later(self, pending: Pending) -> None:
         """See [`Exchange.wait_later`]; messages are waited for at once."""
         pending.wait()
 
     def _post(
-        self,
-        sends: Sequence[tuple[torch.Tensor, int]],
-        receives: Sequence[Incoming],
-        tag: int,
-        into: Sequence[torch.Tensor] | None,
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[int], into: Sequence[Tensor], tag: int
     ) -> _Messages:
-        """Sends tensors to peers, and receives rows from them."""
+        """Sends tensors to peers, and receives from them, all in one round."""
         tensors = [tensor.contiguous() for tensor, _ in sends]
-        if into is None:
-            shapes = [rows.shape for rows in receives]
-            into = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         landing = [target if target.is_contiguous() else target.new_empty(target.shape) for target in into]
         process_group = self.group.process_group if sends or receives else None
         operations = [
@@ -322,8 +304,8 @@ class PeerToPeer:
             for tensor, (_, peer) in zip(tensors, sends, strict=True)
         ]
         operations += [
-            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=rows.peer)
-            for tensor, rows in zip(landing, receives, strict=True)
+            dist.P2POp(dist.irecv, tensor, group=process_group, tag=tag, group_peer=peer)
+            for tensor, peer in zip(landing, receives, strict=True)
         ]
         self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
         works = dist.batch_isend_irecv(operations) if operations else []

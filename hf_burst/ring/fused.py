@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..kernels import from_host
 from ..plan import Traffic
@@ -17,17 +18,16 @@ _FEW = 16  # programs of a copy that runs beside other kernels
 
 
 def combine(
-    result: torch.Tensor,
-    so_far: torch.Tensor,
-    lse: torch.Tensor | None,
-    part: torch.Tensor,
-    part_lse: torch.Tensor | None,
+    result: Tensor,
+    so_far: Tensor,
+    lse: Tensor | None,
+    part: Tensor,
+    part_lse: Tensor | None,
     batch: tuple[int, int],
     rows: tuple[int, int],
 ) -> None:
-    """Merges (with log-sum-exps) or adds (without) a part into some of the rows; the others are only converted.
-
-    If `result` is `so_far`, other rows are left alone.
+    """Merges (with log-sum-exps) or adds (without) a part into some of the rows. Others are only converted, or left
+    alone if `result` is `so_far`.
 
     Args:
         result (`torch.Tensor` of shape `(B, S, H, D)`): Where it goes, of any dtype.
@@ -98,7 +98,7 @@ def _combine(
     tl.store(result + b * r_b + s[:, None] * r_s + h * r_h + d[None], old + new, mask=some)
 
 
-def product(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor) -> None:
+def product(dout: Tensor, out: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
     """Writes `rowsum(dout * out) - dlse` of shape `(B, S, H)`, in fp32, to `delta`."""
     batch, rows, heads, dim = dout.shape
     width = triton.next_power_of_2(dim)
@@ -135,9 +135,8 @@ def _product(
 class Table:
     """Many strided copies as one kernel: what is fixed about them, on the device.
 
-    Sources are the memory of peers or one's own and stay where they are; destinations are given with each run. All
-    copies go on at the same time, a piece of each in turn: one after the other, all ranks would read from the first
-    peer, and then from the next one, at a fraction of what the links can do.
+    Sources stay where they are; destinations are given with each run. All copies go on at the same time, a piece of
+    each in turn: one after the other, all ranks would read from one peer, at a fraction of what the links can do.
 
     Args:
         pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the
@@ -146,12 +145,7 @@ class Table:
         sent ([`Traffic`]): What peers take in the same round.
     """
 
-    def __init__(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
-        into: Sequence[torch.Tensor],
-        sent: Traffic,
-    ) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], into: Sequence[Tensor], sent: Traffic) -> None:
         self.sent = sent
         entries = []
         for source, place, index in pairs:
@@ -175,7 +169,7 @@ class Table:
         self.count = len(entries)
         self.table = from_host(entries, torch.int64, into[0].device)
 
-    def run(self, into: Sequence[torch.Tensor], beside_kernel: bool) -> None:
+    def run(self, into: Sequence[Tensor], beside_kernel: bool) -> None:
         """Copies into these destinations, which are laid out as those that the table was made with.
 
         Args:
@@ -199,7 +193,7 @@ class Table:
             )
 
 
-def _runs(source: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int, int]]:
+def _runs(source: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int, int, int]]:
     """Each copy as runs of adjacent elements: where the first ones begin, how many runs, how long, and both steps."""
     rows, heads, dim = source.shape[1:]
     pairs = list(zip(source, place, strict=True))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..config import Schedule
 from ..kernels import BackwardInputs, project_out
@@ -21,13 +22,8 @@ _Targets = list[tuple[int, int, int]]
 
 
 def gather_forward(
-    attention: RingAttention,
-    exchange: Exchange,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    attention: RingAttention, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As [`forward`], by all-gathers."""
     keys = _GatheredKeys(attention, exchange, q.shape[2], k, v)
     outs, lses = [], []
@@ -36,15 +32,10 @@ def gather_forward(
         slice_sinks = None if sinks is None else sinks[heads]
         merged = Merged((*q_slice.shape[:3], v.shape[3]), q.dtype, q.device, slice_sinks)
         all_k, all_v = keys.take(index)
-        for tile in attention.plan.gathered(attention.ring_rank):
+        for tile in attention.gathered:
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
-            out, lse = attention.kernel.forward(
-                q_slice[batch, rows],
-                all_k[batch, columns],
-                all_v[batch, columns],
-                attention.band(tile),
-                attention.scores,
-            )
+            tile_q, tile_k, tile_v = q_slice[batch, rows], all_k[batch, columns], all_v[batch, columns]
+            out, lse = attention.kernel.forward(tile_q, tile_k, tile_v, attention.band(tile), attention.scores)
             merged.add(tile.batch, tile.q, out, lse)
         out, lse = merged.result()
         outs.append(out)
@@ -56,7 +47,7 @@ def gather_forward(
 
 def gather_backward(
     attention: RingAttention, exchange: Exchange, inputs: BackwardInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As [`backward`], by all-gathers and reduce-scatters."""
     q, k, v, dout, out, delta = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.out, inputs.delta
     if out is None and attention.kernel.capabilities.wants_out:
@@ -70,7 +61,7 @@ def gather_backward(
         q_slice = q[:, :, heads]
         dq = Summed(tuple(q_slice.shape), q.dtype, q.device)
         dk, dv = (Summed(tuple(tensor.shape), q.dtype, q.device) for tensor in (all_k, all_v))
-        for tile in attention.plan.gathered(attention.ring_rank):
+        for tile in attention.gathered:
             batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
             tile_inputs = BackwardInputs(
                 dout=dout[batch, rows, heads],
@@ -91,27 +82,19 @@ def gather_backward(
 
 
 class _GatheredKeys:
-    """K and V of all ranks, slice by slice of their heads.
+    """K and V of all ranks, slice by slice of their heads."""
 
-    Args:
-        attention, exchange: As in [`gather_forward`].
-        q_heads (`int`): Query heads.
-        k, v (`torch.Tensor` of shape `(B, m, Hkv, D)`): Those of this rank.
-    """
-
-    def __init__(
-        self, attention: RingAttention, exchange: Exchange, q_heads: int, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
+    def __init__(self, attention: RingAttention, exchange: Exchange, q_heads: int, k: Tensor, v: Tensor) -> None:
         self.attention, self.exchange = attention, exchange
         keys, heads = attention.plan.keys, (q_heads, k.shape[2])
         self.count = head_slices(Schedule("all_gather"), keys.ranks, heads, k.shape[1], attention.slice_blocks)
         slices = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [tensor.contiguous() for pair in slices for tensor in pair]
-        capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * keys.most_tokens
+        capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * attention.most_tokens["kv"]
         exchange.publish("blocks", self.blocks, capacity)
-        self.arriving: tuple[Pending, list[torch.Tensor]] | None = None
+        self.arriving: tuple[Pending, list[Tensor]] | None = None
 
-    def slices(self, q: torch.Tensor) -> list[tuple[slice, slice]]:
+    def slices(self, q: Tensor) -> list[tuple[slice, slice]]:
         """Query heads and key heads of every slice."""
         count, kv_count = q.shape[2] // self.count, self.blocks[0].shape[2]
         return [
@@ -119,15 +102,14 @@ class _GatheredKeys:
             for index in range(self.count)
         ]
 
-    def take(self, index: int) -> list[torch.Tensor]:
-        """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look; the next slice is fetched
-        meanwhile."""
+    def take(self, index: int) -> list[Tensor]:
+        """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look, while the next is fetched."""
         pending, landing = self.arriving or self._fetch(index)
         self.arriving = self._fetch(index + 1) if index + 1 < self.count else None
         pending.wait()
         return landing
 
-    def _fetch(self, index: int) -> tuple[Pending, list[torch.Tensor]]:
+    def _fetch(self, index: int) -> tuple[Pending, list[Tensor]]:
         attention, own = self.attention, self.attention.ring_rank
         landing = [
             block.new_empty(block.shape[0], attention.plan.keys.length, *block.shape[2:])
@@ -144,19 +126,15 @@ class _GatheredKeys:
 
 class _ScatteredGradients:
     """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of the next ranks
-    in turn.
+    in turn."""
 
-    Args:
-        attention, exchange, k, v: As in [`_GatheredKeys`].
-    """
-
-    def __init__(self, attention: RingAttention, exchange: Exchange, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, attention: RingAttention, exchange: Exchange, k: Tensor, v: Tensor) -> None:
         self.attention, self.exchange = attention, exchange
         wide = accumulation_dtype(k.dtype)
         self.home = [torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v)]
         self.pending: tuple[slice, Pending, _Targets] | None = None
 
-    def send(self, index: int, heads: slice, totals: Sequence[torch.Tensor]) -> None:
+    def send(self, index: int, heads: slice, totals: Sequence[Tensor]) -> None:
         """Sends the gradients of a slice, `(B, S, heads, D)`, home; adds those of the slice before."""
         self.exchange.publish("gradients", totals, sum(total.nbytes for total in totals))
         own = self.attention.ring_rank
@@ -169,7 +147,7 @@ class _ScatteredGradients:
         self._add_pending()
         self.pending = heads, pending, targets
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> list[Tensor]:
         """The gradients of this rank's K and V."""
         self._add_pending()
         return self.home
@@ -221,6 +199,7 @@ def _others(attention: RingAttention) -> Iterator[tuple[int, int]]:
         yield ring_rank, attention.peers[ring_rank]
 
 
+@lru_cache(maxsize=1024)
 def _key_spans(attention: RingAttention, rank: int, home: int) -> list[tuple[int, int, int]]:
     """The keys of `home` between the first and the last that the queries of `rank` see: first column among all keys,
     first row of `home`, how many."""

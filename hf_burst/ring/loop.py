@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores, project_out
 from ..plan import Plan, Step, Tile, Transfer
@@ -12,9 +14,8 @@ from ..plan.steps import Rotating, goes_ahead
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
 from .merge import Merged, Summed, accumulation_dtype
 
-# Computes a step with a block. Returns the gradients of the block, empty in a forward pass; they may be written to the
-# buffers.
-Compute = Callable[[Step, Sequence[torch.Tensor], OutputBuffers], Sequence[torch.Tensor]]
+# Computes a step with a block. Returns the gradients of the block, which may be written to the buffers.
+Compute = Callable[[Step, Sequence[Tensor], OutputBuffers], Sequence[Tensor]]
 
 _BANDS = 1024
 
@@ -56,19 +57,34 @@ class RingAttention:
         plan = self.plan
         if plan.ranks > 1:
             return False
-        tiles = [(tile.batch, tile.q, tile.k) for step in plan.steps(0, "kv") for tile in step.tiles]
+        tiles = [(tile.batch, tile.q, tile.k) for step in self.steps_alone for tile in step.tiles]
         return tiles == [((0, len(plan.masks)), (0, plan.queries.length), (0, plan.keys.length))]
+
+    @cached_property
+    def steps_alone(self) -> tuple[Step, ...]:
+        """The steps of the only ring rank."""
+        return self.plan.steps(0, "kv")
+
+    @cached_property
+    def gathered(self) -> tuple[Tile, ...]:
+        """The tiles of this ring rank with the keys of all, see [`Plan.gathered`]."""
+        return self.plan.gathered(self.ring_rank)
+
+    @cached_property
+    def most_tokens(self) -> dict[Rotating, int]:
+        """The most tokens of a ring rank, of keys and of queries."""
+        return {"kv": self.plan.keys.most_tokens, "q": self.plan.queries.most_tokens}
 
 
 def forward(
     attention: RingAttention,
     exchange: Exchange,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None = None,
     buffers: OutputBuffers | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks. K and V rotate.
 
     Args:
@@ -87,7 +103,7 @@ def forward(
     buffers = buffers if attention.single_tile and sinks is None else None
     merged = Merged((*q.shape[:3], v.shape[3]), q.dtype, q.device, sinks)
 
-    def compute(step: Step, block: Sequence[torch.Tensor], _: OutputBuffers) -> Sequence[torch.Tensor]:
+    def compute(step: Step, block: Sequence[Tensor], _: OutputBuffers) -> Sequence[Tensor]:
         keys, values = block
         first = step.recv.start if step.recv else 0
         for tile in step.tiles:
@@ -112,7 +128,7 @@ def backward(
     rotating: Rotating,
     inputs: BackwardInputs,
     buffers: OutputBuffers | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's q, k and v.
 
     Args:
@@ -134,7 +150,7 @@ def backward(
         assert inputs.delta is not None, "there is out or delta"
         rows = _rows_without_out(attention.kernel, (q, inputs.dout, inputs.lse, inputs.delta), 0, dq)
 
-    def compute(step: Step, block: Sequence[torch.Tensor], returning: OutputBuffers) -> Sequence[torch.Tensor]:
+    def compute(step: Step, block: Sequence[Tensor], returning: OutputBuffers) -> Sequence[Tensor]:
         if step.recv is None:
             _add_tiles(attention, step, rows, keys, buffers)
             return ()
@@ -149,7 +165,7 @@ def backward(
         return [total.only_part if lone else total.wide for total in sums]
 
     home: tuple[Summed, ...] = (dk, dv)
-    block: tuple[torch.Tensor, ...] = (k, v)
+    block: tuple[Tensor, ...] = (k, v)
     if rotating == "q" and attention.plan.ranks > 1:
         assert inputs.delta is not None, "delta rotates"
         block, home = (q, inputs.dout, inputs.lse, inputs.delta), (dq,)
@@ -158,39 +174,33 @@ def backward(
     return dq.result(), dk.result(), dv.result()
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A block of queries and all that belongs to them in the backward pass. Its row 0 is row `first` of its shard.
+class _Rows(NamedTuple):
+    """Queries and all that belongs to them in the backward pass, `out` as the kernel wants it. Row 0 is row `first` of
+    its shard."""
 
-    `out` is as the kernel wants it.
-    """
-
-    q: torch.Tensor
-    dout: torch.Tensor
-    lse: torch.Tensor
-    delta: torch.Tensor | None
-    out: torch.Tensor | None
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor | None
+    out: Tensor | None
     first: int
     dq: Summed
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """A block of keys and values, and the sums of their gradients. Its row 0 is row `first` of its shard."""
+class _Keys(NamedTuple):
+    """Keys and values, and the sums of their gradients. Row 0 is row `first` of its shard."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+    k: Tensor
+    v: Tensor
     first: int
     dk: Summed
     dv: Summed
 
 
-def _rows_without_out(kernel: Kernel, block: Sequence[torch.Tensor], first: int, dq: Summed) -> _Rows:
+def _rows_without_out(kernel: Kernel, block: Sequence[Tensor], first: int, dq: Summed) -> _Rows:
     """Rows whose output is elsewhere, or does not have the product `delta`."""
     q, dout, lse, delta = block
-    out = None
-    if kernel.capabilities.wants_out:
-        dout, out = project_out(dout, delta)
+    dout, out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
     return _Rows(q, dout, lse, delta, out, first, dq)
 
 
@@ -220,32 +230,23 @@ def _rotate(
     attention: RingAttention,
     rotating: Rotating,
     exchange: Exchange,
-    block: Sequence[torch.Tensor],
+    block: Sequence[Tensor],
     compute: Compute,
     home: Sequence[Summed] = (),
     lone_dtype: torch.dtype | None = None,
 ) -> None:
     """Runs the steps of a ring. While a step computes, the block of the next step is under way, and so are the
-    gradients of the step before on their way home, where they are added to `home`.
+    gradients of the step before on their way home, where they are added to `home`: none in the forward pass.
 
-    Args:
-        attention ([`RingAttention`]): Whose steps.
-        rotating (`str`): What rotates.
-        exchange ([`Exchange`]): The messages.
-        block (sequence of `torch.Tensor`): This rank's block.
-        compute (`Callable`): Computes a step.
-        home (sequence of [`Summed`]): Where gradients are added that come home; none in the forward pass.
-        lone_dtype (`torch.dtype`, *optional*): In which dtype gradients of a single tile travel; others travel in the
-            accumulation dtype.
+    Gradients of a single tile travel in `lone_dtype`, others in the accumulation dtype.
     """
-    plan = attention.plan
-    if plan.ranks == 1:
-        for step in plan.steps(attention.ring_rank, rotating):
+    if attention.plan.ranks == 1:
+        for step in attention.steps_alone:
             compute(step, block, ())
         return
     rounds = _block_rounds(attention, rotating, tuple((tensor.shape, tensor.dtype) for tensor in block))
     returns = _Returns(attention, exchange, rotating, home, lone_dtype)
-    capacity = sum(tensor.nbytes for tensor in block) // block[0].shape[1] * plan.blocks(rotating).most_tokens
+    capacity = sum(tensor.nbytes for tensor in block) // block[0].shape[1] * attention.most_tokens[rotating]
     exchange.publish("blocks", block, capacity)
     arriving: Pending | None = None
     for index, (step, this_round) in enumerate(rounds):
@@ -256,7 +257,7 @@ def _rotate(
         ahead = following is not None and goes_ahead(step, following, bool(home))
         if next_round is not None and ahead:
             arriving = exchange.fetch("blocks", next_round, block)
-        gradients: Sequence[torch.Tensor] = ()
+        gradients: Sequence[Tensor] = ()
         if step.tiles:
             gradients = compute(step, arrived, returns.output_buffers(step) if home and step.order else ())
         if home and step.order:
@@ -271,26 +272,21 @@ def _block_rounds(attention: RingAttention, rotating: Rotating, shapes: tuple[Sh
     """The steps of this rank, and how their blocks come, if this rank's block has these shapes."""
     shardings, rounds = attention.plan.blocks(rotating), []
     for step in attention.plan.steps(attention.ring_rank, rotating):
-        outgoing: tuple[Outgoing, ...] = ()
-        incoming: tuple[Incoming, ...] = ()
-        if step.send:
-            peer, rows = attention.peers[step.send.peer], (step.send.start, step.send.stop)
-            outgoing = tuple(Outgoing(peer, index, *rows) for index in range(len(shapes)))
-        if step.recv:
-            tokens = shardings.tokens(step.source)
-            theirs = tuple(((shape[0], tokens, *shape[2:]), dtype) for shape, dtype in shapes)
-            peer, rows = attention.peers[step.recv.peer], (step.recv.start, step.recv.stop)
-            incoming = tuple(Incoming(peer, theirs, index, *rows) for index in range(len(shapes)))
-        rounds.append((step, Round(shapes, outgoing, incoming, 2 * step.order)))
+        outgoing, incoming = [], []
+        for index in range(len(shapes)):
+            if step.send:
+                peer = attention.peers[step.send.peer]
+                outgoing.append(Outgoing(peer, index, step.send.start, step.send.stop))
+            if step.recv:
+                peer, tokens = attention.peers[step.recv.peer], shardings.tokens(step.source)
+                theirs = tuple(((shape[0], tokens, *shape[2:]), dtype) for shape, dtype in shapes)
+                incoming.append(Incoming(peer, theirs, index, step.recv.start, step.recv.stop))
+        rounds.append((step, Round(shapes, tuple(outgoing), tuple(incoming), 2 * step.order)))
     return rounds
 
 
 class _Returns:
-    """The gradients of rotating blocks on their way home, step by step.
-
-    Args:
-        attention, exchange, rotating, home, lone_dtype: As in [`_rotate`].
-    """
+    """The gradients of rotating blocks on their way home, step by step; see [`_rotate`]."""
 
     def __init__(
         self,
@@ -303,9 +299,10 @@ class _Returns:
         self.ranks, self.exchange, self.home = attention.plan.ranks, exchange, home
         self.pending: tuple[Transfer | None, Pending] | None = None
         self.following = 1  # the order of the step whose gradients are published next
-        self.capacity = sum(total.row_nbytes for total in home) * attention.plan.blocks(rotating).most_tokens
-        shapes = tuple((total.shape, total.dtype) for total in home)
-        self.rounds = _return_rounds(attention, rotating, shapes, lone_dtype) if home else {}
+        if home:
+            self.capacity = sum(total.row_nbytes for total in home) * attention.most_tokens[rotating]
+            shapes = tuple((total.shape, total.dtype) for total in home)
+            self.rounds = _return_rounds(attention, rotating, shapes, lone_dtype)
 
     def output_buffers(self, step: Step) -> OutputBuffers:
         """Where the gradients of a step may be written."""
@@ -313,7 +310,7 @@ class _Returns:
         shapes = self.rounds[step.order].shapes
         return self.exchange.output_buffers("gradients", shapes, self.capacity) if shapes else ()
 
-    def send(self, step: Step, gradients: Sequence[torch.Tensor]) -> None:
+    def send(self, step: Step, gradients: Sequence[Tensor]) -> None:
         """Sends the gradients of a step's block home, and adds those of the step before that came home."""
         self._skip_to(step.order)
         this_round = self.rounds[step.order]
@@ -375,8 +372,8 @@ def _return_rounds(
     return rounds
 
 
-def _cut(tensor: torch.Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> torch.Tensor:
-    """The part of a block that a tile names. Row 0 of the block is row `first` of its shard."""
+def _cut(tensor: Tensor, batch: tuple[int, int], rows: tuple[int, int], first: int = 0) -> Tensor:
+    """The part of a block that a tile names; its row 0 is row `first` of its shard."""
     if batch == (0, tensor.shape[0]) and rows == (first, first + tensor.shape[1]):
         return tensor
     return tensor[batch[0] : batch[1], rows[0] - first : rows[1] - first]

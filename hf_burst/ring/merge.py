@@ -4,23 +4,23 @@ What is alone is kept as the kernel made it: nothing is filled with zeros, widen
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """What a kernel made for some of the rows of some sequences."""
 
     batch: Span
     rows: Span
-    value: torch.Tensor
-    lse: torch.Tensor | None = None
+    value: Tensor
+    lse: Tensor | None = None
 
     @property
     def place(self) -> tuple[slice, slice]:
@@ -33,11 +33,8 @@ class _Part:
 
     def meets(self, other: "_Part") -> bool:
         """Whether a row is in both."""
-        return _overlap(self.batch, other.batch) and _overlap(self.rows, other.rows)
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
+        spans = (self.batch, other.batch), (self.rows, other.rows)
+        return all(first[0] < second[1] and second[0] < first[1] for first, second in spans)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,12 +42,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty tensor of shape `(B, S, H)` that lies as `(B, H, S)` in memory, as flash kernels have their scalars."""
     return torch.empty(shape[0], shape[2], shape[1], dtype=dtype, device=device).transpose(1, 2)
 
 
-def by_head(scalars: torch.Tensor) -> torch.Tensor:
+def by_head(scalars: Tensor) -> Tensor:
     """Scalars of shape `(B, S, H)` as they lie by [`heads_first`]; a copy if they do not."""
     if scalars.transpose(1, 2).is_contiguous():
         return scalars
@@ -63,18 +60,13 @@ class _Parts:
     A part that covers all rows, or several in a row that do together, is kept as it is; each row may have one more that
     waits. If a row has a further one, all are widened to the accumulation dtype, so that no sum of several is rounded
     in between. What waits at the end is merged where it belongs, without a pass over the other rows.
-
-    Args:
-        shape (`tuple[int, ...]`): `(B, S, H, D)` of the whole.
-        dtype (`torch.dtype`): Dtype of the result.
-        device (`torch.device`): Where.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+        self.shape, self.device = shape, device
         self.accumulator = accumulation_dtype(dtype)
-        self.whole: torch.Tensor | None = None
-        self.lse: torch.Tensor | None = None
+        self.whole: Tensor | None = None
+        self.lse: Tensor | None = None
         self.waiting: list[_Part] = []
 
     def take(self, part: _Part) -> None:
@@ -86,7 +78,7 @@ class _Parts:
         if self.whole is None and sum(other.size for other in self.waiting) == batch * rows:
             self._join()
 
-    def settle(self, dtype: torch.dtype) -> torch.Tensor:
+    def settle(self, dtype: torch.dtype) -> Tensor:
         """The whole in a dtype, with what waits; a change of dtype is made in passing, where wider numbers go in first
         and narrower ones come out last."""
         if self.whole is None:
@@ -122,28 +114,24 @@ class Merged:
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the output.
-        dtype (`torch.dtype`): Dtype of the result.
-        device (`torch.device`): Where.
+        dtype, device: Of the result.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Scores of every row, whose values are 0.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sinks: torch.Tensor | None
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, sinks: Tensor | None) -> None:
         self.parts, self.dtype, self.sinks = _Parts(shape, dtype, device), dtype, sinks
 
-    def add(self, batch: Span, rows: Span, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    def add(self, batch: Span, rows: Span, part: Tensor, part_lse: Tensor) -> None:
         """Merges a partial attention into some of the rows.
 
         Args:
             batch, rows (`tuple[int, int]`): Which.
-            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept for a while, and possibly
-                merged in place.
+            part (`torch.Tensor` of shape `(b, s, H, D)`): Its output, of any dtype; kept, and possibly changed.
             part_lse (`torch.Tensor` of shape `(b, s, H)`): Its log-sum-exp.
         """
         self.parts.take(_Part(batch, rows, part, part_lse))
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> tuple[Tensor, Tensor]:
         """`out` in its dtype and `lse` of shape `(B, S, H)`; rows that nothing was merged into are 0 and -inf, or the
         score of their sink."""
         whole = self.parts.whole
@@ -165,41 +153,39 @@ class Summed:
 
     Args:
         shape (`tuple[int, ...]`): `(B, S, H, D)` of the gradient.
-        dtype (`torch.dtype`): Dtype of the result.
-        device (`torch.device`): Where.
+        dtype, device: Of the result.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype = shape, dtype
-        self.parts = _Parts(shape, dtype, device)
+        self.shape, self.dtype, self.parts = shape, dtype, _Parts(shape, dtype, device)
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of one row of all sequences in the accumulation dtype."""
         return math.prod(self.shape) // self.shape[1] * self.parts.accumulator.itemsize
 
-    def add(self, batch: Span, rows: Span, part: torch.Tensor) -> None:
-        """Adds `part` of shape `(b, s, H, D)`, which is kept for a while and possibly added to, to some of the rows."""
+    def add(self, batch: Span, rows: Span, part: Tensor) -> None:
+        """Adds `part` of shape `(b, s, H, D)`, which is kept and possibly changed, to some of the rows."""
         self.parts.take(_Part(batch, rows, part))
 
     @property
-    def only_part(self) -> torch.Tensor:
+    def only_part(self) -> Tensor:
         """The sum of a single part that covers all rows, as it was given."""
         assert self.parts.whole is not None
         assert not self.parts.waiting, "there are several parts"
         return self.parts.whole
 
     @property
-    def wide(self) -> torch.Tensor:
+    def wide(self) -> Tensor:
         """The sum in the accumulation dtype; zeros where nothing was added."""
         return self.parts.settle(self.parts.accumulator)
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Tensor:
         """The sum in its dtype."""
         return self.parts.settle(self.dtype).contiguous()
 
 
-def _combined(so_far: torch.Tensor, dtype: torch.dtype, part: _Part, lse: torch.Tensor | None = None) -> torch.Tensor:
+def _combined(so_far: Tensor, dtype: torch.dtype, part: _Part, lse: Tensor | None = None) -> Tensor:
     """A part merged into what there is (`lse` in place), or added to it: in place if that has the dtype asked for, else
     with a pass over all rows."""
     wide = accumulation_dtype(so_far.dtype)
@@ -221,7 +207,7 @@ def _combined(so_far: torch.Tensor, dtype: torch.dtype, part: _Part, lse: torch.
     return result.to(dtype)
 
 
-def row_products(dout: torch.Tensor, out: torch.Tensor, dlse: torch.Tensor | None) -> torch.Tensor:
+def row_products(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """`rowsum(dout * out)`, less the gradient of the log-sum-exp: `(B, S, H)` in the accumulation dtype."""
     wide = accumulation_dtype(dout.dtype)
     if dout.is_cuda and wide == torch.float32 and dout.stride(3) == out.stride(3) == 1 and _has_triton():
@@ -239,7 +225,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges a partial attention into another one, in place (BurstAttention, arXiv 2403.09347, equations 5 to 7).
 
     A row that admits nothing has `out = 0` and `lse = -inf`, in either part or in both; it weighs nothing.
@@ -255,5 +241,5 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     lse.copy_(total)
 
 
-def _weight(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, 0, torch.exp(lse - total)).unsqueeze(-1)

@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ShardingError
@@ -49,12 +49,9 @@ def kept_shapes(
     """The shapes of the exchanged heads that a forward pass keeps instead of q, k and v, if it does.
 
     Args:
-        schedule ([`Schedule`]): With `ulysses` ranks that exchange heads.
-        ranks (`int`): Ranks of the group.
-        batch (`int`): Rows of the batch.
-        tokens (`int`): Tokens of a rank.
+        schedule, ranks, slice_blocks: As in [`head_slices`].
+        batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         sizes ([`HeadSizes`]): Heads of the whole attention.
-        slice_blocks (`int`): As in [`head_slices`].
     """
     if schedule.ulysses == 1:
         return []
@@ -63,7 +60,7 @@ def kept_shapes(
     return [(batch, tokens * schedule.ulysses, width)] * slices
 
 
-def unpack(packed: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def unpack(packed: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """The tensors of `(heads, dim)` that lie side by side in the last dimension."""
     ends = [0]
     for heads, dim in sizes:
@@ -103,13 +100,8 @@ class ShardedAttention:
             )
 
     def forward(
-        self,
-        exchange: Exchange,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
@@ -131,10 +123,11 @@ class ShardedAttention:
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsToTokens(exchange, (owner, owner), (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.schedule.ulysses)[owner.member].chunk(slices)
+        rows = (*heads[0][0].shape[:3],)
+        shapes = ((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)
         for index, (arriving, (own_q, own_k, own_v)) in enumerate(zip(pending, heads, strict=True)):
             arriving.wait()
-            rows = (*own_q.shape[:3],)
-            out_buffer, lse_buffer = leaving.output_buffers((((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)))
+            out_buffer, lse_buffer = leaving.output_buffers(shapes)
             buffers = (out_buffer, None if lse_buffer is None else lse_buffer.squeeze(3))
             slice_sinks = None if own_sinks is None else own_sinks[index]
             part, part_lse = self._ring_forward(exchange, own_q, own_k, own_v, slice_sinks, buffers)
@@ -142,21 +135,21 @@ class ShardedAttention:
         leaving.finish()
         return out, lse, kept
 
-    def exchanged(self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that [`ShardedAttention.forward`] keeps where heads are exchanged, without the attention. They
-        may be under way until the next pass begins."""
+    def exchanged(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """The tensors that [`ShardedAttention.forward`] keeps where heads are exchanged, without the attention; under
+        way until the next pass begins."""
         kept, _, pending = self._fetch_heads(exchange, q, k, v, waits=False)
         for arriving in pending:
             exchange.wait_later(arriving)
         return kept
 
     def _fetch_heads(
-        self, exchange: Exchange, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, waits: bool
-    ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[Pending]]:
+        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, waits: bool
+    ) -> tuple[list[Tensor], list[list[Tensor]], list[Pending]]:
         """This rank's heads of all Ulysses ranks on their way: where they come to lie, slice by slice, as q, k and v.
 
-        `waits` says that the first slice is waited for. Where nothing is, products of matrices run beside the copies.
-        Many multiprocessors held for a short time disturb these less than some held for a long time.
+        If nothing `waits` for the first slice, products of matrices run beside the copies. Many multiprocessors held
+        for a short time disturb these less than some held for a long time.
         """
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         shapes = kept_shapes(self.schedule, self.group.size, q.shape[0], q.shape[1], sizes, self.slice_blocks)
@@ -165,8 +158,8 @@ class ShardedAttention:
             self._use_current_stream(exchange, len(kept))
         owners = (self._query_owner, self._key_owner, self._key_owner)
         tokens_to_heads = TokensToHeads(exchange, owners, (q, k, v), len(kept))
-        parts = self.schedule.ulysses * len(kept)
-        heads = [unpack(packed, sizes.slice(parts)) for packed in kept]
+        slice_sizes = sizes.slice(self.schedule.ulysses * len(kept))
+        heads = [unpack(packed, slice_sizes) for packed in kept]
         pending = [
             tokens_to_heads.fetch(index, into, beside_kernel=waits and index > 0) for index, into in enumerate(heads)
         ]
@@ -176,12 +169,12 @@ class ShardedAttention:
         self,
         exchange: Exchange,
         sizes: HeadSizes,
-        saved: Sequence[torch.Tensor],
-        dout: torch.Tensor,
-        out: torch.Tensor | None,
-        lse: torch.Tensor,
-        delta: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        saved: Sequence[Tensor],
+        dout: Tensor,
+        out: Tensor | None,
+        lse: Tensor,
+        delta: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's q, k and v.
 
         Args:
@@ -196,9 +189,8 @@ class ShardedAttention:
         """
         if self.schedule.ulysses == 1:
             q, k, v = saved
-            return self._ring_backward(
-                exchange, BackwardInputs(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
-            )
+            inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
+            return self._ring_backward(exchange, inputs)
         assert delta is not None, "delta is sent"
         owner, slices, lse, delta = self._query_owner, len(saved), by_head(lse), by_head(delta)
         self._use_current_stream(exchange, slices)
@@ -208,27 +200,25 @@ class ShardedAttention:
         owners = (owner, self._key_owner, self._key_owner)
         leaving = HeadsToTokens(exchange, owners, (dq, dk, dv), slices)
         parts = self.schedule.ulysses * slices
-        rows = (dout.shape[0], owner.tokens, sizes.q_heads // parts)
+        rows, slice_sizes = (dout.shape[0], owner.tokens, sizes.q_heads // parts), sizes.slice(parts)
 
-        def fetch(index: int) -> tuple[Pending, torch.Tensor, list[torch.Tensor]]:
+        def fetch(index: int) -> tuple[Pending, Tensor, list[Tensor]]:
             own_dout = dout.new_empty(*rows, sizes.value_dim)
             scalars = [heads_first(rows, lse.dtype, dout.device) for _ in range(2)]
             into = (own_dout, *(tensor.unsqueeze(3) for tensor in scalars))
             return arriving.fetch(index, into, beside_kernel=index > 0), own_dout, scalars
 
-        slices_under_way = [fetch(index) for index in range(slices)]
-        for index, ((pending, own_dout, (own_lse, own_delta)), packed) in enumerate(
-            zip(slices_under_way, saved, strict=True)
-        ):
+        under_way = zip([fetch(index) for index in range(slices)], saved, strict=True)
+        for index, ((pending, own_dout, (own_lse, own_delta)), packed) in enumerate(under_way):
             pending.wait()
-            q, k, v = unpack(packed, sizes.slice(parts))
+            q, k, v = unpack(packed, slice_sizes)
             buffers = leaving.output_buffers([(tensor.shape, dout.dtype) for tensor in (q, k, v)])
             own = BackwardInputs(dout=own_dout, q=q, k=k, v=v, out=None, lse=own_lse, delta=own_delta)
             leaving.send(index, self._ring_backward(exchange, own, buffers))
         leaving.finish()
         return dq, dk, dv
 
-    @property
+    @cached_property
     def needs_delta(self) -> bool:
         """Whether the backward pass needs delta even where it is given the output."""
         sends_delta = self.group.size > 1 and (self.schedule.ulysses > 1 or self.schedule.ring == "burst")
@@ -237,30 +227,30 @@ class ShardedAttention:
     def _ring_forward(
         self,
         exchange: Exchange,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
         buffers: OutputBuffers | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         if self._gathers:
             return gather_forward(self._ring, exchange, q, k, v, sinks)
         return forward(self._ring, exchange, q, k, v, sinks, buffers)
 
     def _ring_backward(
         self, exchange: Exchange, inputs: BackwardInputs, buffers: OutputBuffers | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gathers:
             return gather_backward(self._ring, exchange, inputs)
         rotating: Rotating = "q" if self.schedule.ring == "burst" else "kv"
         return backward(self._ring, exchange, rotating, inputs, buffers)
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
-        """Where nothing is computed meanwhile (one slice, and no ring besides), copies need no stream of their own."""
+        """Where nothing is computed meanwhile, with one slice and no ring, copies need no stream of their own."""
         if slices == 1 and self.schedule.ulysses == self.group.size and isinstance(exchange, Symmetric):
             exchange.use_current_stream()
 
-    @property
+    @cached_property
     def _gathers(self) -> bool:
         return self.schedule.ring == "all_gather" and self.group.size > self.schedule.ulysses
 
@@ -278,10 +268,10 @@ class ShardedAttention:
             slice_blocks=self.slice_blocks,
         )
 
-    @property
+    @cached_property
     def _query_owner(self) -> UlyssesRanks:
         return ulysses_ranks_of(self.queries, self.group.rank, self.schedule.ulysses)
 
-    @property
+    @cached_property
     def _key_owner(self) -> UlyssesRanks:
         return ulysses_ranks_of(self.keys, self.group.rank, self.schedule.ulysses)

@@ -3,9 +3,8 @@ rows are read by the copy engines, which leaves the multiprocessors to attention
 
 Published tensors lie in segments that take turns: two where tensors are copied into them, three where kernels write
 there. A barrier on the stream of the copies says that every rank has published. Copies of the tensors published before
-come ahead of it in the same stream, so the segment before is free behind it. Buffers are as large as the largest block
-so far, and stay for later passes. Barriers end the process after the time limit of the process group, so that the ranks
-that are left do not hang when one is gone.
+come ahead of it in the same stream, so the segment before is free behind it. Barriers end the process after the time
+limit of the process group.
 """
 
 import logging
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Traffic
@@ -40,14 +40,7 @@ _IN_PLACE: tuple[Channel, ...] = ("gradients", "heads to tokens")  # kernels wri
 
 
 class Segments:
-    """The buffer of one channel on all ranks: segments of `size` bytes.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): This rank's device.
-        size (`int`): Bytes of a segment.
-        count (`int`): How many take turns.
-    """
+    """The buffer of one channel on all ranks: `count` segments of `size` bytes that take turns."""
 
     def __init__(self, group: ContextGroup, device: torch.device, size: int, count: int) -> None:
         self.size, self.count, self.published = size, count, 0
@@ -55,13 +48,12 @@ class Segments:
             self.buffer = symmetric_memory.empty(count * size, dtype=torch.uint8, device=device)
         self.handle = symmetric_memory.rendezvous(self.buffer, group.process_group)
         self.met: deque[torch.cuda.Event] = deque(maxlen=count - 1)  # the barriers so far, the oldest first
-        self.bases: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self.views: dict[Hashable, list[torch.Tensor]] = {}
+        self.bases: dict[tuple[int, torch.dtype], Tensor] = {}
+        self.views: dict[Hashable, list[Tensor]] = {}
         self.tables: dict[Hashable, Table] = {}
 
-    def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-        """The tensors of these shapes that a peer publishes in turn `turn`. Rows lie next to each other where they are
-        scalars, `(B, S, H, 1)`."""
+    def tensors(self, peer: int, turn: int, shapes: Sequence[Shape]) -> list[Tensor]:
+        """The tensors of these shapes that a peer publishes in a turn. Scalars, `(B, S, H, 1)`, lie heads first."""
         key = (peer, turn % self.count, *shapes)
         views = self.views.get(key)
         if views is None:
@@ -72,8 +64,8 @@ class Segments:
             remember(self.views, key, views)
         return views
 
-    def incoming(self, this_round: Round, turn: int) -> list[torch.Tensor]:
-        """The rows that are fetched in a round, of the tensors published in turn `turn`."""
+    def incoming(self, this_round: Round, turn: int) -> list[Tensor]:
+        """The rows that are fetched in a round, of the tensors published in a turn."""
         key = (this_round, turn % self.count)
         views = self.views.get(key)
         if views is None:
@@ -84,7 +76,7 @@ class Segments:
             remember(self.views, key, views)
         return views
 
-    def _base(self, peer: int, dtype: torch.dtype) -> torch.Tensor:
+    def _base(self, peer: int, dtype: torch.dtype) -> Tensor:
         base = self.bases.get((peer, dtype))
         if base is None:
             count = self.count * self.size // dtype.itemsize
@@ -105,12 +97,14 @@ class SymmetricPool:
     def __init__(self, group: ContextGroup, device: torch.device, milliseconds: int) -> None:
         self.group, self.device, self.milliseconds = group, device, milliseconds
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self.last = self.stream  # of the latest copies; those on another one have to wait for it
         self.channels: dict[Channel, Segments] = {}
         self.pending: list[tuple[Pending, torch.cuda.Stream]] = []  # rounds for which no stream has waited
         self.failure = ""  # the error that ended a pass in the middle: ranks may disagree on what was published
 
-    def segments(self, channel: Channel, nbytes: int) -> Segments:
+    def segments(self, channel: Channel, capacity: int) -> Segments:
         """The buffer of a channel, made larger on all ranks at once if it has to be."""
+        nbytes = capacity + _TENSORS * _ALIGNMENT  # the same on ranks that publish more and fewer tensors
         segments = self.channels.get(channel)
         if segments is None or segments.size < nbytes:
             torch.cuda.synchronize(self.device)  # nobody reads the old one when all ranks have met
@@ -120,8 +114,7 @@ class SymmetricPool:
         return segments
 
     def settle(self) -> None:
-        """Lets the current stream wait for the rounds that were left under way, and the streams that left them, whose
-        memory may then be free."""
+        """Lets the current stream wait for the rounds that were left under way, and so the streams that left them."""
         current = torch.cuda.current_stream(self.device) if self.pending else None
         for pending, stream in self.pending:
             pending.wait()
@@ -141,12 +134,12 @@ class SymmetricPool:
 class _Copies:
     """Copies under way on the stream of the pool, or, without an event, on the current one."""
 
-    into: Sequence[torch.Tensor]
+    into: Sequence[Tensor]
     done: torch.cuda.Event | None
     device: torch.device
     table: "Table | None" = None  # which the kernel reads
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         if self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
         return list(self.into)
@@ -170,20 +163,23 @@ class Symmetric:
     def use_current_stream(self) -> None:
         """From now on copies go on the current stream, behind those of passes before."""
         self.own_stream = False
-        torch.cuda.current_stream(self.pool.device).wait_stream(self.pool.stream)
+        current = torch.cuda.current_stream(self.pool.device)
+        if current != self.pool.last:
+            current.wait_stream(self.pool.last)
+            self.pool.last = current
 
-    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """See [`Exchange.output_buffers`]."""
-        segments = self.pool.segments(channel, _segment_bytes(capacity))
+        segments = self.pool.segments(channel, capacity)
         if segments.count < 3:
             return [None] * len(shapes)
         if len(segments.met) == segments.met.maxlen:  # before that nothing was ever there
             torch.cuda.current_stream(self.pool.device).wait_event(segments.met[0])
         return segments.tensors(self.pool.group.rank, segments.published, shapes)
 
-    def publish(self, channel: Channel, tensors: Sequence[torch.Tensor], capacity: int) -> None:
+    def publish(self, channel: Channel, tensors: Sequence[Tensor], capacity: int) -> None:
         """See [`Exchange.publish`]."""
-        segments = self.pool.segments(channel, _segment_bytes(capacity))
+        segments = self.pool.segments(channel, capacity)
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         published = segments.tensors(self.pool.group.rank, segments.published, shapes)
         with self._stream():
@@ -199,18 +195,12 @@ class Symmetric:
         segments.published += 1
 
     def fetch(
-        self,
-        channel: Channel,
-        this_round: Round,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor] | None = None,
+        self, channel: Channel, this_round: Round, tensors: Sequence[Tensor], into: Sequence[Tensor] | None = None
     ) -> _Copies:
         """See [`Exchange.fetch`]; a fetch of a peer costs this rank nothing."""
         segments = self.pool.channels[channel]
         sources = segments.incoming(this_round, segments.published - 1)
-        if into is None:
-            shapes = [rows.shape for rows in this_round.incoming]
-            into = [torch.empty(shape, dtype=dtype, device=self.pool.device) for shape, dtype in shapes]
+        into = this_round.landing(self.pool.device) if into is None else into
         with self._stream():  # which waits for the current one, where the memory may have been in use
             for source, target in zip(sources, into, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -222,8 +212,8 @@ class Symmetric:
         self,
         channel: Channel,
         this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        tensors: Sequence[Tensor],
+        into: Sequence[Tensor],
         tag: int,
         beside_kernel: bool = False,
     ) -> _Copies:
@@ -252,8 +242,12 @@ class Symmetric:
         """The stream of the copies; it waits for all that the current stream has been given so far."""
         if not self.own_stream:
             return nullcontext()
-        self.pool.stream.wait_stream(torch.cuda.current_stream(self.pool.device))
-        context: AbstractContextManager[None] = torch.cuda.stream(self.pool.stream)
+        pool = self.pool
+        pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
+        if pool.last is not pool.stream:
+            pool.stream.wait_stream(pool.last)
+            pool.last = pool.stream
+        context: AbstractContextManager[None] = torch.cuda.stream(pool.stream)
         return context
 
     def _event(self) -> torch.cuda.Event:
@@ -263,12 +257,7 @@ class Symmetric:
         return event
 
     def _table(
-        self,
-        segments: Segments,
-        turn: int,
-        this_round: HeadRound,
-        tensors: Sequence[torch.Tensor],
-        into: Sequence[torch.Tensor],
+        self, segments: Segments, turn: int, this_round: HeadRound, tensors: Sequence[Tensor], into: Sequence[Tensor]
     ) -> "Table":
         from .fused import Table
 
@@ -281,11 +270,6 @@ class Symmetric:
         blocks = [block for block in this_round.outgoing if block.peer != self.pool.group.rank]
         sent = Traffic(len(blocks), sum(block.of(tensors[block.index]).nbytes for block in blocks))
         return Table(pairs, into, sent)
-
-
-def _segment_bytes(capacity: int) -> int:
-    """Bytes of a segment, the same on ranks that publish more and fewer tensors."""
-    return capacity + _TENSORS * _ALIGNMENT
 
 
 def remember(memory: dict[Any, Any], key: Hashable, value: Any) -> None:
@@ -316,13 +300,8 @@ def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
 
 
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
-    """The symmetric memory of a group, or why its ranks cannot read each other's memory; on all of them alike.
-
-    Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
-
-    Args:
-        group ([`ContextGroup`]): The ranks.
-        device (`torch.device`): This rank's device.
+    """The symmetric memory of a group on this rank's device, or why its ranks cannot read each other's memory; on all
+    of them alike. Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
     """
     refusal = _refusal(device)
     mine = (socket.gethostname(), device.index, refusal)
@@ -335,7 +314,8 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
-    pool = SymmetricPool(group, device, _time_limit(group, device))
+    limit = group.process_group._get_backend(device).options._timeout  # after which the process group gives up, too
+    pool = SymmetricPool(group, device, int(1000 * limit.total_seconds()))
     failure = _trial(pool, [index for _, index, _ in places])
     failures: list[str | None] = [failure] * group.size
     dist.all_gather_object(failures, failure, group=group.process_group)
@@ -368,9 +348,3 @@ def _refusal(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "symmetric memory was not tried on ROCm"
     return None
-
-
-def _time_limit(group: ContextGroup, device: torch.device) -> int:
-    """Milliseconds after which the process group gives up, too."""
-    options = group.process_group._get_backend(device).options
-    return int(1000 * options._timeout.total_seconds())

@@ -1,16 +1,14 @@
-"""Heads exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509): every rank gives its tokens of most heads away, and
-gets the tokens of neighbouring ranks for its own heads. Afterwards results go back.
+"""Heads exchanged for tokens (DeepSpeed Ulysses, arXiv 2309.14509), slice by slice, and results exchanged back.
 
-The heads go in slices, so that the next slice is on its way while one is computed. Any ownership of chunks will do: the
-tokens of the ranks together are in the sequence's order.
+The next slice of the heads is on its way while one is computed. Any ownership of chunks will do: the tokens of the
+ranks together are in the sequence's order.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-import torch
+from torch import Tensor
 
 from ..plan import Sharding
 from .exchange import Exchange, HeadBlock, HeadMove, HeadRound, Pending, Shape
@@ -35,15 +33,15 @@ class UlyssesRanks:
         """The tokens of each ring rank."""
         return self.sharding.joined(self.degree)
 
-    @property
-    def ring_rank(self) -> int:
-        """The ring rank that these ranks are together."""
-        return self.rank // self.degree
-
-    @property
+    @cached_property
     def tokens(self) -> int:
         """How many tokens these ranks hold together."""
-        return self.together.tokens(self.ring_rank)
+        return self.together.tokens(self.rank // self.degree)
+
+    @cached_property
+    def most_tokens(self) -> tuple[int, int]:
+        """How many tokens the rank, and the ring rank, with the most of them holds."""
+        return self.sharding.most_tokens, self.together.most_tokens
 
     @property
     def member(self) -> int:
@@ -59,7 +57,7 @@ class UlyssesRanks:
     def spans(self, rank: int) -> list[tuple[int, int, int]]:
         """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
         shard, how many."""
-        runs = self.together.runs(self.ring_rank)
+        runs = self.together.runs(self.rank // self.degree)
         spans = []
         for run in self.sharding.runs(rank):
             whole = next(whole for whole in runs if whole.start <= run.start < whole.stop)
@@ -84,15 +82,18 @@ class TokensToHeads:
     """
 
     def __init__(
-        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[torch.Tensor], slices: int
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], tensors: Sequence[Tensor], slices: int
     ) -> None:
         self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
         degree = self.owners[0].degree
         self.heads = tuple(tensor.shape[2] // degree // slices for tensor in tensors)
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        exchange.publish("tokens to heads", tensors, _capacity(shapes, [owner.sharding for owner in owners]))
+        capacity = sum(
+            tensor.nbytes // tensor.shape[1] * owner.most_tokens[0]
+            for tensor, owner in zip(tensors, owners, strict=True)
+        )
+        exchange.publish("tokens to heads", tensors, capacity)
 
-    def fetch(self, index: int, into: Sequence[torch.Tensor], beside_kernel: bool) -> Pending:
+    def fetch(self, index: int, into: Sequence[Tensor], beside_kernel: bool) -> Pending:
         """Starts to fetch a slice.
 
         Args:
@@ -115,41 +116,35 @@ class HeadsToTokens:
     """
 
     def __init__(
-        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[torch.Tensor], slices: int
+        self, exchange: Exchange, owners: Sequence[UlyssesRanks], results: Sequence[Tensor], slices: int
     ) -> None:
         self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
-        self.together = [owner.together for owner in owners]
         self.pending: list[Pending] = []
+        parts = self.owners[0].degree * slices
+        self.capacity = sum(
+            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1]
+            for result, owner in zip(results, owners, strict=True)
+        )
 
-    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[torch.Tensor | None]:
+    def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the results of the next slice, of these shapes."""
-        return self.exchange.output_buffers("heads to tokens", shapes, _capacity(shapes, self.together))
+        return self.exchange.output_buffers("heads to tokens", shapes, self.capacity)
 
-    def send(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, index: int, tensors: Sequence[Tensor]) -> None:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self.exchange.publish("heads to tokens", tensors, _capacity(shapes, self.together))
+        self.exchange.publish("heads to tokens", tensors, self.capacity)
         heads = tuple(tensor.shape[2] for tensor in tensors)
         this_round = _round_to_tokens(self.owners, heads, self.slices, index)
         beside_kernel, tag = index + 1 < self.slices, 2 * index + 1
-        pending = self.exchange.fetch_heads(
-            "heads to tokens", this_round, tensors, self.results, tag, beside_kernel=beside_kernel
+        self.pending.append(
+            self.exchange.fetch_heads("heads to tokens", this_round, tensors, self.results, tag, beside_kernel)
         )
-        self.pending.append(pending)
 
     def finish(self) -> None:
         """Waits for the slices that are still under way."""
         for pending in self.pending:
             pending.wait()
         self.pending = []
-
-
-def _capacity(shapes: Sequence[Shape], shardings: Sequence[Sharding]) -> int:
-    """Bytes of such tensors on the rank that holds the most of their tokens."""
-    return sum(
-        math.prod(shape) // shape[1] * sharding.most_tokens * dtype.itemsize
-        for (shape, dtype), sharding in zip(shapes, shardings, strict=True)
-    )
 
 
 @lru_cache(maxsize=256)
