@@ -52,7 +52,7 @@ class GroupResources:
         exchange = self.exchange(device, transport)
         try:
             yield exchange
-        except Exception as problem:
+        except BaseException as problem:  # also when the user interrupts
             if isinstance(exchange, Symmetric):
                 exchange.pool.failure = repr(problem).splitlines()[0]
             raise
