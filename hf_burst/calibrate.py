@@ -207,10 +207,7 @@ def _kernel_calls(
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dout, own_out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
     inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=own_out, lse=lse, delta=delta)
-    return (
-        lambda: kernel.forward(q, k, v, band, scores),
-        lambda: kernel.backward(inputs, band, scores),
-    )
+    return (lambda: kernel.forward(q, k, v, band, scores), lambda: kernel.backward(inputs, band, scores))
 
 
 def _measure_links(

@@ -9,9 +9,7 @@ from .errors import ConfigError
 Chunking = Literal["balanced", "zigzag", "contiguous"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
 Transport = Literal["auto", "p2p", "symmetric"]
-KernelName = Literal[
-    "auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"
-]
+KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -19,12 +17,12 @@ _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 class Schedule:
     """A schedule: the heads are spread over `ulysses` neighbouring ranks, the sequence over the rest of the group.
 
-    Rank r is member `r % ulysses` of place `r // ulysses` of the ring.
+    Rank r is member `r % ulysses` of ring rank `r // ulysses`.
 
     Args:
-        around (`str`, defaults to `"kv_ring"`): What happens between the places of the ring: `"kv_ring"` (K and V
-            visit, dK and dV return), `"burst"` (backward, Q and dO visit and dQ returns; arXiv 2403.09347) or
-            `"all_gather"` (K and V of all ranks at once, some heads at a time).
+        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks: `"kv_ring"` (K and V rotate, dK
+            and dV return), `"burst"` (backward, Q and dO rotate and dQ returns; arXiv 2403.09347) or `"all_gather"`
+            (K and V of all ranks at once, some heads at a time).
         ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
     """
 
@@ -83,11 +81,10 @@ class BurstConfig:
             `torch.compile`, by one whole document). The ring is `"burst"` where there are as many key heads as query
             heads: its backward pass then sends less.
         kernel (`str`, defaults to `"auto"`):
-            The kernel that computes a tile: `"flash_attn_4"` (the package `flash-attn-4`), `"flash_attn_3"` (the module
-            `flash_attn_interface`), `"flash_attn_2"` (the package `flash-attn`), `"torch_flash"` (the FlashAttention-2
-            kernels inside torch's CUDA builds), `"torch_cudnn"` (cuDNN's, inside them too: no windows), `"cpu_flash"`
-            (torch's CPU flash kernel), `"reference"` (plain torch, fp32/fp64, slow). `"auto"` takes the fastest that
-            can, and logs why.
+            The kernel that computes a tile: `"flash_attn_4"` (package `flash-attn-4`), `"flash_attn_2"` (package
+            `flash-attn`), `"torch_flash"` (the FlashAttention-2 kernels inside torch's CUDA builds), `"torch_cudnn"`
+            (cuDNN's, inside them too: no windows), `"cpu_flash"` (torch's CPU flash kernel), `"reference"` (plain
+            torch, fp32/fp64, slow). `"auto"` takes the fastest that can, and logs why.
         transport (`str`, defaults to `"auto"`):
             How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory),
             `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.

@@ -43,11 +43,7 @@ class Linear(NamedTuple):
 
 
 def linear_loss_sum(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    score: Score,
-    vocabulary: int,
-    linear: Linear | None = None,
+    hidden: torch.Tensor, targets: torch.Tensor, score: Score, vocabulary: int, linear: Linear | None = None
 ) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, as [`token_loss_sum`] of `score(hidden)`.
 

@@ -132,10 +132,7 @@ def crop(piece: Piece) -> Piece | None:
 
 def shift(band: Band, rows: int) -> Band:
     """The band as counted from a corner that lies `rows` further down."""
-    return Band(
-        None if band.low is None else band.low - rows,
-        None if band.high is None else band.high - rows,
-    )
+    return Band(None if band.low is None else band.low - rows, None if band.high is None else band.high - rows)
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:

@@ -8,7 +8,6 @@ from ..errors import KernelError
 from .base import Capabilities, Kernel, KernelRequest
 from .cpu_flash import CpuFlashKernel
 from .flash_attn_2 import FlashAttn2Kernel
-from .flash_attn_3 import FlashAttn3Kernel
 from .flash_attn_4 import FlashAttn4Kernel
 from .head_size import PaddedHeads
 from .reference import ReferenceKernel
@@ -22,7 +21,6 @@ def make_kernels(deterministic: bool) -> tuple[Kernel, ...]:
     """All kernels, the fastest first (on H200s, head size 128, causal); those that can are made deterministic."""
     return (
         PaddedHeads(FlashAttn4Kernel(deterministic)),
-        PaddedHeads(FlashAttn3Kernel(deterministic)),
         PaddedHeads(TorchCudnnKernel()),
         PaddedHeads(FlashAttn2Kernel(deterministic)),
         PaddedHeads(TorchFlashKernel(deterministic)),

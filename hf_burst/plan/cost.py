@@ -137,13 +137,7 @@ class _PassCost:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        layer: Layer,
-        machine: Machine,
-        transport: Transport,
-        slices: int,
-        direction: Pass,
+        self, schedule: Schedule, layer: Layer, machine: Machine, transport: Transport, slices: int, direction: Pass
     ) -> None:
         self.schedule, self.layer, self.machine, self.direction = schedule, layer, machine, direction
         self.backward, self.symmetric = direction == "backward", transport == "symmetric"

@@ -18,7 +18,7 @@ from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, select_kernel
 from hf_burst.plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
 from hf_burst.plan.traffic import Pass
-from hf_burst.plan.work import gathered_calls, rotating_of
+from hf_burst.plan.work import gathered_rows, rotating_of
 from hf_burst.ring import accumulation_dtype
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native
@@ -241,7 +241,7 @@ def _ring_bytes(schedule: Schedule, plan: Plan, ring_rank: int, direction: Pass,
     if schedule.ring != "all_gather":
         return rank_traffic(plan, ring_rank, direction, rotating_of(schedule, direction), shapes).bytes
     row = len(plan.masks) * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    _, rows_fetched, rows_sent = gathered_calls(plan, ring_rank)
+    rows_fetched, rows_sent = gathered_rows(plan, ring_rank)
     returned = rows_fetched * shapes.accumulator_itemsize if direction == "backward" else 0
     return row * (rows_sent * shapes.itemsize + returned)
 
