@@ -29,9 +29,7 @@ def package_refusal(package: str, module: str, signatures: Signatures) -> str | 
         function, called = getattr(library, name, None), f"{module}.{name}"
         if function is None:
             return f"needs {called}, which {_release(package)} does not have: reinstall it"
-        known = inspect.signature(
-            getattr(function, "_init_fn", function)
-        ).parameters  # or of a custom operator
+        known = inspect.signature(getattr(function, "_init_fn", function)).parameters  # or of a custom operator
         unknown = [name for name in passed if name not in known]
         if unknown:
             return f"passes {', '.join(unknown)} to {called}, which {_release(package)} does not know: reinstall it"
