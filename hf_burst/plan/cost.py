@@ -315,7 +315,7 @@ def _rows(tiles: tuple[Tile, ...]) -> tuple[int, int]:
 
 
 def _computed(tile: Tile, machine: Machine) -> int:
-    """The pairs that a kernel could compute in the time of a tile: whole blocks of documents, and some more for each."""
+    """The pairs that a kernel could compute in the time of a tile: whole blocks of documents, and more for each one."""
     size = machine.block
     if not tile.segments or not size:
         return tile_pairs(tile)
