@@ -51,9 +51,8 @@ _CPU = _Sizes(torch.float32, 4, 2, 64, (64, 256, 1024), (1 << 16, 1 << 20, 1 << 
 
 
 def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = None) -> Machine:
-    """The machine that a group runs on: as [`calibrate`] measured it, or else as its device is known.
-
-    Measures nothing. A collective: every rank calls it, and takes part in one small all-gather.
+    """The machine that a group runs on: as [`calibrate`] measured it, or else as its device is known. Every rank calls
+    it, and takes part in one small all-gather.
 
     Args:
         group ([`ContextGroup`]): The ranks.
@@ -63,8 +62,7 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
     Returns:
         [`Machine`], the same on every rank.
     """
-    kernel = kernel or default_kernel(device).capabilities.name
-    name = device_name(device)
+    name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
     profiles = _profiles(name, kernel, group.size) if group.rank == 0 else {}
     reports = _gather(group, {**_report(device), "name": name, "kernel": kernel, "profiles": profiles})
     first, memory = reports[0], min(report["memory"] for report in reports)
@@ -74,17 +72,9 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
 
 
 def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | None = None) -> Machine:
-    """The machine that a group would run on, as [`machine_for`] has it. Asks no other process, and assumes that GPUs of
-    one host read each other's memory.
-
-    Args:
-        device (`torch.device`): A device of it.
-        ranks (`int`): Ranks of the group.
-        per_host (`int`): Ranks on one host.
-        kernel (`str`, *optional*): As in [`machine_for`].
-    """
-    kernel = kernel or default_kernel(device).capabilities.name
-    name = device_name(device)
+    """The machine that a group of so many ranks, in all and on one host, would run on, as [`machine_for`] has it. Asks
+    no other process, and assumes that GPUs of one host read each other's memory."""
+    name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
     return _known(name, kernel, _memory(device), per_host, _profiles(name, kernel, ranks))
 
 
@@ -111,14 +101,17 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
         error = problem
     group.agree({"kernel": kernel.capabilities.name, "device": name}, error, device)
     reports = _gather(group, {**_report(device), "day": time.strftime("%Y-%m-%d")})
-    hosts, reach = [report["host"] for report in reports], all(report["reaches"] for report in reports)
-    memory = min(report["memory"] for report in reports)
-    known = _known(name, kernel.capabilities.name, memory, ranks_per_host(hosts), {})
-    links = _measure_links(group, device, kernel, sizes, hosts, reach)
+    per_host, reach = ranks_per_host([report["host"] for report in reports]), all(r["reaches"] for r in reports)
+    known = _known(name, kernel.capabilities.name, min(report["memory"] for report in reports), per_host, {})
+    links = _measure_links(group, device, kernel, sizes, per_host, reach)
     source = f"measured on {reports[0]['day']}"
     machine = _slowest(_gather(group, replace(known, **alone, **links, source=source)))
     if group.rank == 0:
-        _write(profile_path(name, machine.kernel, group.size, machine.ranks_per_host), machine)
+        path = profile_path(name, machine.kernel, group.size, machine.ranks_per_host)
+        try:
+            write_whole(path, machine.to_json())
+        except OSError as problem:
+            logger.warning("hf_burst cannot remember what it measured in %s: %s", path, problem)
     return machine
 
 
@@ -134,36 +127,21 @@ def device_name(device: torch.device) -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """The largest number of neighbouring ranks that cuts the whole group into blocks of one host each.
-
-    Args:
-        hosts (sequence of `str`): The host of every rank.
-    """
+    """The largest number of neighbouring ranks that cuts a group, of whose ranks these are the hosts, into blocks of
+    one host each."""
     return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
 
 
 def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
-    """Where a machine is remembered, see [`cache_file`].
-
-    Args:
-        device (`str`): Name of the device.
-        kernel (`str`): Name of the kernel.
-        ranks (`int`): Ranks of the group.
-        per_host (`int`): Ranks on one host.
-    """
+    """Where a machine is remembered, see [`cache_file`], by the names of its device and kernel, the ranks of the group
+    and those on one host."""
     versions = (f"torch{torch.__version__}", f"hf_burst{own_version()}")
     return cache_file(device, kernel, f"{ranks}x{per_host}", *versions)
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency and bandwidth of a link, by least squares of the relative errors of `latency + bytes / bandwidth`.
-
-    Args:
-        points (sequence of `(float, float)`): Bytes of a message and the seconds that it took, two or more.
-
-    Returns:
-        `tuple[float, float]`: Seconds, at least 0, and bytes/s.
-    """
+    """Latency (seconds, at least 0) and bandwidth (bytes/s) of a link, from the bytes of two or more messages and the
+    seconds that they took: least squares of the relative errors of `latency + bytes / bandwidth`."""
     sizes, seconds = torch.tensor(points, dtype=torch.float64, device="cpu").unbind(1)
     speeds, scale = sizes / seconds, float(sizes.max())  # scaled, so that both unknowns are of one order
     rows = torch.stack([1 / seconds, speeds / scale], 1)
@@ -211,19 +189,19 @@ def _kernel_calls(
 
 
 def _measure_links(
-    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, hosts: Sequence[str], reach: bool
+    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, per_host: int, reach: bool
 ) -> dict[str, Any]:
     """The links that there are, as fields of a [`Machine`]: to the neighbour on the host, to the counterpart on the
     next host, and to the neighbour's memory if all can `reach` it."""
-    per_host = ranks_per_host(hosts)
-    first, place = group.rank - group.rank % per_host, group.rank % per_host
+    rank = group.rank
+    first = rank - rank % per_host
     work = _kernel_calls(kernel, sizes, sizes.rows[len(sizes.rows) // 2], device)[0]
     links: dict[str, Any] = {"symmetric": None}
     if per_host > 1:
-        peers = (first + (place + 1) % per_host, first + (place - 1) % per_host)
+        peers = (first + (rank + 1) % per_host, first + (rank - 1) % per_host)
         links["p2p"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size > per_host:
-        peers = ((group.rank + per_host) % group.size, (group.rank - per_host) % group.size)
+        peers = ((rank + per_host) % group.size, (rank - per_host) % group.size)
         links["between_hosts"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size == per_host > 1 and reach:
         copies, error = None, None
@@ -307,8 +285,7 @@ def _reaches_peers(device: torch.device) -> bool:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median time of a call: on the GPU by its own events, elsewhere by the clock. Every rank repeats it equally
-    often."""
+    """The median time of a call: on the GPU by its own events, elsewhere by the clock."""
     times = []
     for repeat in range(_REPEATS + 2):
         if device.type == "cuda":
@@ -330,19 +307,18 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 def _slowest(machines: Sequence[Machine]) -> Machine:
     """The worst of all ranks' numbers."""
 
-    def link(name: str) -> Link | None:
-        links: list[Link | None] = [getattr(machine, name) for machine in machines]
-        there = [link for link in links if link is not None]
-        if len(there) < len(links):
+    def slowest(name: str) -> Link | None:
+        links = [getattr(machine, name) for machine in machines]
+        if None in links:
             return None
-        latency, drag = max(link.latency for link in there), max(link.drag for link in there)
-        return Link(latency, min(link.bandwidth for link in there), drag)
+        latency, drag = max(link.latency for link in links), max(link.drag for link in links)
+        return Link(latency, min(link.bandwidth for link in links), drag)
 
     rates = tuple(
         KernelRate(rates[0].scores, min(rate.forward for rate in rates), min(rate.backward for rate in rates))
         for rates in zip(*(machine.rates for machine in machines), strict=True)
     )
-    links: dict[str, Any] = {name: link(name) for name in ("p2p", "between_hosts", "symmetric")}
+    links: dict[str, Any] = {name: slowest(name) for name in ("p2p", "between_hosts", "symmetric")}
     launch = max(machine.launch for machine in machines)
     bandwidth = min(machine.memory_bandwidth for machine in machines)
     return replace(machines[0], rates=rates, launch=launch, memory_bandwidth=bandwidth, **links)
@@ -388,11 +364,3 @@ def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
         except (OSError, ValueError) as problem:
             logger.warning("hf_burst ignores what it had measured, %s: %s", path, problem)
     return profiles
-
-
-def _write(path: Path, machine: Machine) -> None:
-    """Writes a machine down, or warns that it cannot."""
-    try:
-        write_whole(path, machine.to_json())
-    except OSError as problem:
-        logger.warning("hf_burst cannot remember what it measured in %s: %s", path, problem)

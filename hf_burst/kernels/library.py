@@ -40,12 +40,8 @@ def package_refusal(package: str, module: str, signatures: Signatures) -> str | 
 
 
 def gpu_refusal(lowest: tuple[int, int], beyond: tuple[int, int] | None = None) -> str | None:
-    """Why the current GPU cannot run a kernel; `None` if it can.
-
-    Args:
-        lowest (`tuple[int, int]`): The lowest compute capability that will do.
-        beyond (`tuple[int, int]`, *optional*): The first one above it that will not.
-    """
+    """Why the current GPU cannot run a kernel that needs compute capability `lowest` or above, and less than `beyond`;
+    `None` if it can."""
     if not torch.cuda.is_available():
         return "needs a GPU, and torch can use none here"
     own = torch.cuda.get_device_capability()
