@@ -1,5 +1,4 @@
-"""Measuring a machine in seconds, and remembering it: kernel, memory and links for the cost model of `hf_burst.plan`.
-All ranks of a group get the same numbers, those of the slowest."""
+"""Measuring a machine for the cost model of `hf_burst.plan`, and remembering it: its kernel, memory and links."""
 
 import logging
 import math
@@ -8,10 +7,10 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +25,13 @@ from .ring.exchange import Incoming, Outgoing, Round
 
 logger = logging.getLogger(__name__)
 
-# What starts some messages, and returns what waits for them.
-Start = Callable[[], Callable[[], Any]]
+Start = Callable[[], Callable[[], Any]]  # starts messages, and returns what waits for them
 
 _REPEATS = 7
 _BARRIER_MS = 60_000
 
 
-@dataclass(frozen=True)
-class _Sizes:
+class _Sizes(NamedTuple):
     """What is measured on a kind of device: rows of causal squares, bytes of messages and of a copy in memory."""
 
     dtype: torch.dtype

@@ -1,8 +1,7 @@
 """Scores and their cross-entropy, some tokens at a time: the logits of a long sequence are never in memory at once.
 
-Gradients are found in the forward pass, while a chunk's logits are there, so that nothing is computed twice; they wait
-for the backward pass in the dtypes of what they belong to, summed up in fp32. On GPUs Liger's fused kernel does it
-where the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410.10989).
+Gradients are found in the forward pass, while a chunk's logits are there, and summed up in fp32. On GPUs Liger's fused
+kernel does it where the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410.10989).
 """
 
 import importlib
@@ -21,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 _LOGITS = 2**27  # at a time, in plain torch
 _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
-# Liger's logits at a time: four times the hidden states, or more as long as they are no more than so many, since every
-# part reads and writes all of the weight's gradient
+# Liger's logits at a time: four times the hidden states, or more up to a limit, since every part reads and writes all
+# of the weight's gradient
 _LIGER_BUDGET, _LIGER_LOGITS = 4, 2**29
 
 Score = Callable[[torch.Tensor], torch.Tensor]
@@ -34,7 +33,7 @@ class Linear(NamedTuple):
     Args:
         weight (`torch.Tensor` of shape `(vocabulary, hidden)`): Its weight.
         bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*): Its bias.
-        softcap (`float`, *optional*): Where its logits saturate.
+        softcap (`float`, *optional*): The limit of its logits.
     """
 
     weight: torch.Tensor
@@ -50,8 +49,8 @@ def linear_loss_sum(
     Args:
         hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What is scored.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens.
-        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits. What it learns is
-            found by scoring one token.
+        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits. The parameters that it
+            learns are found by scoring one token.
         vocabulary (`int`): Logits of a token.
         linear ([`Linear`], *optional*): What `score` is, if it is no more than that.
 
@@ -124,8 +123,7 @@ def _by_chunks(
     parameters: Sequence[torch.Tensor],
     wanted: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss and the gradients, that of the hidden states if it is wanted, by autograd over one chunk of tokens after
-    another."""
+    """The loss and the gradients, of hidden states if `wanted`, by autograd over one chunk of tokens after another."""
     sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
     dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
@@ -166,9 +164,8 @@ def _by_liger(
 
 
 def _liger_budget(tokens: int, width: int, vocabulary: int) -> int:
-    """How many times as large as the hidden states its logits may be: for as few parts as have no more logits than they
-    may, or a fixed budget where that is more. Of it follow `ceil(vocabulary / (budget * width))` parts, whose tokens
-    are rounded up to a power of two."""
+    """How many times as large as the hidden states its logits may be, for as few parts as the limit allows. Liger makes
+    `ceil(vocabulary / (budget * width))` parts of it, whose tokens are rounded up to a power of two."""
     rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)
     parts = -(-tokens // rows)
     most = -(-vocabulary // width) if parts == 1 else (vocabulary - 1) // (width * (parts - 1))
@@ -188,11 +185,8 @@ def _liger(device: str, dtype: torch.dtype) -> Any:
         logger.warning("hf_burst does without Liger's fused loss, which cannot be imported: %r", problem)
         return None
     known = inspect.signature(module.fused_linear_cross_entropy_forward).parameters
-    missing = {"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"} - set(known)
+    missing = sorted({"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"} - set(known))
     if missing:
-        logger.warning(
-            "hf_burst does without the fused loss of this Liger-Kernel, which lacks %s; install liger-kernel>=0.8.5",
-            ", ".join(sorted(missing)),
-        )
-        return None
-    return module
+        why = "hf_burst does without the fused loss of this Liger-Kernel, which lacks %s; install liger-kernel>=0.8.5"
+        logger.warning(why, ", ".join(missing))
+    return None if missing else module

@@ -27,18 +27,16 @@ def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits (`torch.Tensor` of shape `(batch, n, vocabulary)`): Scores.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens; -100 does not count.
     """
-    wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
-    return functional.cross_entropy(
-        wide, targets.flatten().to(logits.device), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    wide, labels = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2), targets.flatten().to(logits.device)
+    return functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @torch.compiler.disable
 def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: ContextGroup) -> torch.Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
 
-    Its gradient is `size` times that of this rank's part. Data-parallel wrappers average gradients over all ranks, of
-    which those of a group hold one batch: the average is the gradient of the whole, nothing else has to know.
+    Its gradient is `size` times that of this rank's part, since data-parallel wrappers average gradients over all
+    ranks, of which those of a group hold one batch.
 
     Args:
         local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
@@ -49,12 +47,8 @@ def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: Con
 
 
 def group_sum(tensor: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-    """The sum over the ranks, the same on every rank, with a gradient as that of [`group_loss`].
-
-    Args:
-        tensor (`torch.Tensor`): This rank's part, of one shape on all ranks.
-        group ([`ContextGroup`]): The ranks.
-    """
+    """The sum over the ranks of tensors of one shape, the same on every rank, with a gradient as that of
+    [`group_loss`]."""
     return tensor if group.size == 1 else _GroupSum.apply(tensor, group)
 
 
@@ -91,11 +85,7 @@ def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: Cont
 
 
 def refuse_second_derivative() -> None:
-    """Raises in a backward pass that is to have a derivative itself, in which a gradient would be lost silently.
-
-    Raises:
-        KernelError: If `create_graph=True`.
-    """
+    """Raises a [`KernelError`] in a backward pass with `create_graph=True`, which would lose a gradient silently."""
     if torch.is_grad_enabled():
         raise KernelError(
             "The loss and the outputs of a model over ranks have no second derivative: their gradients are found in "

@@ -36,7 +36,7 @@ def assign(
     weights: tuple[int, ...] = (),
     stretches: int = 1,
 ) -> tuple[int, ...]:
-    """The owner of each of the equal chunks into which a batch is cut.
+    """The owner of each of the equal chunks into which a batch is cut: as many for every rank, in every stretch.
 
     Args:
         masks (`tuple[Mask, ...]`): Those of the rows of the batch, of one length; several of a row if layers differ.
@@ -48,10 +48,6 @@ def assign(
             chunks to go through.
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
         stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is cut and dealt out by itself.
-
-    Returns:
-        `tuple[int, ...]`: As many chunks for every rank, in every stretch. The last one is padded if the length is no
-        multiple.
 
     Raises:
         ConfigError: If there is no such chunking.
@@ -93,13 +89,8 @@ def _finer_cuts(length: int, ranks: int, stretches: int) -> list[int]:
 
 
 def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
-    """By how much the pairs of the rank with the most are above the mean: 0.02 is 2 %.
-
-    Args:
-        masks (`tuple[Mask, ...]`): Those of the rows of a batch.
-        owners (sequence of `int`): The owner of each of as many equal chunks.
-        weights (sequence of `int`, *optional*): How often each mask is computed; once by default.
-    """
+    """By how much the pairs of the rank with the most are above the mean (0.02 is 2 %), for these owners of as many
+    equal chunks; `masks` and `weights` as in [`assign`]."""
     loads = [0] * (max(owners) + 1)
     for owner, work in zip(owners, _work(masks, weights, len(owners)), strict=True):
         loads[owner] += work

@@ -23,7 +23,7 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: int, ranks_per_host: int) -> Choice:
-    """The schedule of a layer. Depends on nothing but its arguments, so that all ranks choose alike.
+    """The schedule of a layer, the same on all ranks.
 
     A ring where documents mostly stay at home, and over two ranks: its only exchange is hidden behind the own block.
     Else neighbouring ranks of one host exchange heads (Ulysses), as many as the heads allow, with a ring around them.

@@ -1,8 +1,7 @@
 """What a schedule costs on a machine: the seconds, bytes and memory of one attention layer on its busiest rank.
 
-A pass is a row of stages. A stage computes beside messages under way and takes `max(kernels + other + drag, messages)`
-seconds; `other` is the time of copies, merges and launches. Rings have a stage for every step of the plan. Exchanged
-heads and gathered keys have one for every slice of the heads: the next slice comes and the last one leaves meanwhile.
+A pass is a row of stages: the steps of a ring, or slices of the heads. A stage computes beside messages under way and
+takes `max(kernels + other + drag, messages)` seconds; `other` is the time of copies, merges and launches.
 """
 
 from dataclasses import dataclass, replace
@@ -94,8 +93,7 @@ def estimate(
 
 
 def head_slices(schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int) -> int:
-    """The slices of a rank's key heads, of which one travels while another is computed: at most 4, and 1 for rings of
-    whole heads.
+    """The slices of a rank's key heads, of which one travels while another is computed: at most 4, and 1 for rings.
 
     Args:
         schedule ([`Schedule`]): The schedule.
@@ -197,8 +195,7 @@ class _PassCost:
         return seconds
 
     def _ring(self) -> tuple[_Messages, _Messages]:
-        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels.
-        Nothing is left that other slices could have beside them."""
+        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels."""
         rotating = rotating_of(self.schedule, self.direction)
         steps = self.plan.steps(busiest(self.plan, rotating), rotating)
         block, summed = map(sum, row_bytes(self.direction, rotating, self.shapes, lone=False))

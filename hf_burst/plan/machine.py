@@ -16,8 +16,7 @@ class KernelRate:
 
     Args:
         scores (`float`): Size of a call: (query, key) pairs that it computes, summed over query heads and batch.
-        forward (`float`): FLOP/s forward, of 4·D FLOP a score.
-        backward (`float`): FLOP/s backward, of 10·D FLOP a score.
+        forward, backward (`float`): FLOP/s of either pass, of 4·D FLOP a score forward and 10·D backward.
     """
 
     scores: float
@@ -32,8 +31,7 @@ class Link:
     Args:
         latency (`float`): Seconds of the shortest messages.
         bandwidth (`float`): Bytes/s that leave a rank, while as many arrive.
-        drag (`float`, defaults to 0.0): Share of the time of a message by which a kernel beside it takes longer. Some
-            transports compute on the same multiprocessors, all of them load the same memory.
+        drag (`float`, defaults to 0.0): Share of the time of a message by which a kernel beside it takes longer.
     """
 
     latency: float
@@ -121,11 +119,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Reads what [`Machine.to_json`] wrote.
-
-        Raises:
-            ConfigError: If it is something else.
-        """
+        """Reads what [`Machine.to_json`] wrote, and raises a [`ConfigError`] for anything else."""
         try:
             values = json.loads(text)
             values["rates"] = tuple(_read(KernelRate, rate) for rate in values["rates"])
@@ -152,12 +146,10 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     """An H200 in a host with NVLink, as measured there (bf16, heads of 128, 32 query heads).
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
-    32,768; below, from the 0.06 ms forward and 0.09 ms backward by which the first call is longer than its FLOPs take
-    at full rate. Other kernels run at the share of it that they reach at 32,768 tokens. NCCL's hops have a floor of
-    0.12 ms and reach 359 GB/s at 1 GiB; the copy engine takes 0.055 and 0.368 ms for 16 and 128 MiB, and ranks reach
-    its barriers 0.04 ms apart. Between hosts 400 Gb/s a GPU are assumed. A call with 10,000 documents of 100 tokens
-    takes as long as 5 more blocks a document. On 4 GPUs uneven steps took 1.40 times as long where [`lag`] is 0.72, and
-    fewer than 2,048 blocks a slice gained nothing.
+    32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. A
+    bandwidth of 400 Gb/s a GPU between hosts is assumed. A call with 10,000 documents of 100 tokens takes as long as 5
+    more blocks a document. Uneven steps took 1.40 times as long where [`lag`] is 0.72, and fewer than 2,048 blocks a
+    slice gained nothing (4 GPUs).
     """
     share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
     small = [(3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)]
@@ -200,14 +192,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
 
 
 def built_in(device: str, kernel: str, memory: int, ranks_per_host: int) -> Machine:
-    """The machine of a device that was not measured.
-
-    Args:
-        device (`str`): Name of the device, `"CPU"` for processors.
-        kernel (`str`): Name of the kernel.
-        memory (`int`): Bytes of the device.
-        ranks_per_host (`int`): Ranks of the group on one host.
-    """
+    """The machine of a device (`"CPU"` for processors) that was not measured; arguments as in [`Machine`]."""
     if device == "CPU":
         return replace(cpu(kernel), memory=memory, ranks_per_host=ranks_per_host)
     known = h200(kernel)

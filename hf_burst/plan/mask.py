@@ -26,12 +26,7 @@ class MaskPattern:
     attention_chunk_size: int | None = None
 
     def mask(self, length: int, documents: tuple[int, ...]) -> "Mask":
-        """The [`Mask`] of one packed sequence.
-
-        Args:
-            length (`int`): Its tokens.
-            documents (`tuple[int, ...]`): Cumulative boundaries `(0, ..., length)` of its documents.
-        """
+        """The [`Mask`] of one packed sequence, of whose documents these are the cumulative boundaries."""
         size = self.attention_chunk_size
         if size is not None:
             starts = [start for first, stop in pairwise(documents) for start in range(first, stop, size)]

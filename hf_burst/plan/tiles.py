@@ -81,8 +81,7 @@ def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -
     Every row is in one tile only, so that nothing has to be merged.
 
     Args:
-        mask ([`Mask`]): The mask of the whole sequence.
-        q_runs (`tuple[Run, ...]`): The tokens whose queries are there, see [`Sharding.runs`].
+        mask, q_runs: As in [`tiles_between`].
         start, stop (`int`): The first token whose key is there, and the end of these tokens.
 
     Returns:

@@ -16,10 +16,10 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
 
     Args:
         plan ([`Plan`]): The plan.
-        rotating (`str`): `"kv"` or `"q"`: what travels.
+        rotating (`str`): The rotating block, `"kv"` or `"q"`.
 
     Returns:
-        `int`: The number of (query, key) pairs that were found, each exactly once.
+        `int`: The number of (query, key) pairs, each computed exactly once.
 
     Raises:
         PlanError: If a pair is missing, computed twice or not admitted, a tile reads rows that did not come or has a

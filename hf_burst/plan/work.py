@@ -81,14 +81,8 @@ def _pairs_before(mask: Mask, tokens: Iterable[int], keys: bool) -> list[int]:
 def pairs_of_chunks(
     masks: Sequence[Mask], boundaries: Sequence[int], weights: Sequence[int] = (), keys: bool = False
 ) -> list[int]:
-    """How many pairs have their query (or their key) in each chunk.
-
-    Args:
-        masks (sequence of [`Mask`]): Masks of one length.
-        boundaries (sequence of `int`): Where the chunks begin, and the length.
-        weights (sequence of `int`, *optional*): How often each mask is computed; once by default.
-        keys (`bool`, defaults to `False`): Whether keys count, not queries.
-    """
+    """How many pairs have their query (or with `keys` their key) in each chunk between two boundaries. `weights` say how
+    often each mask is computed, by default once."""
     totals = [0] * (len(boundaries) - 1)
     for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True):
         for chunk, (start, stop) in enumerate(pairwise(_pairs_before(mask, boundaries, keys))):
@@ -146,8 +140,7 @@ def pairs_by_step(
         work (sequence of `int`): The pairs whose query lies in each chunk.
         met (`dict[tuple[int, int], int]`): Those of them whose key lies in another chunk, see [`meetings`].
         owners (sequence of `int`): The rank that holds each chunk.
-        ranks (`int`): Ranks of the ring.
-        rotating (`str`): The rotating block, `"kv"` or `"q"`.
+        ranks, rotating: Ranks of the ring, and the rotating block.
     """
     steps = [[0] * ranks for _ in range(ranks)]
     for owner, pairs in zip(owners, work, strict=True):
