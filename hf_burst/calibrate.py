@@ -49,15 +49,12 @@ _CPU = _Sizes(torch.float32, 4, 2, 64, (64, 256, 1024), (1 << 16, 1 << 20, 1 << 
 
 def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = None) -> Machine:
     """The machine that a group runs on: as [`calibrate`] measured it, or else as its device is known. Every rank calls
-    it, and takes part in one small all-gather.
+    it, takes part in one small all-gather, and gets the same machine.
 
     Args:
         group ([`ContextGroup`]): The ranks.
         device (`torch.device`): Where they compute.
         kernel (`str`, *optional*): Name of the kernel that computes; the one chosen by itself by default.
-
-    Returns:
-        [`Machine`], the same on every rank.
     """
     name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
     profiles = _profiles(name, kernel, group.size) if group.rank == 0 else {}
@@ -76,15 +73,13 @@ def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | No
 
 
 def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Machine:
-    """Measures the machine that a group runs on, in a few seconds, and writes it down for [`machine_for`].
+    """Measures the machine that a group runs on, in a few seconds, and writes it down for [`machine_for`]. The slowest
+    rank's kernel, memory and links count. All ranks call this, and nothing else meanwhile.
 
     Args:
-        group ([`ContextGroup`]): The ranks; every one of them calls it, and nothing else meanwhile.
+        group ([`ContextGroup`]): The ranks.
         device (`torch.device`): Where they compute.
         kernel ([`Kernel`]): What computes.
-
-    Returns:
-        [`Machine`], the same on every rank: the slowest rank's kernel, memory and links.
 
     Raises:
         RankMismatchError: If the ranks measure different kernels or devices, or one of them cannot measure.
@@ -158,16 +153,9 @@ def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[
         rates.append(KernelRate(scores, 4 * flops / forward, 10 * flops / backward))
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=device)
     target, number = torch.empty_like(source), torch.zeros(1, device=device)
-
-    def launches() -> None:
-        for _ in range(200):
-            number.add_(1)
-
-    return {
-        "rates": tuple(rates),
-        "launch": _seconds(launches, device) / 200,
-        "memory_bandwidth": 2 * sizes.copied / _seconds(lambda: target.copy_(source), device),
-    }
+    launch = _seconds(lambda: [number.add_(1) for _ in range(200)], device) / 200
+    bandwidth = 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
+    return {"rates": tuple(rates), "launch": launch, "memory_bandwidth": bandwidth}
 
 
 def _kernel_calls(
@@ -201,7 +189,7 @@ def _measure_links(
         peers = ((rank + per_host) % group.size, (rank - per_host) % group.size)
         links["between_hosts"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size == per_host > 1 and reach:
-        copies, error = None, None
+        error = None
         try:
             copies = _copies(group, device, max(sizes.messages))
         except RuntimeError as problem:  # containers may forbid it
@@ -211,7 +199,6 @@ def _measure_links(
         except (RuntimeError, RankMismatchError) as problem:
             logger.warning("hf_burst measures no symmetric memory: %s", problem)
         else:
-            assert copies is not None
             links["symmetric"] = _measure_link(copies, sizes.messages, work, device)
     return links
 
@@ -284,21 +271,19 @@ def _reaches_peers(device: torch.device) -> bool:
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The median time of a call: on the GPU by its own events, elsewhere by the clock."""
     times = []
-    for repeat in range(_REPEATS + 2):
+    for _ in range(_REPEATS + 2):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()
             end.record()
             end.synchronize()
-            seconds = begin.elapsed_time(end) * 1e-3
+            times.append(begin.elapsed_time(end) * 1e-3)
         else:
             started = time.perf_counter()
             call()
-            seconds = time.perf_counter() - started
-        if repeat > 1:  # the first open connections, compile and allocate
-            times.append(seconds)
-    return max(statistics.median(times), 1e-9)
+            times.append(time.perf_counter() - started)
+    return max(statistics.median(times[2:]), 1e-9)  # the first two open connections, compile and allocate
 
 
 def _slowest(machines: Sequence[Machine]) -> Machine:
@@ -335,18 +320,16 @@ def _memory(device: torch.device) -> int:
 
 def _gather(group: ContextGroup, mine: Any) -> list[Any]:
     """What every rank reports, in rank order."""
-    if group.size == 1:
-        return [mine]
-    reports: list[Any] = [None] * group.size
-    dist.all_gather_object(reports, mine, group=group.process_group)
+    reports = [mine] * group.size
+    if group.size > 1:
+        dist.all_gather_object(reports, mine, group=group.process_group)
     return reports
 
 
 def _known(device: str, kernel: str, memory: int, per_host: int, profiles: dict[int, Machine]) -> Machine:
     """What was measured, or else what is built in; `memory` is that of a GPU or of a host."""
-    if per_host in profiles:
-        return profiles[per_host]
-    return built_in(device, kernel, memory // per_host if device == "CPU" else memory, per_host)
+    memory = memory // per_host if device == "CPU" else memory
+    return profiles.get(per_host) or built_in(device, kernel, memory, per_host)
 
 
 def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
@@ -354,10 +337,9 @@ def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
     profiles = {}
     for per_host in range(1, ranks + 1):
         path = profile_path(device, kernel, ranks, per_host)
-        if ranks % per_host or not path.exists():
-            continue
         try:
-            profiles[per_host] = Machine.from_json(path.read_text())
+            if ranks % per_host == 0 and path.exists():
+                profiles[per_host] = Machine.from_json(path.read_text())
         except (OSError, ValueError) as problem:
             logger.warning("hf_burst ignores what it had measured, %s: %s", path, problem)
     return profiles

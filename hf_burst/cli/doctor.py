@@ -197,8 +197,7 @@ def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int
 
 
 def _asked(name: str, ranks: int, q_heads: int, kv_heads: int) -> Schedule | None:
-    """The schedule of a name, which the ranks can run; `None` for `"auto"`. One rank exchanges nothing, whatever the
-    name."""
+    """The schedule of a name, which the ranks can run; `None` for `"auto"`. One rank exchanges nothing."""
     if name == "auto":
         return None
     schedule = Schedule.parse(name, ranks)

@@ -31,9 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself (default all)")
-    length, documents = "tokens of all ranks (default 4096, or those of the documents)", "lengths of packed documents"
+    length = f"tokens of all ranks (default {_LENGTH}, or those of the documents)"
+    documents = "lengths of packed documents, one after the other"
     parser.add_argument("--length", type=int, help=length)
-    parser.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=f"{documents}, one after the other")
+    parser.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=documents)
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring (default %(default)s)")
     parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
     rotating = 'the rotating block: K and V, or Q as in "burst" backward'
@@ -96,16 +97,15 @@ def _check_picture(out: Path) -> None:
 
 def describe(plan: Plan, rotating: Rotating) -> str:
     """A table of the tokens and the work of every rank, and of its work by step, and how even that is."""
-    ranks, work = plan.queries.ranks, steps_of(plan, rotating)
+    ranks, work = plan.ranks, steps_of(plan, rotating)
     total = sum(map(sum, work))
     lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
     for rank, steps in enumerate(work):
         own = sum(steps)
         parts = "  ".join(f"{distance}: {step / own:.0%}" for distance, step in enumerate(steps) if step)
         lines.append(f"{rank:4}  {plan.queries.tokens(rank):7}  {own / total:5.1%}   {parts}")
-    most = max(map(sum, work))
-    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest of {ranks} ranks has ")
-    lines[-1] += f"{most * ranks / total - 1:.1%} more than an even share."
+    most = f"{max(map(sum, work)) * ranks / total - 1:.1%} more than an even share"
+    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest of {ranks} ranks has {most}.")
     longest = sum(map(max, zip(*work, strict=True)))
     lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
     return "\n".join(lines)
@@ -113,12 +113,10 @@ def describe(plan: Plan, rotating: Rotating) -> str:
 
 def steps_of(plan: Plan, rotating: Rotating) -> list[list[int]]:
     """The pairs that each rank computes in each step."""
-    ranks = plan.queries.ranks
-    work = [[0] * ranks for _ in range(ranks)]
-    for rank in range(ranks):
+    work = [[0] * plan.ranks for _ in range(plan.ranks)]
+    for rank, own in enumerate(work):
         for step in plan.steps(rank, rotating):
-            batch = [tile.batch[1] - tile.batch[0] for tile in step.tiles]
-            work[rank][step.order] = sum(rows * tile_pairs(tile) for rows, tile in zip(batch, step.tiles, strict=True))
+            own[step.order] = sum((tile.batch[1] - tile.batch[0]) * tile_pairs(tile) for tile in step.tiles)
     return work
 
 

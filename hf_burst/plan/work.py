@@ -81,8 +81,8 @@ def _pairs_before(mask: Mask, tokens: Iterable[int], keys: bool) -> list[int]:
 def pairs_of_chunks(
     masks: Sequence[Mask], boundaries: Sequence[int], weights: Sequence[int] = (), keys: bool = False
 ) -> list[int]:
-    """How many pairs have their query (or with `keys` their key) in each chunk between two boundaries. `weights` say how
-    often each mask is computed, by default once."""
+    """How many pairs have their query (or with `keys` their key) in each chunk between two boundaries. Each mask is
+    computed once, or as often as its weight says."""
     totals = [0] * (len(boundaries) - 1)
     for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True):
         for chunk, (start, stop) in enumerate(pairwise(_pairs_before(mask, boundaries, keys))):
