@@ -32,7 +32,7 @@ _BARRIER_MS = 60_000
 
 
 class _Sizes(NamedTuple):
-    """What is measured on a kind of device: rows of causal squares, bytes of messages and of a copy in memory."""
+    """The heads of a kind of device, rows of causal squares, and bytes of messages and of a copy in memory."""
 
     dtype: torch.dtype
     q_heads: int
@@ -108,7 +108,7 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
 
 
 def default_kernel(device: torch.device) -> Kernel:
-    """The kernel that is chosen by itself for heads of 128 on a device: in bf16 on GPUs, in fp32 elsewhere."""
+    """The kernel that is chosen by itself for heads of 128: in bf16 on GPUs, in fp32 elsewhere."""
     dtype = (_GPU if device.type == "cuda" else _CPU).dtype
     return select_kernel("auto", KernelRequest(device.type, dtype, 128, 128))
 

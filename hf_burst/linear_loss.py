@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .loss import IGNORE_INDEX, refuse_second_derivative, token_loss_sum
 from .ring import accumulation_dtype
@@ -24,7 +25,7 @@ _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
 # of the weight's gradient
 _LIGER_BUDGET, _LIGER_LOGITS = 4, 2**29
 
-Score = Callable[[torch.Tensor], torch.Tensor]
+Score = Callable[[Tensor], Tensor]
 
 
 class Linear(NamedTuple):
@@ -36,14 +37,14 @@ class Linear(NamedTuple):
         softcap (`float`, *optional*): The limit of its logits.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     softcap: float | None
 
 
 def linear_loss_sum(
-    hidden: torch.Tensor, targets: torch.Tensor, score: Score, vocabulary: int, linear: Linear | None = None
-) -> torch.Tensor:
+    hidden: Tensor, targets: Tensor, score: Score, vocabulary: int, linear: Linear | None = None
+) -> Tensor:
     """The sum of the cross-entropies of this rank's tokens, as [`token_loss_sum`] of `score(hidden)`.
 
     Args:
@@ -59,19 +60,19 @@ def linear_loss_sum(
     """
     learns = torch.is_grad_enabled()
     if not learns:
-        learned: list[torch.Tensor] = []
+        learned: list[Tensor] = []
     elif linear is None:
         learned = _learned(score, hidden)
     else:
         learned = [tensor for tensor in (linear.weight, linear.bias) if tensor is not None and tensor.requires_grad]
-    total: torch.Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
+    total: Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
     return total
 
 
-def _learned(score: Score, hidden: torch.Tensor) -> list[torch.Tensor]:
+def _learned(score: Score, hidden: Tensor) -> list[Tensor]:
     """The leaves of the graph of a score."""
     logits = score(hidden.detach().flatten(0, -2)[None, :1])
-    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, torch.Tensor]()
+    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, Tensor]()
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
@@ -87,14 +88,14 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        targets: Tensor,
         score: Score,
         vocabulary: int,
         linear: Linear | None,
         learns: bool,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+        *parameters: Tensor,
+    ) -> Tensor:
         wanted = learns and ctx.needs_input_grad[0]
         flat, labels = hidden.detach().flatten(0, -2), targets.flatten().to(hidden.device)
         liger = _liger(hidden.device.type, hidden.dtype) if linear is not None and wanted else None
@@ -108,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> Any:
+    def backward(ctx: Any, factor: Tensor) -> Any:
         refuse_second_derivative()
         saved = iter(ctx.saved_tensors)
         dhidden, *dparameters = [next(saved) * factor if exists else None for exists in ctx.has_gradient]
@@ -116,13 +117,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _by_chunks(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    score: Score,
-    vocabulary: int,
-    parameters: Sequence[torch.Tensor],
-    wanted: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    hidden: Tensor, targets: Tensor, score: Score, vocabulary: int, parameters: Sequence[Tensor], wanted: bool
+) -> tuple[Tensor, list[Tensor | None]]:
     """The loss and the gradients, of hidden states if `wanted`, by autograd over one chunk of tokens after another."""
     sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
     dhidden = torch.empty_like(hidden) if wanted else None
@@ -144,8 +140,8 @@ def _by_chunks(
 
 
 def _by_liger(
-    liger: Any, hidden: torch.Tensor, targets: torch.Tensor, linear: Linear, parameters: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    liger: Any, hidden: Tensor, targets: Tensor, linear: Linear, parameters: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
     """The same by Liger's kernel, its weight gradient summed up in fp32."""
     loss, _, _, _, dhidden, dweight, dbias = liger.fused_linear_cross_entropy_forward(
         hidden,

@@ -33,8 +33,7 @@ def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: 
     Args:
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
         sharding ([`Sharding`]): Which rank of the group holds what.
-        q_heads (`int`): Query heads.
-        kv_heads (`int`): Key heads.
+        q_heads, kv_heads (`int`): Query heads and key heads.
         ranks_per_host (`int`): Ranks of the group on one host, neighbours of each other; divides the ranks.
     """
     ranks = sharding.ranks

@@ -7,6 +7,7 @@ takes `max(kernels + other + drag, messages)` seconds; `other` is the time of co
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from typing import get_args
 
 from ..config import Schedule, Transport
 from ..errors import ConfigError
@@ -32,7 +33,7 @@ class Cost:
         sent_bytes (`int`): Bytes that leave the rank, or arrive if that is more, in both passes.
         memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
         transport (`str`): `"p2p"` or `"symmetric"`: what carries messages inside a host.
-        slices (`int`): Into how many parts the heads of a rank are cut, one after another.
+        slices (`int`): Parts of a rank's heads, computed one after another.
     """
 
     forward_s: float
@@ -69,15 +70,12 @@ def estimate(
     """
     within = machine.symmetric is not None and layer.ranks <= machine.ranks_per_host
     if transport == "symmetric" and not within:
-        raise ConfigError(
-            f"Symmetric memory does not reach {layer.ranks} ranks with {machine.ranks_per_host} on a host of "
-            f"{machine.device}. Take the transport 'p2p', or 'auto'."
-        )
+        unreached = f"{layer.ranks} ranks with {machine.ranks_per_host} on a host of {machine.device}"
+        raise ConfigError(f"Symmetric memory does not reach {unreached}. Take the transport 'p2p', or 'auto'.")
     transport = ("symmetric" if within else "p2p") if transport == "auto" else transport
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
     count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks)
-    forward = _PassCost(schedule, layer, machine, transport, count, "forward")
-    backward = _PassCost(schedule, layer, machine, transport, count, "backward")
+    forward, backward = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,

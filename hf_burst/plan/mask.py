@@ -40,8 +40,7 @@ class Mask:
 
     Args:
         length (`int`): Tokens in the sequence.
-        causal (`bool`, defaults to `True`): Whether a query sees no later key.
-        window (`int`, *optional*): As in [`MaskPattern`].
+        causal, window: As in [`MaskPattern`].
         documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries `(0, ..., length)` of the
             packed documents; a query sees keys of its own document only.
     """

@@ -20,11 +20,8 @@ Rotating = Literal["kv", "q"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows `[start, stop)` of a shard that travel to or from `peer`.
-
-    `lone` says that one tile covers exactly these rows, so that a gradient returns as the kernel made it; several
-    tiles are first summed in the accumulation dtype.
-    """
+    """Rows `[start, stop)` of a shard that travel to or from `peer`. If one tile covers exactly these rows (`lone`), a
+    gradient returns as the kernel made it; several tiles are first summed in the accumulation dtype."""
 
     peer: int
     start: int
@@ -60,11 +57,7 @@ def goes_ahead(step: Step, following: Step, returning: bool) -> bool:
 
     Blocks of order s + 1 go before the gradients of order s, and these before the blocks of any larger order. All ranks
     keep this sequence whatever steps they leave out: NCCL would wait for ever if two ends of a message differed.
-
-    Args:
-        step ([`Step`]): The step that is computed next.
-        following ([`Step`]): The step after it, whose order may be larger by more than one.
-        returning (`bool`): Whether gradients return, as in the backward pass.
+    Gradients are `returning` in the backward pass.
     """
     return not returning or step.order == 0 or following.order == step.order + 1
 

@@ -12,14 +12,7 @@ Seen = list[dict[int, list[tuple[int, int]]]]
 
 
 def verify_plan(plan: Plan, rotating: Rotating) -> int:
-    """Plays the schedules of all ranks on paper.
-
-    Args:
-        plan ([`Plan`]): The plan.
-        rotating (`str`): The rotating block, `"kv"` or `"q"`.
-
-    Returns:
-        `int`: The number of (query, key) pairs, each computed exactly once.
+    """Plays the schedules of all ranks on paper, and returns how many (query, key) pairs they compute, each once.
 
     Raises:
         PlanError: If a pair is missing, computed twice or not admitted, a tile reads rows that did not come or has a

@@ -134,14 +134,8 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
 def pairs_by_step(
     work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int], ranks: int, rotating: Rotating
 ) -> list[list[int]]:
-    """The pairs that each rank computes in each step of a ring, by step and rank.
-
-    Args:
-        work (sequence of `int`): The pairs whose query lies in each chunk.
-        met (`dict[tuple[int, int], int]`): Those of them whose key lies in another chunk, see [`meetings`].
-        owners (sequence of `int`): The rank that holds each chunk.
-        ranks, rotating: Ranks of the ring, and the rotating block.
-    """
+    """The pairs that each rank computes in each step of a ring, by step and rank, from the pairs of each chunk's
+    queries (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
     steps = [[0] * ranks for _ in range(ranks)]
     for owner, pairs in zip(owners, work, strict=True):
         steps[0][owner] += pairs
