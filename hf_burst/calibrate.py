@@ -119,14 +119,12 @@ def device_name(device: torch.device) -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """The largest number of neighbouring ranks that cuts a group, of whose ranks these are the hosts, into blocks of
-    one host each."""
+    """The most neighbouring ranks that cut a group into blocks of one host each; `hosts` are those of the ranks."""
     return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
 
 
 def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
-    """Where a machine is remembered, see [`cache_file`], by the names of its device and kernel, the ranks of the group
-    and those on one host."""
+    """Where a machine is remembered: a [`cache_file`] named by its device, kernel and ranks (in all and on a host)."""
     versions = (f"torch{torch.__version__}", f"hf_burst{own_version()}")
     return cache_file(device, kernel, f"{ranks}x{per_host}", *versions)
 

@@ -58,13 +58,10 @@ def linear_loss_sum(
     Returns:
         `torch.Tensor`: A scalar in fp32 (fp64 for fp64). It has no second derivative.
     """
-    learns = torch.is_grad_enabled()
-    if not learns:
-        learned: list[Tensor] = []
-    elif linear is None:
-        learned = _learned(score, hidden)
-    else:
-        learned = [tensor for tensor in (linear.weight, linear.bias) if tensor is not None and tensor.requires_grad]
+    learns, learned = torch.is_grad_enabled(), list[Tensor]()
+    if learns:
+        own = _learned(score, hidden) if linear is None else [linear.weight, linear.bias]
+        learned = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
     total: Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
     return total
 

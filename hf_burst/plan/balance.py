@@ -39,7 +39,7 @@ def assign(
     """The owner of each of the equal chunks into which a batch is cut: as many for every rank, in every stretch.
 
     Args:
-        masks (`tuple[Mask, ...]`): Those of the rows of the batch, of one length; several of a row if layers differ.
+        masks (`tuple[Mask, ...]`): Masks of one length of the rows of the batch; several of a row if layers differ.
         ranks (`int`): Ranks of the group.
         chunking (`str`, defaults to `"balanced"`): `"contiguous"` (P chunks), `"zigzag"` (2P chunks, rank r holds r and
             2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
