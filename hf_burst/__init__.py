@@ -36,20 +36,12 @@ _HOME = {
     "unpatch_model": ".hf.patch",
 }
 
+# fmt: off
 __all__ = [
-    "AttentionRequest",
-    "BurstCollator",
-    "BurstConfig",
-    "BurstParallelismConfig",
-    "ContextGroup",
-    "MaskPattern",
-    "SequenceLayout",
-    "burst_attention",
-    "check_model",
-    "patch_model",
-    "shard_batch",
-    "unpatch_model",
+    "AttentionRequest", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup", "MaskPattern",
+    "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "unpatch_model",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

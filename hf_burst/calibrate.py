@@ -1,5 +1,4 @@
-"""Measuring a machine in seconds, and remembering it: kernel, memory and links for the cost model of `hf_burst.plan`.
-All ranks of a group get the same numbers, those of the slowest."""
+"""Measuring a machine for the cost model of `hf_burst.plan`, and remembering it: its kernel, memory and links."""
 
 import logging
 import math
@@ -8,10 +7,10 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,16 +25,14 @@ from .ring.exchange import Incoming, Outgoing, Round
 
 logger = logging.getLogger(__name__)
 
-# What starts some messages, and returns what waits for them.
-Start = Callable[[], Callable[[], Any]]
+Start = Callable[[], Callable[[], Any]]  # starts messages, and returns what waits for them
 
 _REPEATS = 7
 _BARRIER_MS = 60_000
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What is measured on a kind of device: rows of causal squares, bytes of messages and of a copy in memory."""
+class _Sizes(NamedTuple):
+    """The heads of a kind of device, rows of causal squares, and bytes of messages and of a copy in memory."""
 
     dtype: torch.dtype
     q_heads: int
@@ -51,20 +48,15 @@ _CPU = _Sizes(torch.float32, 4, 2, 64, (64, 256, 1024), (1 << 16, 1 << 20, 1 << 
 
 
 def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = None) -> Machine:
-    """The machine that a group runs on: as [`calibrate`] measured it, or else as its device is known.
-
-    Measures nothing. A collective: every rank calls it, and takes part in one small all-gather.
+    """The machine that a group runs on: as [`calibrate`] measured it, or else as its device is known. Every rank calls
+    it, takes part in one small all-gather, and gets the same machine.
 
     Args:
         group ([`ContextGroup`]): The ranks.
         device (`torch.device`): Where they compute.
         kernel (`str`, *optional*): Name of the kernel that computes; the one chosen by itself by default.
-
-    Returns:
-        [`Machine`], the same on every rank.
     """
-    kernel = kernel or default_kernel(device).capabilities.name
-    name = device_name(device)
+    name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
     profiles = _profiles(name, kernel, group.size) if group.rank == 0 else {}
     reports = _gather(group, {**_report(device), "name": name, "kernel": kernel, "profiles": profiles})
     first, memory = reports[0], min(report["memory"] for report in reports)
@@ -74,30 +66,20 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
 
 
 def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | None = None) -> Machine:
-    """The machine that a group would run on, as [`machine_for`] has it. Asks no other process, and assumes that GPUs of
-    one host read each other's memory.
-
-    Args:
-        device (`torch.device`): A device of it.
-        ranks (`int`): Ranks of the group.
-        per_host (`int`): Ranks on one host.
-        kernel (`str`, *optional*): As in [`machine_for`].
-    """
-    kernel = kernel or default_kernel(device).capabilities.name
-    name = device_name(device)
+    """The machine that a group of so many ranks, in all and on one host, would run on, as [`machine_for`] has it. Asks
+    no other process, and assumes that GPUs of one host read each other's memory."""
+    name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
     return _known(name, kernel, _memory(device), per_host, _profiles(name, kernel, ranks))
 
 
 def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Machine:
-    """Measures the machine that a group runs on, in a few seconds, and writes it down for [`machine_for`].
+    """Measures the machine that a group runs on, in a few seconds, and writes it down for [`machine_for`]. The slowest
+    rank's kernel, memory and links count. All ranks call this, and nothing else meanwhile.
 
     Args:
-        group ([`ContextGroup`]): The ranks; every one of them calls it, and nothing else meanwhile.
+        group ([`ContextGroup`]): The ranks.
         device (`torch.device`): Where they compute.
         kernel ([`Kernel`]): What computes.
-
-    Returns:
-        [`Machine`], the same on every rank: the slowest rank's kernel, memory and links.
 
     Raises:
         RankMismatchError: If the ranks measure different kernels or devices, or one of them cannot measure.
@@ -111,19 +93,22 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
         error = problem
     group.agree({"kernel": kernel.capabilities.name, "device": name}, error, device)
     reports = _gather(group, {**_report(device), "day": time.strftime("%Y-%m-%d")})
-    hosts, reach = [report["host"] for report in reports], all(report["reaches"] for report in reports)
-    memory = min(report["memory"] for report in reports)
-    known = _known(name, kernel.capabilities.name, memory, ranks_per_host(hosts), {})
-    links = _measure_links(group, device, kernel, sizes, hosts, reach)
+    per_host, reach = ranks_per_host([report["host"] for report in reports]), all(r["reaches"] for r in reports)
+    known = _known(name, kernel.capabilities.name, min(report["memory"] for report in reports), per_host, {})
+    links = _measure_links(group, device, kernel, sizes, per_host, reach)
     source = f"measured on {reports[0]['day']}"
     machine = _slowest(_gather(group, replace(known, **alone, **links, source=source)))
     if group.rank == 0:
-        _write(profile_path(name, machine.kernel, group.size, machine.ranks_per_host), machine)
+        path = profile_path(name, machine.kernel, group.size, machine.ranks_per_host)
+        try:
+            write_whole(path, machine.to_json())
+        except OSError as problem:
+            logger.warning("hf_burst cannot remember what it measured in %s: %s", path, problem)
     return machine
 
 
 def default_kernel(device: torch.device) -> Kernel:
-    """The kernel that is chosen by itself for heads of 128 on a device: in bf16 on GPUs, in fp32 elsewhere."""
+    """The kernel that is chosen by itself for heads of 128: in bf16 on GPUs, in fp32 elsewhere."""
     dtype = (_GPU if device.type == "cuda" else _CPU).dtype
     return select_kernel("auto", KernelRequest(device.type, dtype, 128, 128))
 
@@ -134,36 +119,19 @@ def device_name(device: torch.device) -> str:
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
-    """The largest number of neighbouring ranks that cuts the whole group into blocks of one host each.
-
-    Args:
-        hosts (sequence of `str`): The host of every rank.
-    """
+    """The most neighbouring ranks that cut a group into blocks of one host each; `hosts` are those of the ranks."""
     return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
 
 
 def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
-    """Where a machine is remembered, see [`cache_file`].
-
-    Args:
-        device (`str`): Name of the device.
-        kernel (`str`): Name of the kernel.
-        ranks (`int`): Ranks of the group.
-        per_host (`int`): Ranks on one host.
-    """
+    """Where a machine is remembered: a [`cache_file`] named by its device, kernel and ranks (in all and on a host)."""
     versions = (f"torch{torch.__version__}", f"hf_burst{own_version()}")
     return cache_file(device, kernel, f"{ranks}x{per_host}", *versions)
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Latency and bandwidth of a link, by least squares of the relative errors of `latency + bytes / bandwidth`.
-
-    Args:
-        points (sequence of `(float, float)`): Bytes of a message and the seconds that it took, two or more.
-
-    Returns:
-        `tuple[float, float]`: Seconds, at least 0, and bytes/s.
-    """
+    """Latency (seconds, at least 0) and bandwidth (bytes/s) of a link, from the bytes of two or more messages and the
+    seconds that they took: least squares of the relative errors of `latency + bytes / bandwidth`."""
     sizes, seconds = torch.tensor(points, dtype=torch.float64, device="cpu").unbind(1)
     speeds, scale = sizes / seconds, float(sizes.max())  # scaled, so that both unknowns are of one order
     rows = torch.stack([1 / seconds, speeds / scale], 1)
@@ -183,16 +151,9 @@ def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[
         rates.append(KernelRate(scores, 4 * flops / forward, 10 * flops / backward))
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=device)
     target, number = torch.empty_like(source), torch.zeros(1, device=device)
-
-    def launches() -> None:
-        for _ in range(200):
-            number.add_(1)
-
-    return {
-        "rates": tuple(rates),
-        "launch": _seconds(launches, device) / 200,
-        "memory_bandwidth": 2 * sizes.copied / _seconds(lambda: target.copy_(source), device),
-    }
+    launch = _seconds(lambda: [number.add_(1) for _ in range(200)], device) / 200
+    bandwidth = 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
+    return {"rates": tuple(rates), "launch": launch, "memory_bandwidth": bandwidth}
 
 
 def _kernel_calls(
@@ -207,29 +168,26 @@ def _kernel_calls(
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     dout, own_out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
     inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=own_out, lse=lse, delta=delta)
-    return (
-        lambda: kernel.forward(q, k, v, band, scores),
-        lambda: kernel.backward(inputs, band, scores),
-    )
+    return (lambda: kernel.forward(q, k, v, band, scores), lambda: kernel.backward(inputs, band, scores))
 
 
 def _measure_links(
-    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, hosts: Sequence[str], reach: bool
+    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, per_host: int, reach: bool
 ) -> dict[str, Any]:
     """The links that there are, as fields of a [`Machine`]: to the neighbour on the host, to the counterpart on the
     next host, and to the neighbour's memory if all can `reach` it."""
-    per_host = ranks_per_host(hosts)
-    first, place = group.rank - group.rank % per_host, group.rank % per_host
+    rank = group.rank
+    first = rank - rank % per_host
     work = _kernel_calls(kernel, sizes, sizes.rows[len(sizes.rows) // 2], device)[0]
     links: dict[str, Any] = {"symmetric": None}
     if per_host > 1:
-        peers = (first + (place + 1) % per_host, first + (place - 1) % per_host)
+        peers = (first + (rank + 1) % per_host, first + (rank - 1) % per_host)
         links["p2p"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size > per_host:
-        peers = ((group.rank + per_host) % group.size, (group.rank - per_host) % group.size)
+        peers = ((rank + per_host) % group.size, (rank - per_host) % group.size)
         links["between_hosts"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
     if group.size == per_host > 1 and reach:
-        copies, error = None, None
+        error = None
         try:
             copies = _copies(group, device, max(sizes.messages))
         except RuntimeError as problem:  # containers may forbid it
@@ -239,7 +197,6 @@ def _measure_links(
         except (RuntimeError, RankMismatchError) as problem:
             logger.warning("hf_burst measures no symmetric memory: %s", problem)
         else:
-            assert copies is not None
             links["symmetric"] = _measure_link(copies, sizes.messages, work, device)
     return links
 
@@ -310,42 +267,38 @@ def _reaches_peers(device: torch.device) -> bool:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """The median time of a call: on the GPU by its own events, elsewhere by the clock. Every rank repeats it equally
-    often."""
+    """The median time of a call: on the GPU by its own events, elsewhere by the clock."""
     times = []
-    for repeat in range(_REPEATS + 2):
+    for _ in range(_REPEATS + 2):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             call()
             end.record()
             end.synchronize()
-            seconds = begin.elapsed_time(end) * 1e-3
+            times.append(begin.elapsed_time(end) * 1e-3)
         else:
             started = time.perf_counter()
             call()
-            seconds = time.perf_counter() - started
-        if repeat > 1:  # the first open connections, compile and allocate
-            times.append(seconds)
-    return max(statistics.median(times), 1e-9)
+            times.append(time.perf_counter() - started)
+    return max(statistics.median(times[2:]), 1e-9)  # the first two open connections, compile and allocate
 
 
 def _slowest(machines: Sequence[Machine]) -> Machine:
     """The worst of all ranks' numbers."""
 
-    def link(name: str) -> Link | None:
-        links: list[Link | None] = [getattr(machine, name) for machine in machines]
-        there = [link for link in links if link is not None]
-        if len(there) < len(links):
+    def slowest(name: str) -> Link | None:
+        links = [getattr(machine, name) for machine in machines]
+        if None in links:
             return None
-        latency, drag = max(link.latency for link in there), max(link.drag for link in there)
-        return Link(latency, min(link.bandwidth for link in there), drag)
+        latency, drag = max(link.latency for link in links), max(link.drag for link in links)
+        return Link(latency, min(link.bandwidth for link in links), drag)
 
     rates = tuple(
         KernelRate(rates[0].scores, min(rate.forward for rate in rates), min(rate.backward for rate in rates))
         for rates in zip(*(machine.rates for machine in machines), strict=True)
     )
-    links: dict[str, Any] = {name: link(name) for name in ("p2p", "between_hosts", "symmetric")}
+    links: dict[str, Any] = {name: slowest(name) for name in ("p2p", "between_hosts", "symmetric")}
     launch = max(machine.launch for machine in machines)
     bandwidth = min(machine.memory_bandwidth for machine in machines)
     return replace(machines[0], rates=rates, launch=launch, memory_bandwidth=bandwidth, **links)
@@ -365,18 +318,16 @@ def _memory(device: torch.device) -> int:
 
 def _gather(group: ContextGroup, mine: Any) -> list[Any]:
     """What every rank reports, in rank order."""
-    if group.size == 1:
-        return [mine]
-    reports: list[Any] = [None] * group.size
-    dist.all_gather_object(reports, mine, group=group.process_group)
+    reports = [mine] * group.size
+    if group.size > 1:
+        dist.all_gather_object(reports, mine, group=group.process_group)
     return reports
 
 
 def _known(device: str, kernel: str, memory: int, per_host: int, profiles: dict[int, Machine]) -> Machine:
     """What was measured, or else what is built in; `memory` is that of a GPU or of a host."""
-    if per_host in profiles:
-        return profiles[per_host]
-    return built_in(device, kernel, memory // per_host if device == "CPU" else memory, per_host)
+    memory = memory // per_host if device == "CPU" else memory
+    return profiles.get(per_host) or built_in(device, kernel, memory, per_host)
 
 
 def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
@@ -384,18 +335,9 @@ def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:
     profiles = {}
     for per_host in range(1, ranks + 1):
         path = profile_path(device, kernel, ranks, per_host)
-        if ranks % per_host or not path.exists():
-            continue
         try:
-            profiles[per_host] = Machine.from_json(path.read_text())
+            if ranks % per_host == 0 and path.exists():
+                profiles[per_host] = Machine.from_json(path.read_text())
         except (OSError, ValueError) as problem:
             logger.warning("hf_burst ignores what it had measured, %s: %s", path, problem)
     return profiles
-
-
-def _write(path: Path, machine: Machine) -> None:
-    """Writes a machine down, or warns that it cannot."""
-    try:
-        write_whole(path, machine.to_json())
-    except OSError as problem:
-        logger.warning("hf_burst cannot remember what it measured in %s: %s", path, problem)

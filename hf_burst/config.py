@@ -9,9 +9,7 @@ from .errors import ConfigError
 Chunking = Literal["balanced", "zigzag", "contiguous"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
 Transport = Literal["auto", "p2p", "symmetric"]
-KernelName = Literal[
-    "auto", "flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"
-]
+KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -19,12 +17,12 @@ _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
 class Schedule:
     """A schedule: the heads are spread over `ulysses` neighbouring ranks, the sequence over the rest of the group.
 
-    Rank r is member `r % ulysses` of place `r // ulysses` of the ring.
+    Rank r is member `r % ulysses` of ring rank `r // ulysses`.
 
     Args:
-        around (`str`, defaults to `"kv_ring"`): What happens between the places of the ring: `"kv_ring"` (K and V
-            visit, dK and dV return), `"burst"` (backward, Q and dO visit and dQ returns; arXiv 2403.09347) or
-            `"all_gather"` (K and V of all ranks at once, some heads at a time).
+        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks: `"kv_ring"` (K and V rotate, dK
+            and dV return), `"burst"` (backward, Q and dO rotate and dQ returns; arXiv 2403.09347) or `"all_gather"`
+            (K and V of all ranks at once, some heads at a time).
         ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
     """
 
@@ -70,9 +68,9 @@ class BurstConfig:
         chunking (`str`, defaults to `"balanced"`):
             Which rank owns which part of the sequence. `"contiguous"` gives rank r the r-th of P chunks; `"zigzag"` the
             chunks r and 2P-1-r of 2P, which balances causal attention over one document; `"balanced"` takes the
-            coarsest cut, these two among them, that leaves the rank with the most to compute at most 2 % above the mean
-            for the packed documents of a batch (and the steps of a ring over up to 8 ranks, each as long as its busiest
-            one, 15 %), or else the most even one, in up to 16 chunks a rank. Every rank holds as many tokens.
+            coarsest cut, in up to 16 chunks a rank, that leaves the busiest rank at most 2 % above the mean for the
+            packed documents of a batch (and the steps of a ring over up to 8 ranks 15 %), or else the most even one.
+            Every rank holds as many tokens.
         schedule (`str`, defaults to `"auto"`):
             How the ranks exchange blocks: `"kv_ring"` sends K and V and returns dK and dV, `"burst"` keeps K and V at
             home in the backward pass and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv
@@ -80,23 +78,21 @@ class BurstConfig:
             for tokens, and `"ulysses_2+kv_ring"` (any number, any of the first three) is a product of two. `"auto"`
             takes a ring over two ranks and where documents mostly stay at home, else exchanges heads over as many ranks
             of one host as the heads allow, and logs why. It goes by the documents of every batch (under
-            `torch.compile`, by one whole document). The ring is `"burst"` where there are as many key heads as query
-            heads: its backward pass then sends less.
+            `torch.compile`, by one whole document). The ring is `"burst"` where there are as many key as query heads.
         kernel (`str`, defaults to `"auto"`):
-            The kernel that computes a tile: `"flash_attn_4"` (the package `flash-attn-4`), `"flash_attn_3"` (the module
-            `flash_attn_interface`), `"flash_attn_2"` (the package `flash-attn`), `"torch_flash"` (the FlashAttention-2
-            kernels inside torch's CUDA builds), `"torch_cudnn"` (cuDNN's, inside them too: no windows), `"cpu_flash"`
-            (torch's CPU flash kernel), `"reference"` (plain torch, fp32/fp64, slow). `"auto"` takes the fastest that
-            can, and logs why.
+            The kernel that computes a tile: `"flash_attn_4"` (package `flash-attn-4`), `"flash_attn_2"` (package
+            `flash-attn`), `"torch_flash"` (the FlashAttention-2 kernels inside torch's CUDA builds), `"torch_cudnn"`
+            (cuDNN's, inside them too: no windows), `"cpu_flash"` (torch's CPU flash kernel), `"reference"` (plain
+            torch, fp32/fp64, slow). `"auto"` takes the fastest that can, and logs why.
         transport (`str`, defaults to `"auto"`):
-            How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory),
-            `"p2p"` (send and receive of NCCL or gloo), `"auto"` for the first where it can be had.
+            How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory), `"p2p"` (send and
+            receive of NCCL or gloo), `"auto"` for the first where it can be had.
         attention_keep (`float`, defaults to `1.0`):
-            How much of what attention found is kept in checkpointed layers instead of being computed again, from the
+            How much of the attention output is kept in checkpointed layers instead of being computed again, from the
             end of the sequence: 1.0 for all of it (the memory of one more hidden state a layer), 0.0 for nothing, or
-            0.25, 0.5, 0.75. Half of it costs half of the memory, and a quarter of causal attention is computed again,
-            for the first half of the sequence; the ranks then have as much of every half or quarter. Encoders keep all
-            or nothing. What is kept stays on the device, also where checkpointing offloads to the host.
+            0.25, 0.5, 0.75. Half of it costs half of the memory, and a quarter of causal attention is computed again;
+            the ranks then have as much of every half or quarter. Encoders keep all or nothing. It stays on the device,
+            also where checkpointing offloads to the host.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
     """
@@ -112,30 +108,26 @@ class BurstConfig:
         if self.schedule != "auto":
             Schedule.parse(str(self.schedule))
         choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName, "transport": Transport}
-        for name, allowed in choices.items():
-            given = getattr(self, name)
-            if given not in get_args(allowed):
+        for name, kind in choices.items():
+            value, allowed = getattr(self, name), get_args(kind)
+            if value not in allowed:
                 raise ConfigError(
-                    f"BurstConfig.{name} is {given!r}; it must be one of {', '.join(map(repr, get_args(allowed)))}."
+                    f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
                 )
         if self.attention_keep not in _KEEP:
-            raise ConfigError(
-                f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of "
-                f"{', '.join(map(str, _KEEP))}."
-            )
+            keeps = ", ".join(map(str, _KEEP))
+            raise ConfigError(f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
         if not (isinstance(self.logits_limit_gib, int | float) and self.logits_limit_gib > 0):
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
 
     def chunking_over(self, ranks: int) -> Chunking:
-        """How a batch is cut over so many ranks. Where all of them exchange heads, each computes as much whoever holds
-        which tokens, and one chunk a rank is the fewest messages."""
+        """How a batch is cut over so many ranks. Where all of them exchange heads, one chunk a rank is as even."""
         exchanged = self.schedule != "auto" and Schedule.parse(self.schedule, ranks).ulysses == ranks > 1
         return "contiguous" if exchanged and self.chunking == "balanced" else self.chunking
 
     @property
     def stretches(self) -> int:
-        """Into how many equal parts a sequence is cut, of each of which every rank holds as much: so many that what is
-        kept of checkpointed layers begins with one of them."""
+        """Equal parts of a sequence, of each of which every rank holds as much. The kept attention begins with one."""
         return {0.0: 1, 0.5: 2}.get(self.attention_keep % 1, 4)
 
     @classmethod

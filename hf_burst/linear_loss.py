@@ -1,8 +1,7 @@
 """Scores and their cross-entropy, some tokens at a time: the logits of a long sequence are never in memory at once.
 
-Gradients are found in the forward pass, while a chunk's logits are there, so that nothing is computed twice; they wait
-for the backward pass in the dtypes of what they belong to, summed up in fp32. On GPUs Liger's fused kernel does it
-where the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410.10989).
+Gradients are found in the forward pass, while a chunk's logits are there, and summed up in fp32. On GPUs Liger's fused
+kernel does it where the head is a plain linear layer and Liger-Kernel is installed (arXiv 2410.10989).
 """
 
 import importlib
@@ -13,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .loss import IGNORE_INDEX, refuse_second_derivative, token_loss_sum
 from .ring import accumulation_dtype
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 _LOGITS = 2**27  # at a time, in plain torch
 _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
-# Liger's logits at a time: four times the hidden states, or more as long as they are no more than so many, since every
-# part reads and writes all of the weight's gradient
+# Liger's logits at a time: four times the hidden states, or more up to a limit, since every part reads and writes all
+# of the weight's gradient
 _LIGER_BUDGET, _LIGER_LOGITS = 4, 2**29
 
-Score = Callable[[torch.Tensor], torch.Tensor]
+Score = Callable[[Tensor], Tensor]
 
 
 class Linear(NamedTuple):
@@ -34,49 +34,42 @@ class Linear(NamedTuple):
     Args:
         weight (`torch.Tensor` of shape `(vocabulary, hidden)`): Its weight.
         bias (`torch.Tensor` of shape `(vocabulary,)`, *optional*): Its bias.
-        softcap (`float`, *optional*): Where its logits saturate.
+        softcap (`float`, *optional*): The limit of its logits.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     softcap: float | None
 
 
 def linear_loss_sum(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    score: Score,
-    vocabulary: int,
-    linear: Linear | None = None,
-) -> torch.Tensor:
+    hidden: Tensor, targets: Tensor, score: Score, vocabulary: int, linear: Linear | None = None
+) -> Tensor:
     """The sum of the cross-entropies of this rank's tokens, as [`token_loss_sum`] of `score(hidden)`.
 
     Args:
         hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What is scored.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens.
-        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits. What it learns is
-            found by scoring one token.
+        score (`Callable`): From hidden states of some tokens, `(1, m, hidden)`, to their logits. The parameters that it
+            learns are found by scoring one token.
         vocabulary (`int`): Logits of a token.
         linear ([`Linear`], *optional*): What `score` is, if it is no more than that.
 
     Returns:
         `torch.Tensor`: A scalar in fp32 (fp64 for fp64). It has no second derivative.
     """
-    learns = torch.is_grad_enabled()
-    if not learns:
-        learned: list[torch.Tensor] = []
-    elif linear is None:
-        learned = _learned(score, hidden)
-    else:
-        learned = [tensor for tensor in (linear.weight, linear.bias) if tensor is not None and tensor.requires_grad]
-    total: torch.Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
+    learns, learned = torch.is_grad_enabled(), list[Tensor]()
+    if learns:
+        own = _learned(score, hidden) if linear is None else [linear.weight, linear.bias]
+        learned = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
+    total: Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
     return total
 
 
-def _learned(score: Score, hidden: torch.Tensor) -> list[torch.Tensor]:
+def _learned(score: Score, hidden: Tensor) -> list[Tensor]:
     """The leaves of the graph of a score."""
     logits = score(hidden.detach().flatten(0, -2)[None, :1])
-    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, torch.Tensor]()
+    open_nodes, seen, leaves = [logits.grad_fn], set[Any](), dict[int, Tensor]()
     while open_nodes:
         node = open_nodes.pop()
         if node is None or node in seen:
@@ -92,14 +85,14 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        targets: Tensor,
         score: Score,
         vocabulary: int,
         linear: Linear | None,
         learns: bool,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+        *parameters: Tensor,
+    ) -> Tensor:
         wanted = learns and ctx.needs_input_grad[0]
         flat, labels = hidden.detach().flatten(0, -2), targets.flatten().to(hidden.device)
         liger = _liger(hidden.device.type, hidden.dtype) if linear is not None and wanted else None
@@ -113,7 +106,7 @@ class _LinearLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, factor: torch.Tensor) -> Any:
+    def backward(ctx: Any, factor: Tensor) -> Any:
         refuse_second_derivative()
         saved = iter(ctx.saved_tensors)
         dhidden, *dparameters = [next(saved) * factor if exists else None for exists in ctx.has_gradient]
@@ -121,15 +114,9 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _by_chunks(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    score: Score,
-    vocabulary: int,
-    parameters: Sequence[torch.Tensor],
-    wanted: bool,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The loss and the gradients, that of the hidden states if it is wanted, by autograd over one chunk of tokens after
-    another."""
+    hidden: Tensor, targets: Tensor, score: Score, vocabulary: int, parameters: Sequence[Tensor], wanted: bool
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss and the gradients, of hidden states if `wanted`, by autograd over one chunk of tokens after another."""
     sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
     dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
@@ -150,8 +137,8 @@ def _by_chunks(
 
 
 def _by_liger(
-    liger: Any, hidden: torch.Tensor, targets: torch.Tensor, linear: Linear, parameters: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    liger: Any, hidden: Tensor, targets: Tensor, linear: Linear, parameters: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor | None]]:
     """The same by Liger's kernel, its weight gradient summed up in fp32."""
     loss, _, _, _, dhidden, dweight, dbias = liger.fused_linear_cross_entropy_forward(
         hidden,
@@ -170,9 +157,8 @@ def _by_liger(
 
 
 def _liger_budget(tokens: int, width: int, vocabulary: int) -> int:
-    """How many times as large as the hidden states its logits may be: for as few parts as have no more logits than they
-    may, or a fixed budget where that is more. Of it follow `ceil(vocabulary / (budget * width))` parts, whose tokens
-    are rounded up to a power of two."""
+    """How many times as large as the hidden states its logits may be, for as few parts as the limit allows. Liger makes
+    `ceil(vocabulary / (budget * width))` parts of it, whose tokens are rounded up to a power of two."""
     rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)
     parts = -(-tokens // rows)
     most = -(-vocabulary // width) if parts == 1 else (vocabulary - 1) // (width * (parts - 1))
@@ -192,11 +178,8 @@ def _liger(device: str, dtype: torch.dtype) -> Any:
         logger.warning("hf_burst does without Liger's fused loss, which cannot be imported: %r", problem)
         return None
     known = inspect.signature(module.fused_linear_cross_entropy_forward).parameters
-    missing = {"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"} - set(known)
+    missing = sorted({"accum_dtype", "compute_gradients", "weight_requires_grad", "chunk_mem_const"} - set(known))
     if missing:
-        logger.warning(
-            "hf_burst does without the fused loss of this Liger-Kernel, which lacks %s; install liger-kernel>=0.8.5",
-            ", ".join(sorted(missing)),
-        )
-        return None
-    return module
+        why = "hf_burst does without the fused loss of this Liger-Kernel, which lacks %s; install liger-kernel>=0.8.5"
+        logger.warning(why, ", ".join(missing))
+    return None if missing else module

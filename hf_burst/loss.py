@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional
 
 from .errors import KernelError
@@ -15,30 +16,28 @@ from .ring import accumulation_dtype
 IGNORE_INDEX = -100
 
 
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+def shift_labels(labels: Tensor) -> Tensor:
     """Labels moved so that token i holds the label of token i + 1; the last one is ignored. Before any sharding."""
     return functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
 
 
-def token_loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum of the cross-entropies of this rank's tokens, in fp32 (fp64 for fp64).
 
     Args:
         logits (`torch.Tensor` of shape `(batch, n, vocabulary)`): Scores.
         targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels of the same tokens; -100 does not count.
     """
-    wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
-    return functional.cross_entropy(
-        wide, targets.flatten().to(logits.device), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+    wide, labels = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2), targets.flatten().to(logits.device)
+    return functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @torch.compiler.disable
-def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: ContextGroup) -> torch.Tensor:
+def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
 
-    Its gradient is `size` times that of this rank's part. Data-parallel wrappers average gradients over all ranks, of
-    which those of a group hold one batch: the average is the gradient of the whole, nothing else has to know.
+    Its gradient is `size` times that of this rank's part, since data-parallel wrappers average gradients over all
+    ranks, of which those of a group hold one batch.
 
     Args:
         local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
@@ -48,17 +47,13 @@ def group_loss(local_sum: torch.Tensor, weight: torch.Tensor | float, group: Con
     return group_sum(local_sum * weight, group)
 
 
-def group_sum(tensor: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-    """The sum over the ranks, the same on every rank, with a gradient as that of [`group_loss`].
-
-    Args:
-        tensor (`torch.Tensor`): This rank's part, of one shape on all ranks.
-        group ([`ContextGroup`]): The ranks.
-    """
+def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
+    """The sum over the ranks of tensors of one shape, the same on every rank, with a gradient as that of
+    [`group_loss`]."""
     return tensor if group.size == 1 else _GroupSum.apply(tensor, group)
 
 
-def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGroup) -> torch.Tensor:
+def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -> Tensor:
     """The whole batch, in sequence order and without padding, on every rank.
 
     Args:
@@ -72,7 +67,7 @@ def gather_tokens(tensor: torch.Tensor, layout: SequenceLayout, group: ContextGr
     return layout.unshard(_AllGather.apply(tensor, group) if group.size > 1 else (tensor,))
 
 
-def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> torch.Tensor:
+def gather_kept(tensor: Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> Tensor:
     """The rows that each rank kept, put together.
 
     Args:
@@ -91,11 +86,7 @@ def gather_kept(tensor: torch.Tensor, kept: Sequence[Sequence[int]], group: Cont
 
 
 def refuse_second_derivative() -> None:
-    """Raises in a backward pass that is to have a derivative itself, in which a gradient would be lost silently.
-
-    Raises:
-        KernelError: If `create_graph=True`.
-    """
+    """Raises a [`KernelError`] in a backward pass with `create_graph=True`, which would lose a gradient silently."""
     if torch.is_grad_enabled():
         raise KernelError(
             "The loss and the outputs of a model over ranks have no second derivative: their gradients are found in "
@@ -107,14 +98,14 @@ class _GroupSum(torch.autograd.Function):
     """A sum over the group, whose gradient is that of this rank's part times the size of the group."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, group: ContextGroup) -> Tensor:
         ctx.size = group.size
         total = value.detach().clone()
         dist.all_reduce(total, group=group.process_group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.size, None
 
 
@@ -122,14 +113,14 @@ class _AllGather(torch.autograd.Function):
     """The tensors of all ranks; backward, the sum over the ranks of the gradients of this rank's tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ContextGroup) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup) -> tuple[Tensor, ...]:
         ctx.group = group
         shards = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
         dist.all_gather(shards, tensor.contiguous(), group=group.process_group)
         return tuple(shards)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative()
         total = torch.stack(gradients)
         dist.all_reduce(total, group=ctx.group.process_group)

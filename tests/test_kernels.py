@@ -34,7 +34,6 @@ from hf_burst.kernels import (
 )
 from hf_burst.kernels.flash import aligned
 from hf_burst.kernels.flash_attn_2 import FlashAttn2Kernel
-from hf_burst.kernels.flash_attn_3 import FlashAttn3Kernel
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_burst.kernels.head_size import PaddedHeads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
@@ -58,8 +57,6 @@ def on_a_stand_in(kernel: Kernel, name: str) -> Kernel:
 
 STAND_INS = [
     on_a_stand_in(FlashAttn4Kernel(library=flash_libraries.FlashAttn4()), "flash_attn_4"),
-    on_a_stand_in(FlashAttn3Kernel(library=flash_libraries.FlashAttn3()), "flash_attn_3"),
-    on_a_stand_in(FlashAttn3Kernel(library=flash_libraries.OldFlashAttn3()), "flash_attn_3, old"),
     on_a_stand_in(FlashAttn2Kernel(library=flash_libraries.FlashAttn2()), "flash_attn_2"),
     on_a_stand_in(TorchFlashKernel(library=flash_libraries.Aten()), "torch_flash"),
     on_a_stand_in(TorchCudnnKernel(library=flash_libraries.Aten()), "torch_cudnn"),
@@ -541,7 +538,7 @@ def test_scores_far_from_zero_do_not_overflow(kernel):
 
 
 def flash_kernels() -> list:
-    named = ("flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash")
+    named = ("flash_attn_4", "flash_attn_2", "torch_flash")
     return kernels([kernel for kernel in ALL_KERNELS if kernel.capabilities.name.startswith(named)])
 
 
@@ -813,7 +810,6 @@ def installed(monkeypatch):
 
 LIBRARIES: dict[str, tuple[str, Callable[[], object]]] = {
     "flash_attn_4": ("flash_attn.cute.interface", flash_libraries.FlashAttn4),
-    "flash_attn_3": ("flash_attn_interface", flash_libraries.FlashAttn3),
     "flash_attn_2": ("flash_attn.flash_attn_interface", flash_libraries.FlashAttn2),
 }
 
@@ -844,7 +840,7 @@ def test_a_warning_of_the_compiler_of_flash_attn_4_is_not_shown(installed):
 
 
 def test_auto_goes_from_the_fastest_to_what_is_installed(hopper, installed, all_installed, chosen):
-    for name in ("flash_attn_4", "flash_attn_3", "flash_attn_2"):
+    for name in ("flash_attn_4", "flash_attn_2"):
         kernel, log = chosen("auto", "cuda", torch.bfloat16, 128, 128)
         assert kernel.capabilities.name == name
         installed(LIBRARIES[name][0], None)
@@ -879,7 +875,7 @@ def test_auto_on_hopper(hopper, all_installed, chosen, arguments, name):
         ((8, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
         ((8, 9), (208, 208), ["reference"]),
         ((8, 9), (256, 256), ["flash_attn_2", "torch_flash", "reference"]),
-        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_3", "flash_attn_2", "torch_flash", "reference"]),
+        ((9, 0), (256, 256), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
         ((10, 0), (128, 128), ["flash_attn_4", "flash_attn_2", "torch_flash", "reference"]),
         ((10, 0), (100, 192), ["flash_attn_2", "torch_flash", "reference"]),
         ((12, 0), (64, 64), ["flash_attn_2", "torch_flash", "reference"]),
@@ -902,10 +898,8 @@ def test_determinism_is_had_or_refused(hopper, all_installed, chosen):
     with pytest.raises(KernelError) as caught:
         select_kernel("torch_cudnn", KernelRequest("cuda", torch.bfloat16, 128, 128, deterministic=True))
     assert "torch_cudnn cannot give the same bits each time" in str(caught.value)
-    able = "flash_attn_4, flash_attn_3, flash_attn_2, torch_flash, cpu_flash, reference"
+    able = "flash_attn_4, flash_attn_2, torch_flash, cpu_flash, reference"
     assert f"Deterministic ones are {able}." in str(caught.value)
-    with pytest.raises(KernelError, match="flash_attn_3 cannot give the same bits each time with head size 256"):
-        select_kernel("flash_attn_3", KernelRequest("cuda", torch.bfloat16, 256, 256, deterministic=True))
 
 
 def test_windows_are_refused_by_what_knows_none(hopper):
@@ -922,9 +916,9 @@ def test_old_cudnn_is_refused(monkeypatch, hopper):
 def test_a_library_that_is_not_the_one_that_was_read_is_refused(installed):
     calls = (("attend", ("q", "k", "scale")),)
 
-    def refusal(library: object, complete: bool = True) -> str | None:
+    def refusal(library: object) -> str | None:
         installed("some_module", library)
-        return package_refusal("some-package", "some_module", calls, complete)
+        return package_refusal("some-package", "some_module", calls)
 
     def module(function: Callable) -> SimpleNamespace:
         return SimpleNamespace(attend=function)
@@ -941,7 +935,6 @@ def test_a_library_that_is_not_the_one_that_was_read_is_refused(installed):
     assert refusal(module(lambda q: 0)) == unknown
     asked = f"passes no mask to some_module.attend, which {release} asks for: reinstall it"
     assert refusal(module(lambda q, k, scale, mask: 0)) == asked
-    assert refusal(module(lambda q, k, scale, mask: 0), complete=False) is None
     missing = "needs the package some-package, and some_module cannot be imported (ModuleNotFoundError: "
     assert (refusal(None) or "").startswith(missing)
 
@@ -954,9 +947,8 @@ def test_a_library_that_breaks_while_it_is_imported_is_refused(tmp_path, monkeyp
 
 
 def test_importing_hf_burst_imports_no_library(tmp_path):
-    for name in ("flash_attn", "flash_attn_interface"):
-        (tmp_path / f"{name}.py").write_text("raise AssertionError('imported')")
-    program = "import hf_burst.kernels, sys; assert not {'flash_attn', 'flash_attn_interface'} & set(sys.modules)"
+    (tmp_path / "flash_attn.py").write_text("raise AssertionError('imported')")
+    program = "import hf_burst.kernels, sys; assert 'flash_attn' not in sys.modules"
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": paths})
 

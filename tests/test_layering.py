@@ -15,7 +15,7 @@ WITHIN = {
     ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
-        *("flash_attn_2", "flash_attn_3", "flash_attn_4", "torch_cudnn", "select", "__init__"),
+        *("flash_attn_2", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": [
         *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),

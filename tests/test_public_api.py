@@ -9,10 +9,12 @@ import pytest
 import hf_burst
 
 NAMES = [
+    "AttentionRequest",
     "BurstCollator",
     "BurstConfig",
     "BurstParallelismConfig",
     "ContextGroup",
+    "MaskPattern",
     "SequenceLayout",
     "burst_attention",
     "check_model",

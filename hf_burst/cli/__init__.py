@@ -1,8 +1,5 @@
-"""The command line: `hf-burst doctor`, `hf-burst calibrate`, `hf-burst plan` and `hf-burst check`.
-
-A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code; it is imported when it is
-called for.
-"""
+"""The command line. A command is a module with `add_arguments(parser)` and `run(arguments) -> int`, its exit code. It
+is imported when it is called for."""
 
 import argparse
 import os
@@ -22,10 +19,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-        argv (sequence of `str`, *optional*): Its words; those that the process was started with by default.
+    """Runs a command by its words, by default those that the process was started with.
 
     Returns:
         `int`: The exit code: 0 if all is well, 1 if it cannot be done, after a sentence that says why, 130 if it was

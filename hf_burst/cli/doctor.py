@@ -1,13 +1,11 @@
-"""`hf-burst doctor`: versions, devices, kernels, and the schedule of an example with predicted seconds.
-
-Made to be pasted into an issue.
-"""
+"""`hf-burst doctor`: versions, devices, kernels, and the schedule of an example, to be pasted into an issue."""
 
 import argparse
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, cycle, takewhile
+from itertools import accumulate, combinations, cycle, takewhile
 
 import torch
 import torch.distributed as dist
@@ -20,10 +18,8 @@ from ..mesh import ContextGroup
 from ..plan import Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of
 from .launch import joined
 
-_PACKAGES = (
-    *("hf_burst", "torch", "transformers", "accelerate", "trl", "peft"),
-    *("triton", "flash-attn", "flash-attn-4", "liger-kernel"),
-)
+_HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
+_PACKAGES = ("hf_burst", "torch", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
 # a CPU goes through so many in some ten seconds
 _MOST_RANKS = 2048
 _MOST_PARTS = 2**18  # documents and ranks, of every sequence
@@ -38,24 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     example.add_argument("--length", type=int, default=131072, help="tokens over all ranks (default %(default)s)")
     example.add_argument("--batch", type=int, default=1, help="sequences (default %(default)s)")
     example.add_argument("--window", type=int, help="tokens that a query sees backwards (default all)")
-    example.add_argument(
-        "--documents",
-        type=int,
-        nargs="+",
-        metavar="TOKENS",
-        help="lengths of packed documents, again and again until the sequence is full (default one document)",
-    )
+    documents = "lengths of packed documents, again and again until the sequence is full (default one document)"
+    example.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=documents)
     example.add_argument("--ranks", type=int, help="ranks (default those of this launch, or this host's GPUs, or 2)")
     example.add_argument("--ranks-per-host", type=int, help="ranks on one host (default as many as it has GPUs)")
     example.add_argument("--schedule", default="auto", help="a schedule to compare with the others (default auto)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report on rank 0.
-
-    Returns:
-        `int`: 0 if attention can be computed here, 1 if not.
-    """
+    """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not."""
     with joined() as (group, device):
         problems = _problems(arguments, device)
         lines: list[str] = []
@@ -93,9 +80,8 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
     if not problems:
         problems += _too_large(arguments)
     if not problems and arguments.q_heads % arguments.kv_heads:
-        problems.append(
-            f"{arguments.q_heads} query heads cannot share {arguments.kv_heads} key heads: give a whole multiple."
-        )
+        shared = f"{arguments.q_heads} query heads cannot share {arguments.kv_heads} key heads"
+        problems.append(f"{shared}: give a whole multiple.")
     if not dist.is_available():
         problems.append("this torch has no torch.distributed; install one that has.")
     elif device.type == "cuda" and not dist.is_nccl_available():
@@ -140,7 +126,9 @@ def _machine(arguments: argparse.Namespace, group: ContextGroup, device: torch.d
 def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:
     """Versions, devices and kernels."""
     lines = [f"Python {platform.python_version()} on {platform.platform()}"]
-    lines += [f"  {name} {found}" for name in _PACKAGES if (found := _version(name))]
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            lines.append(f"  {name} {version(name)}")
     lines.append(f"ranks: {group.size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -156,25 +144,14 @@ def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: 
     return lines
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _symmetric_memory() -> str:
     """Whether the GPUs of this host read each other's memory."""
     count = torch.cuda.device_count()
     if count < 2:
         return "symmetric memory needs two GPUs on a host"
-    apart = [
-        f"{one} and {other}"
-        for one in range(count)
-        for other in range(one + 1, count)
-        if not torch.cuda.can_device_access_peer(one, other)
-    ]
-    return f"GPUs {', '.join(apart)} cannot read each other's memory" if apart else "all GPUs read each other's memory"
+    apart = [pair for pair in combinations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)]
+    shown = ", ".join(f"{first} and {second}" for first, second in apart)
+    return f"GPUs {shown} cannot read each other's memory" if apart else "all GPUs read each other's memory"
 
 
 def describe_machine(machine: Machine, ranks: int) -> list[str]:
@@ -186,10 +163,8 @@ def describe_machine(machine: Machine, ranks: int) -> list[str]:
         f"  {machine.device}, kernel {machine.kernel}, {_gib(machine.memory)} GiB at "
         f"{machine.memory_bandwidth / 1e9:.0f} GB/s, {machine.launch * 1e6:.1f} us a launch",
     ]
-    rates = ", ".join(
-        f"{rate.scores:.1e}: {rate.forward / 1e12:.3g} / {rate.backward / 1e12:.3g}" for rate in machine.rates
-    )
-    lines.append(f"  TFLOP/s forward / backward, by scores of a call: {rates}")
+    rates = [f"{rate.scores:.1e}: {rate.forward / 1e12:.3g} / {rate.backward / 1e12:.3g}" for rate in machine.rates]
+    lines.append(f"  TFLOP/s forward / backward, by scores of a call: {', '.join(rates)}")
     links = {"symmetric": machine.symmetric, "p2p": machine.p2p, "between hosts": machine.between_hosts}
     for name, link in links.items():
         if link:
@@ -222,8 +197,7 @@ def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int
 
 
 def _asked(name: str, ranks: int, q_heads: int, kv_heads: int) -> Schedule | None:
-    """The schedule of a name, which the ranks can run; `None` for `"auto"`. One rank exchanges nothing, whatever the
-    name."""
+    """The schedule of a name, which the ranks can run; `None` for `"auto"`. One rank exchanges nothing."""
     if name == "auto":
         return None
     schedule = Schedule.parse(name, ranks)

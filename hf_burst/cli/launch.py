@@ -12,11 +12,8 @@ from ..mesh import ContextGroup
 
 
 def launched() -> tuple[int, int]:
-    """How many processes there are, and the number of this one; without a launcher one process, number 0.
-
-    Raises:
-        ConfigError: If the variables cannot be those of a launcher.
-    """
+    """How many processes there are, and the number of this one; without a launcher one process, number 0. Raises a
+    [`ConfigError`] if the variables cannot be those of a launcher."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if not os.environ.get(name, "0").isdecimal():
             raise ConfigError(
@@ -41,10 +38,7 @@ def launched() -> tuple[int, int]:
 @contextmanager
 def joined() -> Iterator[tuple[ContextGroup, torch.device]]:
     """The ranks of a launch, joined for the time of a command, and the device of this one; or this process alone.
-
-    Raises:
-        ConfigError: As [`launched`] does.
-    """
+    Raises as [`launched`] does."""
     size, _ = launched()
     here = int(os.environ.get("LOCAL_RANK", "0"))
     forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")

@@ -31,20 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself (default all)")
-    parser.add_argument(
-        "--length", type=int, help=f"tokens of all ranks (default {_LENGTH}, or those of the documents)"
-    )
-    parser.add_argument(
-        "--documents", type=int, nargs="+", metavar="TOKENS", help="lengths of packed documents, one after the other"
-    )
+    length = f"tokens of all ranks (default {_LENGTH}, or those of the documents)"
+    documents = "lengths of packed documents, one after the other"
+    parser.add_argument("--length", type=int, help=length)
+    parser.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=documents)
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring (default %(default)s)")
     parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
-    parser.add_argument(
-        "--rotating",
-        choices=get_args(Rotating),
-        default="kv",
-        help='the rotating block: K and V, or Q as in "burst" backward',
-    )
+    rotating = 'the rotating block: K and V, or Q as in "burst" backward'
+    parser.add_argument("--rotating", choices=get_args(Rotating), default="kv", help=rotating)
     parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
 
 
@@ -102,18 +96,16 @@ def _check_picture(out: Path) -> None:
 
 
 def describe(plan: Plan, rotating: Rotating) -> str:
-    """A table of the tokens and the work of every rank, and of its work by step. Below it stands how even all steps
-    together are, and one after the other."""
-    ranks, work = plan.queries.ranks, steps_of(plan, rotating)
+    """A table of the tokens and the work of every rank, and of its work by step, and how even that is."""
+    ranks, work = plan.ranks, steps_of(plan, rotating)
     total = sum(map(sum, work))
     lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
     for rank, steps in enumerate(work):
         own = sum(steps)
         parts = "  ".join(f"{distance}: {step / own:.0%}" for distance, step in enumerate(steps) if step)
         lines.append(f"{rank:4}  {plan.queries.tokens(rank):7}  {own / total:5.1%}   {parts}")
-    most = max(map(sum, work))
-    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest of {ranks} ranks has ")
-    lines[-1] += f"{most * ranks / total - 1:.1%} more than an even share."
+    most = f"{max(map(sum, work)) * ranks / total - 1:.1%} more than an even share"
+    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest of {ranks} ranks has {most}.")
     longest = sum(map(max, zip(*work, strict=True)))
     lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
     return "\n".join(lines)
@@ -121,26 +113,21 @@ def describe(plan: Plan, rotating: Rotating) -> str:
 
 def steps_of(plan: Plan, rotating: Rotating) -> list[list[int]]:
     """The pairs that each rank computes in each step."""
-    ranks = plan.queries.ranks
-    work = [[0] * ranks for _ in range(ranks)]
-    for rank in range(ranks):
+    work = [[0] * plan.ranks for _ in range(plan.ranks)]
+    for rank, own in enumerate(work):
         for step in plan.steps(rank, rotating):
-            batch = [tile.batch[1] - tile.batch[0] for tile in step.tiles]
-            work[rank][step.order] = sum(rows * tile_pairs(tile) for rows, tile in zip(batch, step.tiles, strict=True))
+            own[step.order] = sum((tile.batch[1] - tile.batch[0]) * tile_pairs(tile) for tile in step.tiles)
     return work
 
 
 def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """The rank and the step that compute each pair of some tokens, in the first row of a batch; -1 where none does.
-    This follows from the tiles of the plan, not from the mask.
+    Follows from the tiles of the plan, not from the mask.
 
     Args:
         plan ([`Plan`]): The plan.
         rotating (`str`): The rotating block, `"kv"` or `"q"`.
-        tokens (sequence of `int`): Rising; queries along the first dimension, keys along the second.
-
-    Returns:
-        Two `np.ndarray` of shape `(len(tokens), len(tokens))`.
+        tokens (sequence of `int`): Rising; queries along the first dimension of both arrays, keys along the second.
     """
     owners, rows = _homes(plan, tokens)
     ranks = np.full((len(tokens), len(tokens)), _NOBODY)
@@ -176,12 +163,8 @@ def _drawn(tile: Tile, queries: np.ndarray, keys: np.ndarray, rows: np.ndarray) 
 
 
 def draw(plan: Plan, rotating: Rotating) -> "Figure":
-    """The mask in the colours of the ranks that compute it, later steps paler, and beside it the work of each rank.
-
-    Args:
-        plan ([`Plan`]): The plan, of which the first row of the batch is drawn.
-        rotating (`str`): The rotating block, `"kv"` or `"q"`.
-    """
+    """The mask of the first row of a batch, in the colours of the ranks that compute it and paler in later steps, and
+    the work of each rank beside it."""
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
 

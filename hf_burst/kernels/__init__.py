@@ -13,18 +13,9 @@ from .base import (
 )
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
+# fmt: off
 __all__ = [
-    "KERNELS",
-    "BackwardInputs",
-    "Band",
-    "Capabilities",
-    "Kernel",
-    "KernelRequest",
-    "OutputBuffers",
-    "Scores",
-    "explain_kernels",
-    "from_host",
-    "make_kernels",
-    "project_out",
-    "select_kernel",
+    "KERNELS", "BackwardInputs", "Band", "Capabilities", "Kernel", "KernelRequest", "OutputBuffers", "Scores",
+    "explain_kernels", "from_host", "make_kernels", "project_out", "select_kernel",
 ]
+# fmt: on

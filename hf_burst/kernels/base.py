@@ -19,9 +19,7 @@ OutputBuffers = Sequence[Tensor | None]
 @dataclass(frozen=True)
 class Band:
     """The pairs that a tile admits: `low <= row - column <= high`, inside of the squares between `segments`, if any.
-
-    With segments the diagonal is admitted (`low <= 0 <= high`): in a variable-length call every row sees something.
-    """
+    With segments the diagonal is admitted, since every row of a variable-length call sees something."""
 
     low: int | None = None
     high: int | None = None
@@ -41,13 +39,8 @@ class Band:
 
 @dataclass(frozen=True)
 class Scores:
-    """How the score of a query and a key follows from their product.
-
-    Args:
-        scale (`float`): The factor of the product.
-        softcap (`float`, defaults to 0.0): The largest score, `softcap * tanh(scale * product / softcap)` (Gemma 2,
-            arXiv 2408.00118, section 2); 0 is no limit.
-    """
+    """How the score of a query and a key follows from their product: `scale` times it, or with a `softcap` above 0
+    `softcap * tanh(scale * product / softcap)` (Gemma 2, arXiv 2408.00118, section 2)."""
 
     scale: float
     softcap: float = 0.0
@@ -59,8 +52,7 @@ class KernelRequest(NamedTuple):
     Args:
         device (`str`): Type of the device.
         dtype (`torch.dtype`): Dtype of q, k and v.
-        head_dim (`int`): Head size of q and k.
-        value_dim (`int`): Head size of v.
+        head_dim, value_dim (`int`): Head size of q and k, and that of v.
         softcap (`bool`, defaults to `False`): Whether scores are soft-capped.
         deterministic (`bool`, defaults to `False`): Whether the backward pass must give the same bits each time.
         window (`bool`, defaults to `False`): Whether there is a sliding window.
@@ -85,13 +77,12 @@ class Capabilities:
         dtypes (`tuple[torch.dtype, ...]`): Dtypes of q, k and v.
         head_dims (`tuple[int, int]`): Smallest and largest head size.
         head_multiple (`int`, defaults to 1): Head sizes are multiples of it.
-        head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, if they are few. `head_multiple` does not
-            count then.
+        head_sizes (`tuple[int, ...]`, defaults to `()`): The only head sizes, if they are few.
         own_value_dim (`bool`, defaults to `False`): Whether v may have any other head size than q and k.
         value_dims (`tuple[tuple[int, int], ...]`, defaults to `()`): Pairs of different head sizes of q and k and of v
-            that it takes in spite of `own_value_dim`, where each query head has key heads of its own.
-        wide (`bool`, defaults to `False`): Whether results are in fp32 (fp64 for fp64 inputs), not rounded to the dtype
-            of the inputs. Then the error does not depend on the number of tiles of an attention.
+            that it takes in spite of `own_value_dim`, where query heads share no key heads.
+        wide (`bool`, defaults to `False`): Whether results are in fp32 (fp64 for fp64 inputs), so that the error does
+            not depend on the number of tiles of an attention.
         wants_out (`bool`, defaults to `False`): Whether `backward` needs `out`.
         derives_delta (`bool`, defaults to `False`): Whether `backward` needs no `delta` beside `out`.
         softcap (`bool`, defaults to `False`): Whether scores may be capped.
@@ -164,15 +155,9 @@ class BackwardInputs(NamedTuple):
 
     def cut(self, rows: slice, columns: slice) -> "BackwardInputs":
         """Views of some rows and columns."""
-        return BackwardInputs(
-            self.dout[:, rows],
-            self.q[:, rows],
-            self.k[:, columns],
-            self.v[:, columns],
-            None if self.out is None else self.out[:, rows],
-            self.lse[:, rows],
-            None if self.delta is None else self.delta[:, rows],
-        )
+        dout, q, k, v, out, lse, delta = self
+        out, delta = None if out is None else out[:, rows], None if delta is None else delta[:, rows]
+        return BackwardInputs(dout[:, rows], q[:, rows], k[:, columns], v[:, columns], out, lse[:, rows], delta)
 
 
 class Kernel(Protocol):
@@ -181,11 +166,8 @@ class Kernel(Protocol):
     capabilities: Capabilities
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """The package or GPU that this machine lacks for such heads, as a sentence; `None` if it lacks nothing.
-
-        Asked after the capabilities, since it may import the kernel's library.
-        """
-        ...
+        """The package or GPU that this machine lacks for such heads, as a sentence; `None` if it lacks nothing. Asked
+        after the capabilities, since it may import the kernel's library."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
@@ -202,11 +184,10 @@ class Kernel(Protocol):
                 kernels have them. A kernel that cannot write there returns other tensors.
 
         Returns:
-            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the
-            scores, of shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), any strides: flash kernels store it by head.
-            A row that admits nothing has `out` = 0 and `lse` = -inf.
+            `out` of shape `(B, Sq, Hq, Dv)` in the dtype of q or wider, and `lse`, the log-sum-exp of the scores, of
+            shape `(B, Sq, Hq)` in fp32 (fp64 for fp64 inputs), any strides: flash kernels store it by head. A row that
+            admits nothing has `out` = 0 and `lse` = -inf.
         """
-        ...
 
     def backward(
         self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
@@ -217,13 +198,11 @@ class Kernel(Protocol):
             inputs ([`BackwardInputs`]): Tensors of the tile.
             band ([`Band`]): The pairs that are admitted.
             scores ([`Scores`]): As in `forward`.
-            buffers (sequence of `torch.Tensor`, *optional*): Where `dq`, `dk` and `dv` may be written, in the dtype of
-                q. A kernel that cannot write there returns other tensors.
+            buffers (sequence of `torch.Tensor`, *optional*): As in `forward`: `dq`, `dk` and `dv` in the dtype of q.
 
         Returns:
             `dq`, `dk` and `dv` in the shapes of q, k and v, in their dtypes or wider.
         """
-        ...
 
 
 def from_host(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

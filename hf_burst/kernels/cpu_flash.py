@@ -42,14 +42,9 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
         """See [`PiecewiseKernel.forward_piece`]."""
+        tensors, causal = map(_heads_first, (q, k, v)), _is_causal_square(piece)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q),
-            _heads_first(k),
-            _heads_first(v),
-            0.0,
-            _is_causal_square(piece),
-            attn_mask=_mask(piece, q),
-            scale=scores.scale,
+            *tensors, 0.0, causal, attn_mask=_mask(piece, q), scale=scores.scale
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
@@ -58,17 +53,10 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See [`PiecewiseKernel.backward_piece`]."""
         assert inputs.out is not None, "the capabilities say wants_out"
+        tensors = map(_heads_first, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
+        mask, causal = _mask(piece, inputs.q), _is_causal_square(piece)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(inputs.dout),
-            _heads_first(inputs.q),
-            _heads_first(inputs.k),
-            _heads_first(inputs.v),
-            _heads_first(inputs.out),
-            inputs.lse.transpose(1, 2),
-            0.0,
-            _is_causal_square(piece),
-            attn_mask=_mask(piece, inputs.q),
-            scale=scores.scale,
+            *tensors, inputs.lse.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scores.scale
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

@@ -126,19 +126,12 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
         dout, q, k, v, out, lse, delta = inputs
         delta = delta if out is None else None
         if not piece.packed:
-            by_head = BackwardInputs(
-                dout, q, k, v, out, lse.transpose(1, 2), None if delta is None else delta.transpose(1, 2)
-            )
-            return self.launch_backward(by_head, piece, scores, buffers)
-        flat = BackwardInputs(
-            dout.flatten(0, 1),
-            q.flatten(0, 1),
-            k.flatten(0, 1),
-            v.flatten(0, 1),
-            None if out is None else out.flatten(0, 1),
-            _by_head(lse),
-            None if delta is None else _by_head(delta),
-        )
+            delta = None if delta is None else delta.transpose(1, 2)
+            inputs = BackwardInputs(dout, q, k, v, out, lse.transpose(1, 2), delta)
+            return self.launch_backward(inputs, piece, scores, buffers)
+        flat_dout, flat_q, flat_k, flat_v = dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        out, delta = None if out is None else out.flatten(0, 1), None if delta is None else _by_head(delta)
+        flat = BackwardInputs(flat_dout, flat_q, flat_k, flat_v, out, _by_head(lse), delta)
         if buffers is not None:
             buffers = tuple(None if buffer is None else buffer.flatten(0, 1) for buffer in buffers)
         dq, dk, dv = self.launch_backward(flat, piece, scores, buffers)
@@ -146,12 +139,8 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
 
 
 def window_of(band: Band, ahead: int) -> Window:
-    """From the bottom right corner: left = high + Sk - Sq, right = Sq - Sk - low; a cropped piece keeps both >= 0.
-
-    Args:
-        band ([`Band`]): Its segments do not count: each has as many rows as columns.
-        ahead (`int`): Sk - Sq.
-    """
+    """The window from the bottom right corner: left = high + `ahead`, right = -`ahead` - low, where `ahead` is Sk - Sq.
+    A cropped piece keeps both >= 0."""
     if band.low == 0 and band.high is None and ahead == 0:
         return True, None, None
     return False, None if band.high is None else band.high + ahead, None if band.low is None else -ahead - band.low
@@ -195,25 +184,18 @@ def _by_head(rows: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _dense_calls(kernel: FlashKernel, band: Band, rows: int, columns: int) -> tuple[FlashCall, ...]:
     """The calls that compute a band without segments."""
-    pieces = kernel.cut(Piece(slice(0, rows), slice(0, columns), band))
-    return tuple(
-        FlashCall(
-            rows=piece.rows,
-            columns=piece.columns,
-            band=piece.band,
-            lengths=(None, None, piece.height, piece.width),
-            window=window_of(piece.band, ahead=piece.width - piece.height),
-        )
-        for piece in pieces
-    )
+    calls = []
+    for piece in kernel.cut(Piece(slice(0, rows), slice(0, columns), band)):
+        lengths = (None, None, piece.height, piece.width)
+        window = window_of(piece.band, ahead=piece.width - piece.height)
+        calls.append(FlashCall(piece.rows, piece.columns, piece.band, lengths, window))
+    return tuple(calls)
 
 
 @lru_cache(maxsize=64)
 def _packed_calls(band: Band, batch: int, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[FlashCall]:
-    """The call that computes all documents of all batch rows, each with as many rows as columns.
-
-    Their boundaries lie on the device. Each stream has its own, since another one would not wait for the copy.
-    """
+    """The call that computes all documents of all batch rows. Their boundaries lie on the device, for each stream its
+    own, since another stream would not wait for the copy."""
     size = band.segments[-1]
     stops = [row * size + stop for row in range(batch) for stop in band.segments[1:]]
     bounds = from_host([0, *stops], torch.int32, device)

@@ -52,9 +52,6 @@ class FlashAttn2Kernel(Flash2Kernel):
         function = library._flash_attn_varlen_backward if call.packed else library._flash_attn_backward
         gradients = gradient_buffers(inputs, buffers)
         keywords = {**_UNUSED, **library_keywords(call, scores), **gradients, "deterministic": self.deterministic}
-        function(
-            *map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out)),
-            inputs.lse.contiguous(),  # the library takes no strides for it
-            **keywords,
-        )
+        tensors = map(aligned, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
+        function(*tensors, inputs.lse.contiguous(), **keywords)  # the library takes no strides for lse
         return gradients["dq"], gradients["dk"], gradients["dv"]

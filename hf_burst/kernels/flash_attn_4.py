@@ -21,14 +21,12 @@ from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, lib
 from .library import Signatures, gpu_refusal, package_refusal
 
 _SCORES = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
-_GRADIENTS = ("dq", "dk", "dv")
+_TENSORS = ("q", "k", "v", "out", "dout", "lse")
 _SIGNATURES: Signatures = (
     ("_flash_attn_fwd", ("q", "k", "v", *LENGTHS, *_SCORES, "return_lse", "out", "lse")),
-    (
-        "_flash_attn_bwd",
-        ("q", "k", "v", "out", "dout", "lse", *LENGTHS, *_SCORES, *_GRADIENTS, "dlse", "deterministic"),
-    ),
+    ("_flash_attn_bwd", (*_TENSORS, *LENGTHS, *_SCORES, "dq", "dk", "dv", "dlse", "deterministic")),
 )
+_SIZES = (64, 96, 128, 192, 256)  # of heads
 _COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
 
 
@@ -42,12 +40,7 @@ class FlashAttn4Kernel(FlashKernel):
 
     module = "flash_attn.cute.interface"
     capabilities = replace(
-        FLASH,
-        name="flash_attn_4",
-        head_dims=(64, 256),
-        head_sizes=(64, 96, 128, 192, 256),
-        value_dims=((192, 128),),
-        wants_out=False,
+        FLASH, name="flash_attn_4", head_dims=(64, 256), head_sizes=_SIZES, value_dims=((192, 128),), wants_out=False
     )
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:

@@ -13,9 +13,6 @@ class PaddedHeads:
 
     Zeros appended to q and k add nothing to a score. Those appended to v add columns of zeros to the output, which are
     cut off. Sizes that the kernel takes stay as they are.
-
-    Args:
-        kernel ([`Kernel`]): The kernel that is given padded heads.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -27,11 +24,8 @@ class PaddedHeads:
 
     def for_sizes(self, head_dim: int, value_dim: int) -> Kernel:
         """The kernel for heads of these sizes: the inner one alone if it takes them as they are."""
-        unpadded = all(
-            padded_sizes(self.kernel.capabilities, head_dim, value_dim, shared) == (head_dim, value_dim)
-            for shared in (True, False)
-        )
-        return self.kernel if unpadded else self
+        sizes, capabilities = (head_dim, value_dim), self.kernel.capabilities
+        return self.kernel if all(padded_sizes(capabilities, *sizes, way) == sizes for way in (True, False)) else self
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         """See [`Kernel.unavailable`]."""
@@ -66,14 +60,8 @@ class PaddedHeads:
 
 
 def padded_sizes(capabilities: Capabilities, head_dim: int, value_dim: int, shared: bool) -> tuple[int, int]:
-    """The smallest head sizes of q and k and of v that a kernel takes and that hold these.
-
-    Args:
-        capabilities ([`Capabilities`]): The kernel's.
-        head_dim (`int`): Head size of q and k.
-        value_dim (`int`): Head size of v.
-        shared (`bool`): Whether query heads share key heads.
-    """
+    """The smallest head sizes of q and k and of v that a kernel takes and that hold these; `shared` says whether query
+    heads share key heads."""
     if (head_dim, value_dim) in capabilities.value_dims and not shared:
         return head_dim, value_dim
     size, value_size = (_enough(capabilities, dim) for dim in (head_dim, value_dim))

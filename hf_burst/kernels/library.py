@@ -1,11 +1,9 @@
 """The packages and GPUs that kernels need: looked for once, and a sentence where one is missing."""
 
 import inspect
-from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
@@ -14,14 +12,13 @@ Signatures = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @lru_cache(maxsize=32)
-def package_refusal(package: str, module: str, signatures: Signatures, complete: bool = True) -> str | None:
+def package_refusal(package: str, module: str, signatures: Signatures) -> str | None:
     """Why a kernel's package cannot be used; `None` if it can. Imports it.
 
     Args:
         package (`str`): Its name for pip.
         module (`str`): The module that is called.
-        signatures (`tuple` of `(str, tuple of str)`): Its functions, and the parameters that they are passed.
-        complete (`bool`, defaults to `True`): Whether nothing else is passed.
+        signatures (`tuple` of `(str, tuple of str)`): Its functions, and all parameters that they are passed.
     """
     try:
         library = import_module(module)
@@ -29,35 +26,22 @@ def package_refusal(package: str, module: str, signatures: Signatures, complete:
         reason = str(problem).strip().splitlines() or [""]
         return f"needs the package {package}, and {module} cannot be imported ({type(problem).__name__}: {reason[0]})"
     for name, passed in signatures:
-        function = getattr(library, name, None)
+        function, called = getattr(library, name, None), f"{module}.{name}"
         if function is None:
-            return f"needs {module}.{name}, which {_release(package)} does not have: reinstall it"
-        names = parameters(function)
-        unknown = [wanted for wanted in passed if wanted not in names]
+            return f"needs {called}, which {_release(package)} does not have: reinstall it"
+        known = inspect.signature(getattr(function, "_init_fn", function)).parameters  # or of a custom operator
+        unknown = [name for name in passed if name not in known]
         if unknown:
-            return (
-                f"passes {', '.join(unknown)} to {module}.{name}, which {_release(package)} does not know: reinstall it"
-            )
-        more = [wanted for wanted, required in names.items() if required and wanted not in passed]
-        if more and complete:
-            return f"passes no {', '.join(more)} to {module}.{name}, which {_release(package)} asks for: reinstall it"
+            return f"passes {', '.join(unknown)} to {called}, which {_release(package)} does not know: reinstall it"
+        more = [own.name for own in known.values() if own.default is own.empty and own.name not in passed]
+        if more:
+            return f"passes no {', '.join(more)} to {called}, which {_release(package)} asks for: reinstall it"
     return None
 
 
-@lru_cache(maxsize=64)
-def parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """The names of a function's parameters, and whether they must be given; of a custom operator's function."""
-    signature = inspect.signature(getattr(function, "_init_fn", function))
-    return {name: parameter.default is parameter.empty for name, parameter in signature.parameters.items()}
-
-
 def gpu_refusal(lowest: tuple[int, int], beyond: tuple[int, int] | None = None) -> str | None:
-    """Why the current GPU cannot run a kernel; `None` if it can.
-
-    Args:
-        lowest (`tuple[int, int]`): The lowest compute capability that will do.
-        beyond (`tuple[int, int]`, *optional*): The first one above it that will not.
-    """
+    """Why the current GPU cannot run a kernel that needs compute capability `lowest` or above, and less than `beyond`;
+    `None` if it can."""
     if not torch.cuda.is_available():
         return "needs a GPU, and torch can use none here"
     own = torch.cuda.get_device_capability()

@@ -107,10 +107,8 @@ def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
 def crop(piece: Piece) -> Piece | None:
     """The rows of a piece that see something and the columns that are seen; `None` if nothing is admitted.
 
-    In the result every row sees a column, every column is seen, and a bound that binds nothing is `None`.
-
-    Args:
-        piece ([`Piece`]): Its band has no segments.
+    The band has no segments. In the result every row sees a column, every column is seen, and a bound that binds
+    nothing is `None`.
     """
     band, height, width = piece.band, piece.height, piece.width
     first = 0 if band.low is None else max(0, band.low)
@@ -123,19 +121,13 @@ def crop(piece: Piece) -> Piece | None:
     moved = shift(band, first - left)
     low = None if moved.low is None or moved.low <= left - right + 1 else moved.low
     high = None if moved.high is None or moved.high >= last - first - 1 else moved.high
-    return Piece(
-        slice(piece.rows.start + first, piece.rows.start + last),
-        slice(piece.columns.start + left, piece.columns.start + right),
-        Band(low, high),
-    )
+    rows = slice(piece.rows.start + first, piece.rows.start + last)
+    return Piece(rows, slice(piece.columns.start + left, piece.columns.start + right), Band(low, high))
 
 
 def shift(band: Band, rows: int) -> Band:
     """The band as counted from a corner that lies `rows` further down."""
-    return Band(
-        None if band.low is None else band.low - rows,
-        None if band.high is None else band.high - rows,
-    )
+    return Band(None if band.low is None else band.low - rows, None if band.high is None else band.high - rows)
 
 
 def blocks(piece: Piece, height: int) -> Iterator[Piece]:

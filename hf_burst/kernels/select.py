@@ -8,7 +8,6 @@ from ..errors import KernelError
 from .base import Capabilities, Kernel, KernelRequest
 from .cpu_flash import CpuFlashKernel
 from .flash_attn_2 import FlashAttn2Kernel
-from .flash_attn_3 import FlashAttn3Kernel
 from .flash_attn_4 import FlashAttn4Kernel
 from .head_size import PaddedHeads
 from .reference import ReferenceKernel
@@ -22,7 +21,6 @@ def make_kernels(deterministic: bool) -> tuple[Kernel, ...]:
     """All kernels, the fastest first (on H200s, head size 128, causal); those that can are made deterministic."""
     return (
         PaddedHeads(FlashAttn4Kernel(deterministic)),
-        PaddedHeads(FlashAttn3Kernel(deterministic)),
         PaddedHeads(TorchCudnnKernel()),
         PaddedHeads(FlashAttn2Kernel(deterministic)),
         PaddedHeads(TorchFlashKernel(deterministic)),
@@ -52,9 +50,7 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
         capabilities = kernel.capabilities
         if requested not in ("auto", capabilities.name):
             continue
-        refusal = _refusal(kernel, request)
-        if refusal is None and requested == "auto":
-            refusal = capabilities.auto_refusal
+        refusal = _refusal(kernel, requested, request)
         if refusal is None:
             faster = _joined([(passed, why) for passed, why in refusals if request.device in passed.devices])
             reason = "asked for" if requested != "auto" else faster or "the fastest for this device"
@@ -77,17 +73,15 @@ def select_kernel(requested: KernelName, request: KernelRequest) -> Kernel:
 
 def explain_kernels(request: KernelRequest) -> list[tuple[str, str | None]]:
     """Each kernel, the fastest first, and why it cannot compute such an attention here, or why `"auto"` passes it over;
-    `None` if nothing speaks against it. [`select_kernel`] goes by it."""
+    `None` if nothing speaks against it."""
     kernels = _DETERMINISTIC if request.deterministic else KERNELS
-    return [
-        (kernel.capabilities.name, _refusal(kernel, request) or kernel.capabilities.auto_refusal) for kernel in kernels
-    ]
+    return [(kernel.capabilities.name, _refusal(kernel, "auto", request)) for kernel in kernels]
 
 
-def _refusal(kernel: Kernel, request: KernelRequest) -> str | None:
-    """Why a kernel cannot, by its capabilities and then by its package and this machine."""
-    refusal = kernel.capabilities.refusal(request)
-    return kernel.unavailable(request.head_dim, request.value_dim) if refusal is None else refusal
+def _refusal(kernel: Kernel, requested: KernelName, request: KernelRequest) -> str | None:
+    """Why a kernel is not taken: by its capabilities, then by its package and this machine."""
+    refusal = kernel.capabilities.refusal(request) or kernel.unavailable(request.head_dim, request.value_dim)
+    return refusal or (kernel.capabilities.auto_refusal if requested == "auto" else None)
 
 
 def _joined(refusals: list[tuple[Capabilities, str]]) -> str:

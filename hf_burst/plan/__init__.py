@@ -12,36 +12,11 @@ from .traffic import Shapes, Traffic, rank_traffic
 from .verify import verify_plan
 from .work import Layer
 
+# fmt: off
 __all__ = [
-    "Choice",
-    "Cost",
-    "KernelRate",
-    "Layer",
-    "Link",
-    "Machine",
-    "Mask",
-    "MaskPattern",
-    "Plan",
-    "Shapes",
-    "Sharding",
-    "Step",
-    "Tile",
-    "Traffic",
-    "Transfer",
-    "assign",
-    "built_in",
-    "candidates",
-    "choose",
-    "chunks_per_rank",
-    "cut",
-    "estimate",
-    "head_slices",
-    "imbalance",
-    "imbalance_of_steps",
-    "make_plan",
-    "make_sharding",
-    "name_of",
-    "rank_traffic",
-    "tiles_between",
-    "verify_plan",
+    "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern", "Plan", "Shapes", "Sharding",
+    "Step", "Tile", "Traffic", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
+    "estimate", "head_slices", "imbalance", "imbalance_of_steps", "make_plan", "make_sharding", "name_of",
+    "rank_traffic", "tiles_between", "verify_plan",
 ]
+# fmt: on

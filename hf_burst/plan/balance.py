@@ -1,9 +1,7 @@
 """Balance: which rank owns which chunk, so that all ranks hold as many tokens and compute as many pairs.
 
-They compute as many in all and in each step of a ring, since ranks wait for each other after a step. Zigzag balances
-one long document under a causal mask. Long documents of a packed batch cost most, wherever they lie, so their chunks
-are dealt out. The coarsest cut that is even enough is taken: its kernel calls are fewer and larger, and fewer documents
-reach from one rank to another.
+Zigzag balances one long document under a causal mask. Long documents of a packed batch cost most, wherever they lie, so
+their chunks are dealt out. The coarsest cut that is even enough is taken: its kernel calls are fewer and larger.
 """
 
 import math
@@ -23,7 +21,7 @@ from .work import meetings, pairs_by_step, pairs_of_chunks
 _EVEN = 0.02  # how far the busiest rank may be above the mean before a finer cut is tried
 _EVEN_STEPS = 0.15  # the same of the steps of a ring, one after the other
 _MOST_STEPS = 8  # ranks of a ring whose steps count: more ranks exchange heads inside of hosts, and have other steps
-_FINER = (4, 8, 16)  # chunks of a rank
+_FINER = (4, 8, 16)  # chunks of a rank that are dealt out
 _SMALLEST = 512  # tokens of such a chunk: kernel calls stay large
 _SWAPS = 64  # between the ranks with the most and the least work
 _TRIED = 2**15  # numbers read to judge swaps for even steps; a swap reads the square of the ranks
@@ -38,23 +36,18 @@ def assign(
     weights: tuple[int, ...] = (),
     stretches: int = 1,
 ) -> tuple[int, ...]:
-    """The owner of each of the equal chunks into which a batch is cut.
+    """The owner of each of the equal chunks into which a batch is cut: as many for every rank, in every stretch.
 
     Args:
-        masks (`tuple[Mask, ...]`): Those of the rows of the batch, of one length; several of a row if layers differ.
+        masks (`tuple[Mask, ...]`): Masks of one length of the rows of the batch; several of a row if layers differ.
         ranks (`int`): Ranks of the group.
         chunking (`str`, defaults to `"balanced"`): `"contiguous"` (P chunks), `"zigzag"` (2P chunks, rank r holds r and
             2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
             that leaves the busiest rank at most 2 % above the mean, and the steps of a ring, one after the other, at
-            most 15 %. The most even one if none does. Steps do not count over more than 8 ranks, nor where documents
-            lie in too many chunks to go through.
+            most 15 %; the most even one if none does. Steps count over up to 8 ranks, unless documents lie in too many
+            chunks to go through.
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
-        stretches (`int`, defaults to 1): Into how many equal parts the sequence is cut before each of them is cut and
-            dealt out by itself, so that the ranks have as much of every one.
-
-    Returns:
-        `tuple[int, ...]`: As many chunks for every rank, in every stretch. The last one is padded if the length is no
-        multiple.
+        stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is cut and dealt out by itself.
 
     Raises:
         ConfigError: If there is no such chunking.
@@ -69,17 +62,13 @@ def assign(
     if chunking != "balanced" or ranks == 1:
         return owners
     best, least = contiguous, _unevenness(masks, weights, contiguous)[1]
-    coarse = 2 * stretches
-    for count in range(coarse, chunks_per_rank(length, ranks, chunking, stretches) + 1):
+    for count in _finer_cuts(length, ranks, stretches):
         if least[0] <= _EVEN and (least[1] <= _EVEN_STEPS or least[1] == math.inf):
             break
-        if count != coarse and not _cuts(count, stretches):
-            continue
-        owners = zigzag
-        if count != coarse:
-            owners = _dealt_out(_work(masks, weights, count * ranks), ranks, stretches)
+        dealt = count > 2 * stretches
+        owners = _dealt_out(_work(masks, weights, count * ranks), ranks, stretches) if dealt else zigzag
         # chunks of stretches stay where they are: each stretch has to be as even
-        owners, unevenness = _unevenness(masks, weights, owners, swaps=count > coarse and stretches == 1)
+        owners, unevenness = _unevenness(masks, weights, owners, swaps=dealt and stretches == 1)
         if unevenness < least:
             best, least = owners, unevenness
     return best
@@ -90,39 +79,31 @@ def chunks_per_rank(length: int, ranks: int, chunking: Chunking, stretches: int 
     so that their length does not depend on how documents are packed."""
     if ranks == 1 or chunking == "contiguous":
         return stretches
-    coarse = 2 * stretches
-    if chunking == "zigzag":
-        return coarse
-    finer = [count for count in _FINER if _cuts(count, stretches) and length >= count * ranks * _SMALLEST]
-    return max(finer, default=coarse if length >= coarse * ranks else stretches)
+    return 2 * stretches if chunking == "zigzag" else max(_finer_cuts(length, ranks, stretches), default=stretches)
 
 
-def _cuts(count: int, stretches: int) -> bool:
-    """Whether so many chunks a rank are dealt out in so many stretches."""
-    return count in _FINER and count > 2 * stretches and count % stretches == 0
+def _finer_cuts(length: int, ranks: int, stretches: int) -> list[int]:
+    """Chunks of a rank in the cuts after the contiguous one: zigzag, then those that are dealt out."""
+    dealt = [n for n in _FINER if n > 2 * stretches and n % stretches == 0 and length >= n * ranks * _SMALLEST]
+    return [2 * stretches, *dealt] if length >= 2 * stretches * ranks else []
 
 
 def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
-    """By how much the pairs of the rank with the most are above the mean: 0.02 is 2 %.
-
-    Args:
-        masks (`tuple[Mask, ...]`): Those of the rows of a batch.
-        owners (sequence of `int`): The owner of each of as many equal chunks.
-        weights (sequence of `int`, *optional*): How often each mask is computed; once by default.
-    """
+    """By how much the pairs of the rank with the most are above the mean (0.02 is 2 %), for these owners of as many
+    equal chunks; `masks` and `weights` as in [`assign`]."""
     loads = [0] * (max(owners) + 1)
     for owner, work in zip(owners, _work(masks, weights, len(owners)), strict=True):
         loads[owner] += work
+    return _above_mean(loads)
+
+
+def _above_mean(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / sum(loads) - 1
 
 
 def imbalance_of_steps(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float | None:
     """How far the steps of a ring, one after the other and each as long as its busiest rank, are above the mean work of
-    a rank: 0.1 is 10 %. `None` where documents lie in too many chunks to go through.
-
-    Args:
-        masks, owners, weights: As in [`imbalance`].
-    """
+    a rank: 0.1 is 10 %. `None` where documents lie in too many chunks to go through. Arguments as in [`imbalance`]."""
     steps = _Steps.of(masks, weights, owners)
     return None if steps is None else steps.imbalance
 
@@ -137,18 +118,11 @@ def _unevenness(
         return owners, (max(imbalance(masks, owners, weights), _EVEN), math.inf)
     if swaps:
         steps.even_out(masks[0].length // _TOKENS_OF_A_TRY)
-    loads = steps.loads
-    return tuple(steps.owners), (max(max(loads) * len(loads) / sum(loads) - 1, _EVEN), steps.imbalance)
+    return tuple(steps.owners), (max(_above_mean(steps.loads), _EVEN), steps.imbalance)
 
 
 class _Steps:
-    """What each rank computes in each step of a ring when K and V travel, kept up as chunks change hands.
-
-    Args:
-        work (sequence of `int`): Pairs whose query lies in each chunk.
-        met (`dict[tuple[int, int], int]`): Those whose key lies in another chunk, by the chunks of query and key.
-        owners (sequence of `int`): The rank that holds each chunk.
-    """
+    """What each rank computes in each step of a ring when K and V travel, kept up as chunks change hands."""
 
     def __init__(self, work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int]) -> None:
         self.ranks = max(owners) + 1
@@ -175,7 +149,7 @@ class _Steps:
 
     @property
     def imbalance(self) -> float:
-        """How far that is above the mean work of a rank."""
+        """How far `longest` is above the mean work of a rank."""
         return self.longest * self.ranks / sum(self.loads) - 1
 
     def give(self, chunk: int, rank: int) -> None:
@@ -197,8 +171,7 @@ class _Steps:
         self.loads[rank] += moved
 
     def even_out(self, tries: int) -> None:
-        """Swaps chunks while that makes the steps shorter and no rank busier than it may be, after so many tries at
-        most."""
+        """Swaps chunks while that makes the steps shorter and no rank busier than it may be, in at most `tries`."""
         allowed = max(*self.loads, (1 + _EVEN) * sum(self.loads) / self.ranks)
         longest, left, since = self.longest, min(_TRIED // self.ranks**2, tries), 0
         swaps = ((first, second) for first in range(len(self.owners)) for second in range(first))
@@ -237,8 +210,8 @@ def _dealt_out(work: Sequence[int], ranks: int, stretches: int) -> tuple[int, ..
 
 
 def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """Deals chunks out to ranks, equally many to each: the largest first, to the rank with the least so far. Then swaps
-    chunks between the ranks with the most and the least while that helps."""
+    """Deals chunks out, equally many to each rank: the largest first, to the rank with the least so far. Then the ranks
+    with the most and the least swap chunks while that helps."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     open_hands = [(0, rank) for rank in range(ranks)]  # a heap: the one with the least work first
@@ -259,11 +232,8 @@ def _dealt(work: Sequence[int], ranks: int) -> tuple[int, ...]:
         moved = work[hands[most][give]] - work[hands[least][take]]
         hands[most][give], hands[least][take] = hands[least][take], hands[most][give]
         loads[most], loads[least] = loads[most] - moved, loads[least] + moved
-    owners = [0] * len(work)
-    for rank, chunks in enumerate(hands):
-        for chunk in chunks:
-            owners[chunk] = rank
-    return tuple(owners)
+    owners = {chunk: rank for rank, chunks in enumerate(hands) for chunk in chunks}
+    return tuple(owners[chunk] for chunk in range(len(work)))
 
 
 def _best_swap(more: Sequence[int], less: Sequence[int]) -> tuple[int, int] | None:

@@ -1,8 +1,5 @@
-"""The choice of a schedule: a rule that follows from the heads, the ranks and the documents of a batch.
-
-The search over predicted seconds that this rule replaced was no better where both were measured
-(recipes/benchmarks/README.md, "The rule for schedules").
-"""
+"""The choice of a schedule: a rule that follows from the heads, the ranks and the documents of a batch. A search over
+predicted seconds was no better where both were measured (recipes/benchmarks/README.md, "The rule for schedules")."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +9,13 @@ from ..config import RingKind, Schedule
 from .mask import Mask
 from .sharding import Sharding
 
-_AT_HOME = (
-    0.1  # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
-)
+# of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
+_AT_HOME = 0.1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule of a layer.
-
-    Args:
-        schedule ([`Schedule`]): The schedule.
-        reason (`str`): Why this one, as a part of a sentence.
-    """
+    """The schedule of a layer, and why it was chosen, as a part of a sentence."""
 
     schedule: Schedule
     reason: str
@@ -32,7 +23,7 @@ class Choice:
 
 @lru_cache(maxsize=256)
 def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: int, ranks_per_host: int) -> Choice:
-    """The schedule of a layer. Depends on nothing but its arguments, so that all ranks choose alike.
+    """The schedule of a layer, the same on all ranks.
 
     A ring where documents mostly stay at home, and over two ranks: its only exchange is hidden behind the own block.
     Else neighbouring ranks of one host exchange heads (Ulysses), as many as the heads allow, with a ring around them.
@@ -42,8 +33,7 @@ def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: 
     Args:
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
         sharding ([`Sharding`]): Which rank of the group holds what.
-        q_heads (`int`): Query heads.
-        kv_heads (`int`): Key heads.
+        q_heads, kv_heads (`int`): Query heads and key heads.
         ranks_per_host (`int`): Ranks of the group on one host, neighbours of each other; divides the ranks.
     """
     ranks = sharding.ranks
@@ -59,10 +49,8 @@ def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: 
     ulysses = math.gcd(ranks, ranks_per_host, q_heads, kv_heads)
     if ulysses == 1:
         return Choice(Schedule(ring), f"no ranks of one host divide the {q_heads} query and {kv_heads} key heads")
-    return Choice(
-        Schedule("kv_ring" if ulysses == ranks else ring, ulysses),
-        f"{ulysses} ranks of one host divide the {q_heads} query and {kv_heads} key heads; {needed}",
-    )
+    reason = f"{ulysses} ranks of one host divide the {q_heads} query and {kv_heads} key heads; {needed}"
+    return Choice(Schedule("kv_ring" if ulysses == ranks else ring, ulysses), reason)
 
 
 def fetched_share(masks: tuple[Mask, ...], sharding: Sharding) -> float:
@@ -83,13 +71,7 @@ def candidates(ranks: int, q_heads: int, kv_heads: int, ranks_per_host: int) -> 
     """The schedules that a group can run.
 
     Products whose Ulysses groups would lie across hosts while hosts divide them no further are left out: the same
-    degree inside of hosts is never slower.
-
-    Args:
-        ranks (`int`): Ranks of the group.
-        q_heads (`int`): Query heads.
-        kv_heads (`int`): Key heads.
-        ranks_per_host (`int`): Ranks on one host.
+    degree inside of hosts is never slower. Arguments as in [`choose`].
     """
     if ranks == 1:
         return [Schedule()]

@@ -1,13 +1,13 @@
 """What a schedule costs on a machine: the seconds, bytes and memory of one attention layer on its busiest rank.
 
-A pass is a row of stages. A stage computes beside messages under way and takes `max(kernels + other + drag, messages)`
-seconds; `other` is the time of copies, merges and launches. Rings have a stage for every step of the plan. Exchanged
-heads and gathered keys have one for every slice of the heads: the next slice comes and the last one leaves meanwhile.
+A pass is a row of stages: the steps of a ring, or slices of the heads. A stage computes beside messages under way and
+takes `max(kernels + other + drag, messages)` seconds; `other` is the time of copies, merges and launches.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, zip_longest
+from typing import get_args
 
 from ..config import Schedule, Transport
 from ..errors import ConfigError
@@ -26,15 +26,14 @@ class Cost:
     """What a layer costs under one schedule, on the rank that has the most to compute.
 
     Args:
-        forward_s (`float`): Seconds of the forward pass.
-        backward_s (`float`): Seconds of the backward pass.
+        forward_s, backward_s (`float`): Seconds of either pass.
         kernels_s (`float`): Seconds in which the attention kernel runs, in both passes.
         exposed_s (`float`): Seconds by which messages make the passes longer.
         other_s (`float`): Seconds of copies, merges, sums and launches.
         sent_bytes (`int`): Bytes that leave the rank, or arrive if that is more, in both passes.
         memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
         transport (`str`): `"p2p"` or `"symmetric"`: what carries messages inside a host.
-        slices (`int`): Into how many parts the heads of a rank are cut, one after another.
+        slices (`int`): Parts of a rank's heads, computed one after another.
     """
 
     forward_s: float
@@ -64,23 +63,19 @@ def estimate(
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the second wherever it reaches.
-        slices (`int`, *optional*): Into how many slices the heads are cut; [`head_slices`] by default.
+        slices (`int`, *optional*): Slices of the heads; [`head_slices`] by default.
 
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
     """
     within = machine.symmetric is not None and layer.ranks <= machine.ranks_per_host
     if transport == "symmetric" and not within:
-        raise ConfigError(
-            f"Symmetric memory does not reach {layer.ranks} ranks with {machine.ranks_per_host} on a host of "
-            f"{machine.device}. Take the transport 'p2p', or 'auto'."
-        )
-    if transport == "auto":
-        transport = "symmetric" if within else "p2p"
+        unreached = f"{layer.ranks} ranks with {machine.ranks_per_host} on a host of {machine.device}"
+        raise ConfigError(f"Symmetric memory does not reach {unreached}. Take the transport 'p2p', or 'auto'.")
+    transport = ("symmetric" if within else "p2p") if transport == "auto" else transport
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
     count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks)
-    forward = _PassCost(schedule, layer, machine, transport, count, "forward")
-    backward = _PassCost(schedule, layer, machine, transport, count, "backward")
+    forward, backward = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,
@@ -96,8 +91,7 @@ def estimate(
 
 
 def head_slices(schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int) -> int:
-    """Into how many slices the key heads of a rank are cut, so that one travels while another is computed: at most 4,
-    and 1 for rings of whole heads.
+    """The slices of a rank's key heads, of which one travels while another is computed: at most 4, and 1 for rings.
 
     Args:
         schedule ([`Schedule`]): The schedule.
@@ -129,36 +123,21 @@ _SILENCE = _Messages()
 
 
 class _PassCost:
-    """One pass as it adds up, in seconds and bytes: first of one slice of the heads, at the end of all of them.
-
-    Args:
-        schedule, layer, machine, transport, slices: As in [`estimate`]; the transport is `"p2p"` or `"symmetric"`.
-        direction (`str`): `"forward"` or `"backward"`.
-    """
+    """One pass as it adds up, in seconds and bytes: first of one slice of the heads, at the end of all of them."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        layer: Layer,
-        machine: Machine,
-        transport: Transport,
-        slices: int,
-        direction: Pass,
+        self, schedule: Schedule, layer: Layer, machine: Machine, transport: Transport, slices: int, direction: Pass
     ) -> None:
         self.schedule, self.layer, self.machine, self.direction = schedule, layer, machine, direction
         self.backward, self.symmetric = direction == "backward", transport == "symmetric"
         self.plan, self.slices = layer.plan(schedule.ulysses), slices
-        heads, kv_heads = layer.shapes.q_heads, layer.shapes.kv_heads
-        parts = schedule.ulysses * slices
-        self.shapes = replace(layer.shapes, q_heads=heads // parts, kv_heads=kv_heads // parts)  # of one slice
+        parts, shapes = schedule.ulysses * slices, layer.shapes
+        self.shapes = replace(shapes, q_heads=shapes.q_heads // parts, kv_heads=shapes.kv_heads // parts)  # of a slice
         self.batch, self.rows = len(layer.masks), len(layer.masks) * self.plan.queries.most_tokens
         self.seconds = self.kernels = self.other = self.messages = 0.0
         self.sent = self.received = self.memory = 0
-        coming = leaving = _SILENCE
-        if schedule.ring == "all_gather" and self.plan.queries.ranks > 1:
-            coming, leaving = self._gather()
-        else:
-            self._ring()
+        gathers = schedule.ring == "all_gather" and self.plan.ranks > 1
+        coming, leaving = self._gather() if gathers else self._ring()
         if schedule.ulysses > 1:
             first, last = self._exchange()
             coming, leaving = first + coming, leaving + last
@@ -178,7 +157,7 @@ class _PassCost:
     def _stage(
         self, kernels: float = 0.0, touched: float = 0.0, launches: int = 0, messages: _Messages = _SILENCE
     ) -> None:
-        """Kernels, and calls that read or write `touched` bytes of memory, beside messages."""
+        """Kernels, and calls that read or write `touched` bytes, beside messages."""
         other = touched / self.machine.memory_bandwidth + launches * self.machine.launch
         self.seconds += max(kernels + other + messages.drag, messages.seconds)
         self.kernels, self.other = self.kernels + kernels, self.other + other
@@ -191,13 +170,12 @@ class _PassCost:
 
     def _hop(self, size: float) -> _Messages:
         """A step of the ring. All ranks send equally far, so some cross hosts wherever there are several hosts."""
-        several = self.layer.ranks > self.machine.ranks_per_host
-        link = self.machine.between_hosts if several else self._inside
+        link = self.machine.between_hosts if self.layer.ranks > self.machine.ranks_per_host else self._inside
         return _Messages(link.seconds(size), link.drag * link.seconds(size))
 
     def _spread(self, size: float, ranks: int, stride: int, share: float = 1.0) -> _Messages:
-        """`size` bytes to each of `ranks - 1` peers, `stride` ranks apart, at a share of the bandwidth inside of a
-        host. Those on other hosts are reached at the same time as those on this one."""
+        """`size` bytes to each of `ranks - 1` peers, `stride` ranks apart, at a share of the bandwidth inside a host.
+        Other hosts are reached at the same time as this one."""
         near = min(ranks, max(1, self.machine.ranks_per_host // stride))
         within = self._inside.seconds(size * (near - 1) / share)
         between = self.machine.between_hosts.seconds(size * (ranks - near))
@@ -214,66 +192,71 @@ class _PassCost:
             seconds += self.machine.kernel_seconds(scores, flops, self.backward)
         return seconds
 
-    def _ring(self) -> None:
+    def _ring(self) -> tuple[_Messages, _Messages]:
         """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels."""
         rotating = rotating_of(self.schedule, self.direction)
         steps = self.plan.steps(busiest(self.plan, rotating), rotating)
-        visit, summed = row_bytes(self.direction, rotating, self.shapes, lone=False)
-        _, lone = row_bytes(self.direction, rotating, self.shapes, lone=True)
+        block, summed = map(sum, row_bytes(self.direction, rotating, self.shapes, lone=False))
+        lone = sum(row_bytes(self.direction, rotating, self.shapes, lone=True)[1])
 
         def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Messages:
-            """Rows of some bytes leave and others arrive: the longer way counts."""
+            """Rows, of so many bytes each, leave and arrive: the longer way counts."""
             sent, received = (self.batch * rows.rows * size if rows else 0 for rows, size in (leaving, arriving))
             self.sent, self.received = self.sent + sent, self.received + received
             self.memory = max(self.memory, sent, received)
             return self._hop(max(sent, received))
 
-        returning = visiting = _SILENCE
+        returning = coming = _SILENCE
         for step, following in zip_longest(steps, steps[1:]):
             if following:
-                visiting = travel((following.send, visit), (following.recv, visit))
+                coming = travel((following.send, block), (following.recv, block))
             ahead = following is not None and goes_ahead(step, following, self.backward)
             kept = step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
             touched, launches = (0, len(step.tiles)) if kept else self._sum(step.tiles)
-            self._stage(self._kernels(step.tiles), touched, launches, returning + visiting if ahead else returning)
+            self._stage(self._kernels(step.tiles), touched, launches, returning + coming if ahead else returning)
             returning = _SILENCE
             if self.backward and (step.send or step.recv):
                 home, away = ((rows, lone if rows and rows.lone else summed) for rows in (step.recv, step.send))
                 returning = travel(home, away)
             if following and not ahead:
-                self._stage(messages=visiting)
+                self._stage(messages=coming)
         self._stage(messages=returning)
         if self.backward or not self.symmetric:  # what is only read from memory waits for nobody
             self._stage(messages=_Messages(self.machine.waiting * lag(self.plan, rotating) * self.kernels))
         # two slots of what comes, two of what returns, or three where kernels write it in place
         self.memory *= 2 if not self.backward else 5 if self.symmetric else 4
         self._ends(alone=sum(len(step.tiles) for step in steps) == 1)
+        return _SILENCE, _SILENCE
 
     def _sum(self, tiles: tuple[Tile, ...]) -> tuple[int, int]:
-        """Bytes that merges, or sums of gradients, read and write, and their calls with those of the kernel. They read
-        what the kernel wrote, and read and write a sum."""
+        """Bytes that merges, or sums of gradients, read (the kernel's results and a sum) and write (the sum), and their
+        calls with those of the kernel."""
         shapes, (queries, keys) = self.shapes, _rows(tiles)
         added = shapes.itemsize + 2 * shapes.accumulator_itemsize
         if not self.backward:
             row = shapes.value_dim * added + 3 * shapes.accumulator_itemsize
             return queries * shapes.q_heads * row, 2 * len(tiles)
-        sums = queries * shapes.q_heads * shapes.head_dim
-        sums += keys * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
+        sums = queries * shapes.q_heads * shapes.head_dim + keys * self._key_row
         return sums * added, 4 * len(tiles)
+
+    @property
+    def _key_row(self) -> int:
+        """Elements of a row of K and V."""
+        return self.shapes.kv_heads * (self.shapes.head_dim + self.shapes.value_dim)
 
     def _ends(self, alone: bool) -> None:
         """What a ring does before its first and after its last step, and its memory: delta, sums, and for symmetric
         memory a copy to where peers read it, between two barriers."""
         shapes, rows, wide, narrow = self.shapes, self.rows, self.shapes.accumulator_itemsize, self.shapes.itemsize
         outputs = rows * shapes.q_heads * shapes.value_dim
-        inputs = rows * (shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim))
+        inputs = rows * (shapes.q_heads * shapes.head_dim + self._key_row)
         touched, launches = 0, 0
         if self.backward:
             touched, launches = 2 * outputs * narrow + rows * shapes.q_heads * wide, 1
             self.memory += rows * shapes.q_heads * wide
         if not alone:
             self.memory += (inputs if self.backward else outputs) * (wide + narrow)
-        if self.symmetric and self.plan.queries.ranks > 1:
+        if self.symmetric and self.plan.ranks > 1:
             payload = 2 * rows * max(shapes.q_heads, shapes.kv_heads) * shapes.head_dim * narrow
             touched, launches = touched + 2 * payload, launches + 4
             self.memory += payload
@@ -283,10 +266,9 @@ class _PassCost:
     def _gather(self) -> tuple[_Messages, _Messages]:
         """A slice of K and V of all ranks; backward, dK and dV go home, where the sums of all ranks are added."""
         shapes, wide, narrow = self.shapes, self.shapes.accumulator_itemsize, self.shapes.itemsize
-        ranks, stride, rank = self.plan.queries.ranks, self.schedule.ulysses, busiest(self.plan, "kv")
+        ranks, stride, rank, row = self.plan.ranks, self.schedule.ulysses, busiest(self.plan, "kv"), self._key_row
         tiles, sequence = self.plan.gathered(rank), self.batch * self.plan.keys.length
         fetched, given = (self.batch * rows for rows in gathered_rows(self.plan, rank))
-        row = shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
         slots, size = min(2, self.slices), max(fetched, given) * row / (ranks - 1)  # elements to or from a peer
         coming, leaving = self._spread(size * narrow, ranks, stride), _SILENCE
         touched, launches = 2 * self.rows * row * narrow, len(tiles) + 4
@@ -297,8 +279,7 @@ class _PassCost:
             touched += (sequence * wide + _rows(tiles)[1] * (narrow + 2 * wide) + 3 * given * wide) * row
             touched += self.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
             launches += 2 * len(tiles) + 2 * (ranks - 1)
-            self.sent += fetched * row * wide
-            self.received += given * row * wide
+            self.sent, self.received = self.sent + fetched * row * wide, self.received + given * row * wide
             self.memory += (slots * sequence + given) * row * wide + sequence * row * narrow
         self._stage(self._kernels(tiles) / self.machine.gathered_rate, touched, launches)
         return coming, leaving
@@ -307,15 +288,15 @@ class _PassCost:
         """Messages that come and that leave for a slice: q, k and v and the output with its log-sum-exp, or dO with two
         scalars a row and dQ, dK and dV. A rank sends equal parts of its tensors to its Ulysses ranks."""
         shapes, ulysses, rows = self.shapes, self.schedule.ulysses, self.rows
-        inputs = shapes.q_heads * shapes.head_dim + shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-        inputs, outputs = rows * inputs * shapes.itemsize, rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
+        inputs = rows * (shapes.q_heads * shapes.head_dim + self._key_row) * shapes.itemsize
+        outputs = rows * shapes.q_heads * shapes.value_dim * shapes.itemsize
         scalars = rows * shapes.q_heads * shapes.accumulator_itemsize
         sizes = (outputs + 2 * scalars, inputs) if self.backward else (inputs, outputs + scalars)
         share = self.machine.strided_bandwidth if self.symmetric else 1.0
         coming, leaving = (self._spread(size / ulysses, ulysses, 1, share) for size in sizes)
         packs = 2 if self.symmetric else 4  # packed, read and written; p2p unpacks too
-        self.sent += sum(sizes) * (ulysses - 1) // ulysses
-        self.received += sum(sizes) * (ulysses - 1) // ulysses
+        exchanged = sum(sizes) * (ulysses - 1) // ulysses
+        self.sent, self.received = self.sent + exchanged, self.received + exchanged
         self.memory += min(2, self.slices) * sum(sizes) * (2 if self.backward else 1)
         self.memory += sizes[1] if self.symmetric else 0  # a third segment of what leaves
         self._stage(touched=packs * sum(sizes), launches=8)
@@ -324,14 +305,12 @@ class _PassCost:
 
 def _rows(tiles: tuple[Tile, ...]) -> tuple[int, int]:
     """The rows of queries and of keys of some tiles, all rows of the batch together."""
-    batches = [tile.batch[1] - tile.batch[0] for tile in tiles]
-    queries = sum(batch * (tile.q[1] - tile.q[0]) for batch, tile in zip(batches, tiles, strict=True))
-    return queries, sum(batch * (tile.k[1] - tile.k[0]) for batch, tile in zip(batches, tiles, strict=True))
+    queries = sum((tile.batch[1] - tile.batch[0]) * (tile.q[1] - tile.q[0]) for tile in tiles)
+    return queries, sum((tile.batch[1] - tile.batch[0]) * (tile.k[1] - tile.k[0]) for tile in tiles)
 
 
 def _computed(tile: Tile, machine: Machine) -> int:
-    """The pairs that a kernel computes of a tile, or could in that time: of documents whole blocks, and some more for
-    each document."""
+    """The pairs that a kernel could compute in the time of a tile: whole blocks of documents, and more for each one."""
     size = machine.block
     if not tile.segments or not size:
         return tile_pairs(tile)

@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from ..errors import ConfigError
 
@@ -16,8 +16,7 @@ class KernelRate:
 
     Args:
         scores (`float`): Size of a call: (query, key) pairs that it computes, summed over query heads and batch.
-        forward (`float`): FLOP/s forward, of 4·D FLOP a score.
-        backward (`float`): FLOP/s backward, of 10·D FLOP a score.
+        forward, backward (`float`): FLOP/s of either pass, of 4·D FLOP a score forward and 10·D backward.
     """
 
     scores: float
@@ -32,8 +31,7 @@ class Link:
     Args:
         latency (`float`): Seconds of the shortest messages.
         bandwidth (`float`): Bytes/s that leave a rank, while as many arrive.
-        drag (`float`, defaults to 0.0): Share of the time of a message by which a kernel beside it takes longer. Some
-            transports compute on the same multiprocessors, all of them load the same memory.
+        drag (`float`, defaults to 0.0): Share of the time of a message by which a kernel beside it takes longer.
     """
 
     latency: float
@@ -63,10 +61,8 @@ class Machine:
         block (`int`, defaults to 0): Rows and columns of the blocks that the kernel computes whole, also where a
             document ends inside; 0 for a kernel that computes no other pairs than those of documents.
         document_blocks (`int`, defaults to 0): Blocks whose time a call takes longer for every document.
-        gathered_rate (`float`, defaults to 1.0): Share of the rates that the kernel reaches on gathered keys, whose
-            tiles have more keys than rows and few heads.
-        strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that heads cut out of rows
-            reach.
+        gathered_rate (`float`, defaults to 1.0): Share of the rates that tiles of gathered keys reach.
+        strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that copies of heads reach.
         waiting (`float`, defaults to 1.0): Share of the time lost by uneven ring steps that remains, since ranks may
             run ahead of each other.
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
@@ -99,8 +95,7 @@ class Machine:
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks]
         least += [number for link in links for number in (link.latency, link.drag)]
-        numbers = (*above, *least)
-        if not self.rates or not all(map(math.isfinite, numbers)) or min(above) <= 0 or min(least) < 0:
+        if not self.rates or not all(map(math.isfinite, above + least)) or min(above) <= 0 or min(least) < 0:
             raise ConfigError(
                 f"A machine has rates, bandwidths and memory above 0 and times of at least 0, got {self}. Measure it "
                 "anew: hf-burst calibrate."
@@ -110,13 +105,7 @@ class Machine:
             raise ConfigError(f"The sizes of the kernel's rates must rise, got {sizes}. Sort them, one rate a size.")
 
     def kernel_seconds(self, scores: float, flops: float, backward: bool) -> float:
-        """How long the kernel computes in one call.
-
-        Args:
-            scores (`float`): Its size, as in [`KernelRate`].
-            flops (`float`): What it computes.
-            backward (`bool`): Which pass.
-        """
+        """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP."""
         rates = [(rate.scores, rate.backward if backward else rate.forward) for rate in self.rates]
         for (low, slow), (high, fast) in pairwise(rates):
             if scores < high:
@@ -130,20 +119,15 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Reads what [`Machine.to_json`] wrote.
-
-        Raises:
-            ConfigError: If it is something else.
-        """
+        """Reads what [`Machine.to_json`] wrote, and raises a [`ConfigError`] for anything else."""
         try:
             values = json.loads(text)
             values["rates"] = tuple(_read(KernelRate, rate) for rate in values["rates"])
             for name in ("p2p", "between_hosts", "symmetric"):
                 values[name] = None if name == "symmetric" and values[name] is None else _read(Link, values[name])
-            machine: Machine = _read(cls, values)
+            return cast(Machine, _read(cls, values))
         except (ValueError, TypeError, KeyError) as problem:
             raise ConfigError(f"This is no machine: {problem}. Write one by hf-burst calibrate.") from problem
-        return machine
 
 
 def _read(kind: Any, values: Any) -> Any:
@@ -162,23 +146,18 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     """An H200 in a host with NVLink, as measured there (bf16, heads of 128, 32 query heads).
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
-    32,768; below, from the 0.06 ms forward and 0.09 ms backward by which the first call is longer than its FLOPs take
-    at full rate. Other kernels run at the share of it that they reach at 32,768 tokens. A hop of NCCL has a floor of
-    0.12 ms and reaches 132 GB/s at 16 MiB and 359 GB/s at 1 GiB; the copy engine takes 0.055, 0.100 and 0.368 ms for
-    16, 32 and 128 MiB, and ranks reach its barriers 0.04 ms apart. Between hosts 400 Gb/s a GPU are assumed, not
-    measured. A call with 10,000 documents of 100 tokens takes as long as 5 more blocks a document. On 4 of them uneven
-    steps took 1.40 times as long where [`lag`] is 0.72, and fewer than 2,048 blocks a slice gained nothing: copies of a
-    slice hold up the kernel of another one.
+    32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. A
+    bandwidth of 400 Gb/s a GPU between hosts is assumed. A call with 10,000 documents of 100 tokens takes as long as 5
+    more blocks a document. Uneven steps took 1.40 times as long where [`lag`] is 0.72, and fewer than 2,048 blocks a
+    slice gained nothing (4 GPUs).
     """
     share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
-    points = [
-        *((3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)),
-        *((1.7e10, 667e12, 608e12), (3.4e10, 659e12, 617e12)),
-    ]
+    small = [(3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)]
+    large = [(1.7e10, 667e12, 608e12), (3.4e10, 659e12, 617e12)]
     return Machine(
         device="NVIDIA H200",
         kernel=kernel,
-        rates=tuple(KernelRate(scores, share * forward, share * backward) for scores, forward, backward in points),
+        rates=tuple(KernelRate(scores, share * fwd, share * bwd) for scores, fwd, bwd in small + large),
         launch=6e-6,
         memory_bandwidth=4.0e12,
         memory=141 * 10**9,
@@ -213,14 +192,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
 
 
 def built_in(device: str, kernel: str, memory: int, ranks_per_host: int) -> Machine:
-    """The machine of a device that was not measured.
-
-    Args:
-        device (`str`): Name of the device, `"CPU"` for processors.
-        kernel (`str`): Name of the kernel.
-        memory (`int`): Bytes of the device.
-        ranks_per_host (`int`): Ranks of the group on one host.
-    """
+    """The machine of a device (`"CPU"` for processors) that was not measured; arguments as in [`Machine`]."""
     if device == "CPU":
         return replace(cpu(kernel), memory=memory, ranks_per_host=ranks_per_host)
     known = h200(kernel)

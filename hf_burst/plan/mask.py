@@ -26,12 +26,7 @@ class MaskPattern:
     attention_chunk_size: int | None = None
 
     def mask(self, length: int, documents: tuple[int, ...]) -> "Mask":
-        """The [`Mask`] of one packed sequence.
-
-        Args:
-            length (`int`): Its tokens.
-            documents (`tuple[int, ...]`): Cumulative boundaries `(0, ..., length)` of its documents.
-        """
+        """The [`Mask`] of one packed sequence, of whose documents these are the cumulative boundaries."""
         size = self.attention_chunk_size
         if size is not None:
             starts = [start for first, stop in pairwise(documents) for start in range(first, stop, size)]
@@ -45,9 +40,7 @@ class Mask:
 
     Args:
         length (`int`): Tokens in the sequence.
-        causal (`bool`, defaults to `True`): Whether a query sees no later key.
-        window (`int`, *optional*): How many tokens back a query sees beside itself (for Transformers' causal models
-            `sliding_window - 1`); without `causal`, as many forward too. `None` is unlimited.
+        causal, window: As in [`MaskPattern`].
         documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries `(0, ..., length)` of the
             packed documents; a query sees keys of its own document only.
     """
@@ -65,7 +58,7 @@ class Mask:
         if not self.documents:
             object.__setattr__(self, "documents", (0, self.length))
         ends = self.documents
-        if ends[0] != 0 or ends[-1] != self.length or any(a >= b for a, b in pairwise(ends)):
+        if (ends[0], ends[-1]) != (0, self.length) or any(a >= b for a, b in pairwise(ends)):
             shown = str(ends) if len(ends) <= 12 else f"{str(ends[:12])[:-1]}, ...)"
             raise BatchError(
                 f"Document boundaries {shown} do not fit a sequence of {self.length} tokens: they must rise strictly "
@@ -77,7 +70,7 @@ class Mask:
 
     @cached_property
     def _hash(self) -> int:
-        """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
+        """Computed once for thousands of documents, of numbers alone, so that it holds in other processes, too."""
         return hash((self.length, self.causal, -1 if self.window is None else self.window, self.documents))
 
     def document(self, token: int) -> tuple[int, int]:

@@ -67,38 +67,30 @@ class Sharding:
         """How many tokens the rank with the most of them holds."""
         return max(self.tokens(rank) for rank in range(self.ranks))
 
+    @lru_cache(maxsize=1024)  # noqa: B019, since shardings are values
     def runs(self, rank: int) -> tuple[Run, ...]:
         """The contiguous pieces that `rank` holds, adjacent chunks joined."""
-        return _runs(self, rank)
+        runs: list[Run] = []
+        local = 0
+        for (start, stop), owner in zip(pairwise(self.boundaries), self.owners, strict=True):
+            if owner != rank:
+                continue
+            if runs and runs[-1].stop == start:
+                runs[-1] = Run(runs[-1].start, stop, runs[-1].local)
+            else:
+                runs.append(Run(start, stop, local))
+            local += stop - start
+        return tuple(runs)
 
+    @lru_cache(maxsize=256)  # noqa: B019, since shardings are values
     def joined(self, neighbours: int) -> "Sharding":
-        """The sharding over `ranks / neighbours` places, each of which stands for so many neighbouring ranks."""
-        return self if neighbours == 1 else _joined(self, neighbours)
+        """The sharding over `ranks / neighbours` ring ranks, each of which stands for so many neighbouring ranks."""
+        owners = tuple(owner // neighbours for owner in self.owners)
+        return self if neighbours == 1 else Sharding(self.boundaries, owners, self.ranks // neighbours)
 
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
-        return next(rank for end, rank in zip(self.boundaries[1:], self.owners, strict=False) if token < end)
-
-
-@lru_cache(maxsize=1024)
-def _runs(sharding: Sharding, rank: int) -> tuple[Run, ...]:
-    runs: list[Run] = []
-    local = 0
-    for (start, stop), owner in zip(pairwise(sharding.boundaries), sharding.owners, strict=True):
-        if owner != rank:
-            continue
-        if runs and runs[-1].stop == start:
-            runs[-1] = Run(runs[-1].start, stop, runs[-1].local)
-        else:
-            runs.append(Run(start, stop, local))
-        local += stop - start
-    return tuple(runs)
-
-
-@lru_cache(maxsize=256)
-def _joined(sharding: Sharding, neighbours: int) -> Sharding:
-    owners = tuple(owner // neighbours for owner in sharding.owners)
-    return Sharding(sharding.boundaries, owners, sharding.ranks // neighbours)
+        return next(rank for end, rank in zip(self.boundaries[1:], self.owners, strict=True) if token < end)
 
 
 def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int, ...]:
@@ -112,11 +104,7 @@ def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int,
 
 @lru_cache(maxsize=256)
 def cut(length: int, owners: tuple[int, ...]) -> Sharding:
-    """Cuts `length` tokens into chunks whose sizes differ by at most one, for these owners.
-
-    Args:
-        length (`int`): Tokens in the sequence, any number from the number of chunks on.
-        owners (`tuple[int, ...]`): The rank that holds each chunk.
+    """Cuts `length` tokens into one chunk for each of these owners, whose sizes differ by at most one.
 
     Raises:
         ShardingError: If there are more chunks than tokens, or a rank without a chunk.

@@ -20,11 +20,8 @@ Rotating = Literal["kv", "q"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows `[start, stop)` of a shard that travel to or from `peer`.
-
-    `lone` says that one tile covers exactly these rows, so that a gradient returns as the kernel made it; several
-    tiles are first summed in the accumulation dtype.
-    """
+    """Rows `[start, stop)` of a shard that travel to or from `peer`. If one tile covers exactly these rows (`lone`), a
+    gradient returns as the kernel made it; several tiles are first summed in the accumulation dtype."""
 
     peer: int
     start: int
@@ -58,14 +55,9 @@ class Step:
 def goes_ahead(step: Step, following: Step, returning: bool) -> bool:
     """Whether the blocks of the following step are sent before `step` computes, or after its gradients.
 
-    Blocks of order s + 1 go before the gradients of order s, and these before the blocks of any larger order: one
-    sequence of all rounds, kept by every rank whatever steps it leaves out. Backends that carry out rounds in sequence
-    (NCCL) would wait for ever if the two ends of a message had it at different places.
-
-    Args:
-        step ([`Step`]): The step that is computed next.
-        following ([`Step`]): The step after it, whose order may be larger by more than one.
-        returning (`bool`): Whether gradients return, as in the backward pass.
+    Blocks of order s + 1 go before the gradients of order s, and these before the blocks of any larger order. All ranks
+    keep this sequence whatever steps they leave out: NCCL would wait for ever if two ends of a message differed.
+    Gradients are `returning` in the backward pass.
     """
     return not returning or step.order == 0 or following.order == step.order + 1
 
@@ -102,33 +94,41 @@ class Plan:
         """Who holds the blocks that rotate."""
         return self.keys if rotating == "kv" else self.queries
 
+    @lru_cache(maxsize=256)  # noqa: B019, since plans are values
     def steps(self, rank: int, rotating: Rotating) -> tuple[Step, ...]:
         """The steps of `rank`, in order; steps in which it neither computes nor sends are left out."""
-        return _steps(self, rank, rotating)
+        own = _batch_tiles(self, rank, rank, rotating)
+        steps = [Step(0, rank, own)] if own else []
+        for order in range(1, self.ranks):
+            source, target = (rank - order) % self.ranks, (rank + order) % self.ranks
+            arriving, leaving = _batch_tiles(self, rank, source, rotating), _batch_tiles(self, target, rank, rotating)
+            send, recv = _transfer(self, leaving, target, rotating), _transfer(self, arriving, source, rotating)
+            if send or recv:
+                steps.append(Step(order, source, arriving, send, recv))
+        return tuple(steps)
 
+    @lru_cache(maxsize=256)  # noqa: B019, since plans are values
     def gathered(self, rank: int) -> tuple[Tile, ...]:
         """The tiles of `rank` with all keys in sequence; columns are tokens counted from the first key."""
-        return _gathered(self, rank)
+        runs, keys = self.queries.runs(rank), self.keys
+        return _of_batch(self.masks, lambda mask: gathered_tiles(mask, runs, keys.start, keys.stop))
 
     def key_span(self, rank: int) -> tuple[int, int]:
         """The tokens `[start, stop)` between which all keys lie that the queries of `rank` see."""
-        tiles = self.gathered(rank)
-        first = self.keys.start
+        tiles, first = self.gathered(rank), self.keys.start
         return first + min((tile.k[0] for tile in tiles), default=0), first + max((t.k[1] for t in tiles), default=0)
 
     @property
     def pairs(self) -> int:
         """The (query, key) pairs that the masks admit."""
-        if self.queries.length == self.keys.length == self.masks[0].length:
+        if self.queries.length == self.keys.length == max(mask.length for mask in self.masks):
             return sum(mask.pairs for mask in self.masks)
         spans = (mask.keys(query) for mask in self.masks for query in range(self.queries.start, self.queries.stop))
         return sum(max(0, min(stop, self.keys.stop) - max(start, self.keys.start)) for start, stop in spans)
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.masks)} x {self.queries.length} tokens over {self.ranks} ranks, "
-            f"{len(self.queries.owners)} chunks, {self.pairs} pairs"
-        ]
+        size = f"{len(self.masks)} x {self.queries.length} tokens over {self.ranks} ranks"
+        lines = [f"{size}, {len(self.queries.owners)} chunks, {self.pairs} pairs"]
         for rank in range(self.ranks):
             runs = ", ".join(f"{run.start}-{run.stop}" for run in self.queries.runs(rank))
             lines.append(f"rank {rank}: tokens {runs}")
@@ -148,27 +148,8 @@ def _describe(tile: Tile) -> str:
 
 @lru_cache(maxsize=64)
 def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None) -> Plan:
-    """A [`Plan`]; the same arguments give the same object, so that its steps are made once.
-
-    Args:
-        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        queries ([`Sharding`]): Who holds the queries.
-        keys ([`Sharding`], *optional*): Who holds the keys; as the queries by default.
-    """
+    """A [`Plan`] whose keys are held as the queries by default; the same arguments give the same object."""
     return Plan(masks, queries, queries if keys is None else keys)
-
-
-@lru_cache(maxsize=256)
-def _steps(plan: Plan, rank: int, rotating: Rotating) -> tuple[Step, ...]:
-    own = _batch_tiles(plan, rank, rank, rotating)
-    steps = [Step(0, rank, own)] if own else []
-    for order in range(1, plan.ranks):
-        source, target = (rank - order) % plan.ranks, (rank + order) % plan.ranks
-        arriving, leaving = _batch_tiles(plan, rank, source, rotating), _batch_tiles(plan, target, rank, rotating)
-        send, recv = _transfer(plan, leaving, target, rotating), _transfer(plan, arriving, source, rotating)
-        if send or recv:
-            steps.append(Step(order, source, arriving, send, recv))
-    return tuple(steps)
 
 
 def _batch_tiles(plan: Plan, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
@@ -176,12 +157,6 @@ def _batch_tiles(plan: Plan, rank: int, source: int, rotating: Rotating) -> tupl
     q_rank, k_rank = (rank, source) if rotating == "kv" else (source, rank)
     q_runs, k_runs = plan.queries.runs(q_rank), plan.keys.runs(k_rank)
     return _of_batch(plan.masks, lambda mask: tiles_between(mask, q_runs, k_runs))
-
-
-@lru_cache(maxsize=256)
-def _gathered(plan: Plan, rank: int) -> tuple[Tile, ...]:
-    runs, keys = plan.queries.runs(rank), plan.keys
-    return _of_batch(plan.masks, lambda mask: gathered_tiles(mask, runs, keys.start, keys.stop))
 
 
 def _of_batch(masks: tuple[Mask, ...], tiles_of: Callable[[Mask], tuple[Tile, ...]]) -> tuple[Tile, ...]:

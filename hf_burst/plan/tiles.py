@@ -1,7 +1,7 @@
 """Tiles: the part of a mask between two shards, cut into pieces that one kernel call computes."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from .mask import Mask
 from .sharding import Run
@@ -60,19 +60,19 @@ def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) 
         `tuple[Tile, ...]`: In rows of the two shards; empty if the mask admits no pair.
     """
     if q_runs == k_runs and mask.window is None:
-        return (_own_tile(mask, q_runs),)
-    tiles = []
+        return (_own_tile(mask, q_runs, 0, 0),)
+    tiles: list[Tile | None] = []
     k_pieces = _cut_at(k_runs, q_runs)
     for q_run in _cut_at(q_runs, k_runs):
         first, last = mask.keys(q_run.start)[0], mask.keys(q_run.stop - 1)[1]  # the later a query, the later its keys
         for k_run in k_pieces:
             if k_run.stop <= first or k_run.start >= last:
                 continue
-            same = (q_run.start, q_run.stop) == (k_run.start, k_run.stop)
-            tile = _diagonal(mask, q_run, k_run) if same else _off_diagonal(mask, q_run, k_run)
-            if tile is not None:
-                tiles.append(tile)
-    return _join(tiles)
+            same = q_run.start == k_run.start
+            tiles.append(
+                _own_tile(mask, (q_run,), q_run.local, k_run.local) if same else _off_diagonal(mask, q_run, k_run)
+            )
+    return _join([tile for tile in tiles if tile is not None])
 
 
 def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -> tuple[Tile, ...]:
@@ -81,38 +81,33 @@ def gathered_tiles(mask: Mask, q_runs: tuple[Run, ...], start: int, stop: int) -
     Every row is in one tile only, so that nothing has to be merged.
 
     Args:
-        mask ([`Mask`]): The mask of the whole sequence.
-        q_runs (`tuple[Run, ...]`): The tokens whose queries are there, see [`Sharding.runs`].
-        start (`int`): The first token whose key is there.
-        stop (`int`): The end of the tokens whose keys are there.
+        mask, q_runs: As in [`tiles_between`].
+        start, stop (`int`): The first token whose key is there, and the end of these tokens.
 
     Returns:
         `tuple[Tile, ...]`: Rows of the shard; columns are tokens counted from `start`.
     """
-    tiles: list[Tile] = []
+
+    def keys_of(part: Run) -> Run:
+        first, last = max(mask.keys(part.start)[0], start), min(mask.keys(part.stop - 1)[1], stop)
+        return Run(first, last, first - start)
+
+    def sees_itself_only(part: Run) -> bool:
+        keys = keys_of(part)
+        return (keys.start, keys.stop) == (part.start, part.stop)
+
+    tiles: list[Tile | None] = []
     for run in q_runs:
-        squares: list[int] = []  # boundaries of neighbouring documents that see themselves only
-        for first, last in mask.overlapping(run.start, run.stop):
-            keys = max(mask.keys(first)[0], start), min(mask.keys(last - 1)[1], stop)
-            if keys == (first, last):
-                squares = [*(squares or [first]), last]
-                continue
-            tiles += _squares(mask, squares, run, start)
-            squares = []
-            tile = _rectangle(mask, Run(first, last, first - run.start + run.local), Run(*keys, keys[0] - start))
-            tiles += [] if tile is None else [tile]
-        tiles += _squares(mask, squares, run, start)
-    return tuple(tiles)
-
-
-def _squares(mask: Mask, bounds: list[int], run: Run, first_key: int) -> list[Tile]:
-    """One tile of the squares between neighbouring boundaries, if there are any."""
-    if not bounds:
-        return []
-    start, stop = bounds[0], bounds[-1]
-    row = run.local - run.start
-    segments = tuple(bound - start for bound in bounds) if len(bounds) > 2 else ()
-    return [Tile((start + row, stop + row), (start - first_key, stop - first_key), *mask.distances, segments)]
+        parts = (
+            Run(first, last, first - run.start + run.local) for first, last in mask.overlapping(run.start, run.stop)
+        )
+        for alone, group in groupby(parts, sees_itself_only):
+            documents = tuple(group)
+            if alone:
+                tiles.append(_own_tile(mask, documents, documents[0].local, documents[0].start - start))
+            else:
+                tiles += [_rectangle(mask, part, keys_of(part)) for part in documents]
+    return tuple(tile for tile in tiles if tile is not None)
 
 
 def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
@@ -126,8 +121,9 @@ def _cut_at(runs: tuple[Run, ...], others: tuple[Run, ...]) -> list[Run]:
     return pieces
 
 
-def _own_tile(mask: Mask, runs: tuple[Run, ...]) -> Tile:
-    """A shard with itself. Without a window, order is all that counts, so runs of one document need not touch."""
+def _own_tile(mask: Mask, runs: tuple[Run, ...], row: int, column: int) -> Tile:
+    """The queries and the keys of the same tokens, which lie together from a row and a column on. Runs of one document
+    that do not touch are for masks without a window, where order is all that counts."""
     boundaries, previous = [0], None
     for run in runs:
         for start, stop in mask.overlapping(run.start, run.stop):
@@ -136,16 +132,8 @@ def _own_tile(mask: Mask, runs: tuple[Run, ...]) -> Tile:
                 boundaries.append(boundaries[-1])
             boundaries[-1] += stop - start
             previous = document
-    size = boundaries[-1]
-    return Tile((0, size), (0, size), mask.distances[0], None, tuple(boundaries) if len(boundaries) > 2 else ())
-
-
-def _diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile:
-    """The queries and the keys of the same tokens."""
-    ends = [stop - q_run.start for _, stop in mask.overlapping(q_run.start, q_run.stop)]
-    segments = (0, *ends) if len(ends) > 1 else ()
-    rows, columns = ((run.local, run.local + run.size) for run in (q_run, k_run))
-    return Tile(rows, columns, *mask.distances, segments)
+    size, segments = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
+    return Tile((row, row + size), (column, column + size), *mask.distances, segments)
 
 
 def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
@@ -186,12 +174,11 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
     joined: list[Tile] = []
     for tile in tiles:
         for index, other in enumerate(joined):
-            if not (tile.rectangular and other.rectangular):
-                continue
-            if tile.q == other.q and other.k[1] == tile.k[0]:
+            whole = tile.rectangular and other.rectangular
+            if whole and tile.q == other.q and other.k[1] == tile.k[0]:
                 joined[index] = replace(other, k=(other.k[0], tile.k[1]))
                 break
-            if tile.k == other.k and other.q[1] == tile.q[0]:
+            if whole and tile.k == other.k and other.q[1] == tile.q[0]:
                 joined[index] = replace(other, q=(other.q[0], tile.q[1]))
                 break
         else:

@@ -10,8 +10,8 @@ Pass = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the bytes depend on: sizes of the heads, and bytes an element of the inputs, of the accumulators, and of
-    the gradients as the kernel returns them (by default as the inputs)."""
+    """The sizes of the heads, and bytes an element of the inputs, of the accumulators, and of the gradients as the
+    kernel returns them (by default as the inputs)."""
 
     q_heads: int
     kv_heads: int
@@ -35,10 +35,10 @@ class Traffic:
 
 def step_traffic(step: Step, direction: Pass, rotating: Rotating, batch: int, shapes: Shapes) -> Traffic:
     """What one rank sends in one step: its rotating block (`step.send`) and the gradients it returns (`step.recv`)."""
-    visit, returned = _sizes(direction, rotating, shapes, lone=step.recv.lone if step.recv else False)
+    block, returned = row_bytes(direction, rotating, shapes, lone=step.recv is not None and step.recv.lone)
     sent = Traffic()
     if step.send:
-        sent += Traffic(len(visit), batch * step.send.rows * sum(visit))
+        sent += Traffic(len(block), batch * step.send.rows * sum(block))
     if step.recv and returned:
         sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
     return sent
@@ -50,25 +50,18 @@ def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, sha
     For K and V (design of ring attention) these are 2·n·Hkv·D elements a step forward, and as many more gradients
     backward; for the burst backward Q, dO, dQ and two accumulator scalars a head (arXiv 2403.09347, section 3).
     """
-    total = Traffic()
-    for step in plan.steps(rank, rotating):
-        total += step_traffic(step, direction, rotating, len(plan.masks), shapes)
-    return total
+    steps = plan.steps(rank, rotating)
+    return sum((step_traffic(step, direction, rotating, len(plan.masks), shapes) for step in steps), start=Traffic())
 
 
-def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[int, int]:
-    """Bytes of a row of the rotating block, and of its gradients: as the kernel made them (`lone`), or summed."""
-    visit, returned = _sizes(direction, rotating, shapes, lone)
-    return sum(visit), sum(returned)
-
-
-def _sizes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
-    """Bytes a row of each tensor of the rotating block, and of each gradient that returns."""
+def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
+    """Bytes of a row of each tensor of the rotating block, and of each gradient that returns: as the kernel made it
+    (`lone`), or summed."""
     keys, values = shapes.kv_heads * shapes.head_dim, shapes.kv_heads * shapes.value_dim
     queries, outputs = shapes.q_heads * shapes.head_dim, shapes.q_heads * shapes.value_dim
     gradient = (shapes.gradient_itemsize or shapes.itemsize) if lone else shapes.accumulator_itemsize
     if rotating == "kv":
-        visit = [keys * shapes.itemsize, values * shapes.itemsize]
-        return visit, [keys * gradient, values * gradient] if direction == "backward" else []
+        returned = [keys * gradient, values * gradient] if direction == "backward" else []
+        return [keys * shapes.itemsize, values * shapes.itemsize], returned
     scalars = shapes.q_heads * shapes.accumulator_itemsize
     return [queries * shapes.itemsize, outputs * shapes.itemsize, scalars, scalars], [queries * gradient]

@@ -1,6 +1,7 @@
 """The proof of a plan: every admitted pair computed once, every message expected, every gradient home."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..errors import PlanError
 from .sharding import Sharding
@@ -11,18 +12,11 @@ Seen = list[dict[int, list[tuple[int, int]]]]
 
 
 def verify_plan(plan: Plan, rotating: Rotating) -> int:
-    """Plays the schedules of all ranks on paper.
-
-    Args:
-        plan ([`Plan`]): The plan.
-        rotating (`str`): `"kv"` or `"q"`: what travels.
-
-    Returns:
-        `int`: The number of (query, key) pairs that were found, each exactly once.
+    """Plays the schedules of all ranks on paper, and returns how many (query, key) pairs they compute, each once.
 
     Raises:
-        PlanError: If a pair is missing, computed twice or not admitted; if a tile reads rows that did not come; if a
-            message is sent that no one expects, or the other way round; if a tile has a row that sees nothing.
+        PlanError: If a pair is missing, computed twice or not admitted, a tile reads rows that did not come or has a
+            row that sees nothing, or a message is sent that no one expects, or the other way round.
     """
     queries, keys = plan.queries, plan.keys
     seen: Seen = [{query: [] for query in range(queries.start, queries.stop)} for _ in plan.masks]
@@ -38,13 +32,12 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
             start, stop = max(start, keys.start), min(stop, keys.stop)
             stop = max(start, stop)
             position = start
-            for key_start, key_stop in sorted(seen[row][query]):
-                if key_start != position:
+            for first, last in sorted(seen[row][query]):
+                if first != position:
                     raise PlanError(
-                        f"row {row}, query {query}: keys {key_start}-{key_stop} follow {position}; "
-                        f"it sees {start}-{stop}"
+                        f"row {row}, query {query}: keys {first}-{last} follow {position}; it sees {start}-{stop}"
                     )
-                position = key_stop
+                position = last
             if position != stop:
                 raise PlanError(f"row {row}, query {query} is computed up to key {position}, it sees {start}-{stop}")
             pairs += stop - start
@@ -56,13 +49,8 @@ def _check_messages(steps: list[dict[int, Step]], rank: int, step: Step) -> None
     for here, there, ends in ((step.send, "recv", "sends"), (step.recv, "send", "expects")):
         if here is None:
             continue
-        other = steps[here.peer].get(step.order)
-        twin = getattr(other, there) if other else None
-        if (
-            twin is None
-            or twin.peer != rank
-            or (twin.start, twin.stop, twin.lone) != (here.start, here.stop, here.lone)
-        ):
+        twin = getattr(steps[here.peer].get(step.order), there, None)
+        if twin != replace(here, peer=rank):
             raise PlanError(f"rank {rank}, step {step.order} {ends} {here}, rank {here.peer} has {twin}")
     if step.order and bool(step.tiles) != (step.recv is not None):
         raise PlanError(f"rank {rank}, step {step.order}: {len(step.tiles)} tiles, but receives {step.recv}")
@@ -79,7 +67,7 @@ def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) 
             raise PlanError(f"rank {rank}, step {step.order}: {tile} reads rows outside of {step.recv}")
         if step.recv and step.recv.lone and rotating_rows != (step.recv.start, step.recv.stop):
             raise PlanError(f"rank {rank}, step {step.order}: {tile} is not all of the lone {step.recv}")
-        for row in range(tile.q[0], tile.q[1]):
+        for row in range(*tile.q):
             start, stop = tile.columns(row - tile.q[0])
             if start >= stop:
                 raise PlanError(f"rank {rank}, step {step.order}: row {row} of {tile} sees nothing")

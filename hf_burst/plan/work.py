@@ -22,7 +22,7 @@ class Layer:
 
     Args:
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        sharding ([`Sharding`]): Which rank of the group holds what.
+        sharding ([`Sharding`]): Which rank of the group holds which queries, keys and values.
         shapes ([`Shapes`]): Heads and bytes.
     """
 
@@ -32,7 +32,7 @@ class Layer:
 
     @property
     def ranks(self) -> int:
-        """Those of the group."""
+        """Ranks of the group."""
         return self.sharding.ranks
 
     def plan(self, ulysses: int) -> Plan:
@@ -64,7 +64,7 @@ def tile_pairs(tile: Tile) -> int:
     return sum(band_pairs(size, size, tile.low, tile.high) for size in sizes)
 
 
-def pairs_at(mask: Mask, tokens: Iterable[int], keys: bool = False) -> list[int]:
+def _pairs_before(mask: Mask, tokens: Iterable[int], keys: bool) -> list[int]:
     """How many pairs have their query (or their key) before each of some tokens."""
     totals, distances, counts = _cumulative_pairs(mask), mask.distances, []
     for token in tokens:
@@ -81,20 +81,12 @@ def pairs_at(mask: Mask, tokens: Iterable[int], keys: bool = False) -> list[int]
 def pairs_of_chunks(
     masks: Sequence[Mask], boundaries: Sequence[int], weights: Sequence[int] = (), keys: bool = False
 ) -> list[int]:
-    """How many pairs have their query (or their key) in each chunk.
-
-    Args:
-        masks (sequence of [`Mask`]): Of one length.
-        boundaries (sequence of `int`): Where the chunks begin, and the length.
-        weights (sequence of `int`, *optional*): How often each mask is computed; once by default.
-        keys (`bool`, defaults to `False`): Whether keys count, not queries.
-    """
+    """How many pairs have their query (or with `keys` their key) in each chunk between two boundaries. Each mask is
+    computed once, or as often as its weight says."""
     totals = [0] * (len(boundaries) - 1)
     for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True):
-        before = pairs_at(mask, boundaries, keys)
-        totals = [
-            total + weight * (stop - start) for total, (start, stop) in zip(totals, pairwise(before), strict=True)
-        ]
+        for chunk, (start, stop) in enumerate(pairwise(_pairs_before(mask, boundaries, keys))):
+            totals[chunk] += weight * (stop - start)
     return totals
 
 
@@ -102,8 +94,8 @@ def pairs_of_chunks(
 def meetings(
     masks: tuple[Mask, ...], boundaries: tuple[int, ...], weights: tuple[int, ...] = ()
 ) -> dict[tuple[int, int], int] | None:
-    """The pairs of a query in one chunk and a key in another one, by both chunks, of all masks as often as their
-    weights say. `None` if too many chunks may meet to go through them."""
+    """The weighted pairs of a query in one chunk and a key in another one, by both chunks; `None` if too many chunks
+    may meet to go through them."""
     documents = [
         (mask, weight, *span)
         for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True)
@@ -142,16 +134,8 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
 def pairs_by_step(
     work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int], ranks: int, rotating: Rotating
 ) -> list[list[int]]:
-    """The pairs that each rank computes in each step of a ring, by step and rank. In step s the block of the rank s
-    before it visits.
-
-    Args:
-        work (sequence of `int`): The pairs whose query lies in each chunk.
-        met (`dict[tuple[int, int], int]`): Those of them whose key lies in another chunk, see [`meetings`].
-        owners (sequence of `int`): The rank that holds each chunk.
-        ranks (`int`): Ranks of the ring.
-        rotating (`str`): What travels.
-    """
+    """The pairs that each rank computes in each step of a ring, by step and rank, from the pairs of each chunk's
+    queries (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
     steps = [[0] * ranks for _ in range(ranks)]
     for owner, pairs in zip(owners, work, strict=True):
         steps[0][owner] += pairs
@@ -165,22 +149,20 @@ def pairs_by_step(
 @lru_cache(maxsize=256)
 def lag(plan: Plan, rotating: Rotating) -> float:
     """How much longer the steps of a ring take than its busiest rank computes, if every step waits for the rank that
-    computes the most in it. 0.5 is half as long again; 0 stands for what is too much to count."""
-    sharding, masks = plan.queries, plan.masks
-    met = meetings(masks, sharding.boundaries) if sharding.ranks > 1 else None
+    computes the most in it: 0.5 is half as long again. It is 0 where there is too much to count."""
+    boundaries, owners = plan.queries.boundaries, plan.queries.owners
+    met = meetings(plan.masks, boundaries) if plan.ranks > 1 else None
     if met is None:
         return 0.0
-    work = pairs_of_chunks(masks, sharding.boundaries)
-    steps = pairs_by_step(work, met, sharding.owners, sharding.ranks, rotating)
+    steps = pairs_by_step(pairs_of_chunks(plan.masks, boundaries), met, owners, plan.ranks, rotating)
     return sum(map(max, steps)) / max(map(sum, zip(*steps, strict=True))) - 1
 
 
 @lru_cache(maxsize=256)
 def pairs_of_ranks(plan: Plan, keys: bool = False) -> tuple[int, ...]:
     """How many pairs have their query (or their key) on each of the ranks."""
-    totals = [0] * plan.queries.ranks
-    work = pairs_of_chunks(plan.masks, plan.queries.boundaries, keys=keys)
-    for owner, pairs in zip(plan.queries.owners, work, strict=True):
+    totals, sharding = [0] * plan.ranks, plan.keys if keys else plan.queries
+    for owner, pairs in zip(sharding.owners, pairs_of_chunks(plan.masks, sharding.boundaries, keys=keys), strict=True):
         totals[owner] += pairs
     return tuple(totals)
 
@@ -192,17 +174,16 @@ def busiest(plan: Plan, rotating: Rotating) -> int:
 
 
 def gathered_rows(plan: Plan, rank: int) -> tuple[int, int]:
-    """How many rows of keys a rank fetches from the others where keys are gathered, and how many of its own they
-    fetch."""
+    """The rows of keys that a rank fetches from the others where keys are gathered, and those of its own they fetch."""
 
     def rows(looking: int, home: int) -> int:
         """Keys of `home` between the first and the last that queries of `looking` see, as [`Plan.key_span`] has it."""
         runs = plan.queries.runs(looking)
         start = min(mask.keys(runs[0].start)[0] for mask in plan.masks)
         stop = max(mask.keys(runs[-1].stop - 1)[1] for mask in plan.masks)
-        return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.queries.runs(home))
+        return sum(max(0, min(run.stop, stop) - max(run.start, start)) for run in plan.keys.runs(home))
 
-    others = [other for other in range(plan.queries.ranks) if other != rank]
+    others = [other for other in range(plan.ranks) if other != rank]
     return sum(rows(rank, other) for other in others), sum(rows(other, rank) for other in others)
 
 

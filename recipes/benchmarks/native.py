@@ -85,13 +85,12 @@ def _natives(device: torch.device) -> list[tuple[str, Callable[[], AttendMasked]
         return [("cpu_flash", lambda: _cpu_flash)]
     natives = {
         "flash_attn_4": _flash_attn_4,
-        "flash_attn_3": _flash_attn_3,
         "torch_cudnn": lambda: _torch_cudnn,
         "flash_attn_2": _flash_attn_2,
         "torch_flash": lambda: _torch_flash,
     }
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4", "flash_attn_3"]
+    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4"]
     return [(name, natives[name]) for name in order]
 
 
@@ -99,12 +98,6 @@ def _flash_attn_4() -> AttendMasked:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     return _flash(flash_attn_func, flash_attn_varlen_func, None)
-
-
-def _flash_attn_3() -> AttendMasked:
-    from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
-
-    return _flash(flash_attn_func, flash_attn_varlen_func, -1)
 
 
 def _flash_attn_2() -> AttendMasked:
