@@ -1,8 +1,7 @@
 """`patch_model` and `unpatch_model`: how a model comes to compute its attention over several ranks, and back.
 
-A patched model takes full batches, the same on every rank of a group, and returns what one process would. To any
-trainer the ranks of a group look like data-parallel replicas that were given the same batch. All that is done for it is
-done by parts, see [`Part`]; here they are run.
+A patched model takes full batches, the same on every rank of a group, and returns what one process would. To a trainer
+the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
 """
 
 from collections.abc import Mapping
@@ -24,16 +23,14 @@ from .cutting import cut_point_of
 from .parts import make_parts
 from .parts.base import ForwardPass
 from .sharded import is_sharded
-from .support import base_model, check_adapters
+from .support import base_model, check_adapters, check_model, verdict_on
 from .task import task_of
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def patch_model(
-    model: AnyModel,
-    config: BurstConfig | None = None,
-    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    model: AnyModel, config: BurstConfig | None = None, mesh: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:
     """Swaps a model's attention for BurstAttention over the ranks that share a sequence.
 
@@ -64,16 +61,17 @@ def patch_model(
 
 def patch_under_check(model: AnyModel) -> AnyModel:
     """As [`patch_model`], for a class that is being compared with one process, whether it is served or not."""
-    _apply(model, BurstConfig(), None, under_check=True)
+    _apply(model, BurstConfig(), None, verdict="under check")
     return model
 
 
-def _apply(model: nn.Module, config: BurstConfig, group: ContextGroup | None, under_check: bool = False) -> None:
+def _apply(model: nn.Module, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> None:
     base = base_model(model)
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_adapters(model)
-    patch = _Patch(base, config, group, under_check)
+    check_model(base)
+    patch = _Patch(base, config, group, verdict or verdict_on(base))
     patch.install(base)
     setattr(base, PATCH, patch)
 
@@ -102,33 +100,19 @@ def unpatch_model(model: AnyModel) -> AnyModel:
 
 
 class _Patch:
-    """What patching added to one model: a list of parts, and the three hooks of the model that run it.
+    """What patching added to one model: a list of parts, and the three hooks of the model that run it."""
 
-    Args:
-        model (`PreTrainedModel`): The model, which is not changed before `install`.
-        config ([`BurstConfig`]): The knobs.
-        group ([`ContextGroup`], *optional*): The ranks that the user named.
-        under_check (`bool`): Whether its class is being compared with one process.
-
-    Attributes:
-        explicit (`bool`): Whether the latest batch arrived sharded.
-        run ([`ForwardPass`], *optional*): The pass under way.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, under_check: bool
-    ) -> None:
-        self.config, self.group, self.task = config, group, task_of(model)
+    def __init__(self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
+        self.config, self.group, self.verdict, self.task = config, group, verdict, task_of(model)
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
-        self.parts = make_parts(model, config, group, cut_point, under_check)
+        self.parts = make_parts(model, config, group, cut_point)
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
-        self.explicit = False
-        self.run: ForwardPass | None = None
+        self.explicit = False  # whether the latest batch arrived sharded
+        self.run: ForwardPass | None = None  # the pass under way
 
     def install(self, model: PreTrainedModel) -> None:
-        """Changes the model."""
         for part in self.parts:
             self.handles += part.install(model)
         self.handles += [
@@ -138,7 +122,7 @@ class _Patch:
         ]
 
     def remove(self, model: PreTrainedModel) -> None:
-        """Puts the model back."""
+        self.end()  # a pass that was interrupted
         for handle in self.handles:
             handle.remove()
         for part in reversed(self.parts):
@@ -154,6 +138,7 @@ class _Patch:
             )
         self.end()  # a pass that was interrupted does not come there
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs)
+        run.facts["served by"] = self.verdict
         error: Exception | None = None
         try:
             run.batch = bound_arguments(module, args, kwargs)

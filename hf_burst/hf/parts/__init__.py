@@ -18,23 +18,11 @@ from .tokens import Tokens
 
 
 def make_parts(
-    model: PreTrainedModel,
-    config: BurstConfig,
-    group: ContextGroup | None,
-    cut_point: CutPoint,
-    under_check: bool,
+    model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
-    """The parts of a model in the order of their steps.
-
-    Args:
-        model (`PreTrainedModel`): The model, which is not changed.
-        config ([`BurstConfig`]): The knobs.
-        group ([`ContextGroup`], *optional*): The ranks that the user named.
-        cut_point ([`CutPoint`]): Where its tokens are cut.
-        under_check (`bool`): Whether its class is being compared with one process.
-    """
+    """The parts of a model in the order of their steps. The model is not changed."""
     return (
-        Request(model, under_check),
+        Request(),
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),

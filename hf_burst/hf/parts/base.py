@@ -20,14 +20,9 @@ from ..task import Task
 class ForwardPass:
     """One forward pass of a patched model, from the batch that came in to the call of the model.
 
-    Args:
-        model (`PreTrainedModel`): The model.
-        group ([`ContextGroup`]): The ranks that share the batch.
-        config ([`BurstConfig`]): The knobs.
-        task ([`Task`]): What the model learns.
-        token_inputs (sequence of [`TokenInput`]): What is cut at the cut point of the model.
-
     Attributes:
+        group ([`ContextGroup`]): The ranks that share the batch.
+        token_inputs (sequence of [`TokenInput`]): What is cut at the cut point of the model.
         batch (`dict`): The arguments as the caller gave them, by name.
         inputs (`dict`): The arguments that the model is given on this rank.
         explicit (`bool`): Whether the batch arrived sharded.
@@ -56,7 +51,6 @@ class ForwardPass:
 
     @property
     def device(self) -> torch.device:
-        """That of the model."""
         return next(self.model.parameters()).device
 
     @property
@@ -74,7 +68,7 @@ class Part:
     """One capability of a patched model. A part overrides the steps of its life that concern it.
 
     Making a part looks at the model and may refuse it. Nothing is changed before `install`. For each forward pass the
-    parts take the same step one after another, in the order of the list in `patch.py`:
+    parts take the same step one after another, in the order of `make_parts`:
 
         prepare -> (the ranks agree) -> begin -> (the model runs) -> after -> end
 

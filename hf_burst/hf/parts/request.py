@@ -1,25 +1,16 @@
 """What is asked of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
 
 import torch
-from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
 from ..call import batch_shape
-from ..support import check_adapters, check_dropout, check_model, check_noise
+from ..support import check_adapters, check_dropout, check_noise
 from .base import ForwardPass, Part
 
 
 class Request(Part):
-    """Checks the model, and what is asked of it; adds the facts of the request.
-
-    Args:
-        model (`PreTrainedModel`): The model, which is refused if it is not served exactly.
-        under_check (`bool`): As in [`check_model`].
-    """
-
-    def __init__(self, model: PreTrainedModel, under_check: bool) -> None:
-        self.served = check_model(model, under_check)
+    """Checks what is asked of the model, and adds the facts of the request."""
 
     def prepare(self, run: ForwardPass) -> None:
         check_dropout(run.model)
@@ -33,7 +24,6 @@ class Request(Part):
             "gradients": torch.is_grad_enabled(),
             "fused_lm_head": bool(run.batch.get("fused_lm_head")),
             "BurstConfig": str(run.config),
-            "served by": self.served,
         }
 
 
@@ -51,7 +41,7 @@ def _check_arguments(run: ForwardPass) -> None:
             f"{IGNORE_INDEX}, and leave it out."
         )
     for key in ("output_attentions", "encoder_hidden_states"):
-        if batch.get(key) is not None and batch.get(key) is not False:
+        if batch.get(key) is not None and batch[key] is not False:
             raise BatchError(f"{key} is not served by hf_burst: attention weights are never in memory. Leave it out.")
     if batch.get("return_dict", run.model.config.return_dict) is False:
         raise BatchError("return_dict=False is not served by hf_burst. Set it to True and read the outputs by name.")
