@@ -28,8 +28,7 @@ class ForwardCall:
         config ([`BurstConfig`]): Schedule, kernel and transport.
         encoded (`torch.Tensor`): The layout as the operator takes it.
         causal (`bool`): Whether queries see no later key.
-        positions (`torch.LongTensor` of shape `(batch, n)`, *optional*): The position ids of this rank's tokens; known
-            from the cut point of the model on.
+        positions (`torch.LongTensor` of shape `(batch, n)`, *optional*): This rank's, known from the cut point on.
         fully_masked (`torch.BoolTensor` of shape `(batch, n)`, *optional*): This rank's tokens that see nothing.
         cache (`Callable`, *optional*): Returns the [`AttentionCache`] of the layer that runs, if it is checkpointed.
     """
@@ -62,10 +61,7 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """The `input_ids` of a batch, or else its `inputs_embeds`.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, tokens)` or `(batch, tokens, hidden)`.
+    """The `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
 
     Raises:
         BatchError: If it has neither, or an empty one.
@@ -85,5 +81,5 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
 
 def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     """`(batch, tokens)` of a batch."""
-    tokens = tokens_of(batch)
-    return tokens.shape[0], tokens.shape[1]
+    rows, length = tokens_of(batch).shape[:2]
+    return rows, length

@@ -32,10 +32,6 @@ class TokenInput:
     dim: int = 1
     pad: int = 0
 
-    def cut(self, value: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
-        """The part of one rank."""
-        return layout.shard(value, rank, self.pad, self.dim)
-
 
 TOKEN_INPUTS = (
     TokenInput("input_ids"),
@@ -51,8 +47,7 @@ class CutPoint:
     """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed.
 
     Args:
-        path (`str`, defaults to `""`): The submodule whose inputs are cut, such as `"model.language_model"`; empty for
-            the model itself.
+        path (`str`, defaults to `""`): The submodule whose inputs are cut, as `"model.language_model"`; else the model.
         inputs (`tuple[TokenInput, ...]`, *optional*): Those of its inputs that are cut.
     """
 
@@ -60,8 +55,7 @@ class CutPoint:
     inputs: tuple[TokenInput, ...] = TOKEN_INPUTS
 
 
-# by the name of a class; all others are cut at the outside
-CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})
+CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
 
 
 def cut_point_of(model: nn.Module) -> CutPoint:
@@ -73,19 +67,7 @@ def cut_point_of(model: nn.Module) -> CutPoint:
 def cut_batch(
     batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
 ) -> tuple[dict[str, Any], SequenceLayout]:
-    """One rank's part of a full batch: targets and token inputs.
-
-    Args:
-        batch (mapping): `input_ids` or `inputs_embeds`, and any of `labels`, `position_ids`, `attention_mask`,
-            `token_type_ids`, `cu_seq_lens_q`, `seq_idx`; what has no token dimension is passed on.
-        config ([`BurstConfig`]): How to cut.
-        rank (`int`): Whose part.
-        ranks (`int`): Of how many.
-        task ([`Task`], defaults to the causal one): What the model learns.
-
-    Returns:
-        `tuple[dict, SequenceLayout]`: The part, with `shift_labels` beside `labels` if it is causal, and the layout.
-    """
+    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]."""
     layout = layout_of(batch, config, ranks, task)
     return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
 
@@ -97,15 +79,7 @@ def layout_of(
     task: Task,
     patterns: Mapping[MaskPattern, int] | None = None,
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks.
-
-    Args:
-        batch (mapping): The batch.
-        config ([`BurstConfig`]): How to cut.
-        ranks (`int`): Over how many ranks.
-        task ([`Task`]): What the model learns.
-        patterns (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
-    """
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
@@ -149,8 +123,7 @@ def cut_inputs(
         layout ([`SequenceLayout`]): How the batch lies over the ranks.
         rank (`int`): Whose part.
         token_inputs (sequence of [`TokenInput`], *optional*): What is cut.
-        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The position ids, if the inputs have
-            none; by default every row counts from 0, as in Transformers.
+        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): For inputs without; by default from 0.
 
     Raises:
         BatchError: For a tensor of which it is not known whether it has a token dimension.
@@ -167,7 +140,7 @@ def cut_inputs(
     part = {}
     for name, value in whole.items():
         if name in known and value is not None:
-            part[name] = known[name].cut(value, layout, rank)
+            part[name] = layout.shard(value, rank, known[name].pad, known[name].dim)
         elif name not in _TARGETS and isinstance(value, torch.Tensor) and value.ndim >= 2:
             raise BatchError(
                 f"{name} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "

@@ -18,10 +18,8 @@ class LearnedPositions:
 
     Args:
         limits (`tuple[int, int]`, *optional*): The position ids `[first, end)` that have an embedding.
-        from_mask (`bool`, defaults to `False`): Whether the model counts positions from the first token that
-            `attention_mask` does not hide, as OPT does.
-        padding_idx (`int`, *optional*): The token after which a model numbers all other tokens, as RoBERTa does: they
-            begin at `padding_idx + 1`.
+        from_mask (`bool`, defaults to `False`): Whether positions count from the first visible token, as in OPT.
+        padding_idx (`int`, *optional*): A padding token that is not counted, as in RoBERTa; others begin one above it.
     """
 
     limits: tuple[int, int] | None = None
@@ -50,7 +48,7 @@ class LearnedPositions:
         return cls((max(first for first, _ in limits), min(end for _, end in limits)), from_mask, padding_idx)
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
-        """The position ids that the model itself would make of a full batch that has none, if not those from 0."""
+        """The position ids that the model would make of a full batch without any, if not those from 0."""
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         if self.padding_idx is not None and ids is not None:
             real = (ids != self.padding_idx).long()

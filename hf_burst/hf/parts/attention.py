@@ -20,9 +20,6 @@ class Attention(Part):
 
     The call is a keyword argument, which some layers do not pass on to their attention. They pass on the mask, so that
     carries it too. A model that does not pass it on to its layers is refused.
-
-    Args:
-        model (`PreTrainedModel`): The model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

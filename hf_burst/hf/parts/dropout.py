@@ -1,9 +1,8 @@
 """Dropout inside sharded activations: each rank of a group draws masks of its own.
 
 Trainers seed all ranks alike, so the masks of one shard would repeat on all others. While a model with dropout runs
-forward, a rank's generators are therefore seeded by a number of its own. The default CPU generator draws one for each
-rank of the group, which advances it alike on all of them: data order stays in step, a resumed run draws the same masks,
-and nothing is kept between forward passes. Checkpointing restores the generators itself when it runs a layer again.
+forward, a rank's generators are therefore seeded by a number of its own, drawn from the default CPU generator. That
+advances alike on all ranks: data order stays in step, and a resumed run draws the same masks.
 """
 
 from collections.abc import Iterator
@@ -46,11 +45,7 @@ class DropoutStreams(Part):
 
 
 def check_shared_dropout(model: nn.Module) -> None:
-    """Raises for dropout that must be the same for the whole sequence, which masks of each rank's own are not.
-
-    Raises:
-        UnsupportedModelError: With what would have to be switched off.
-    """
+    """Raises for dropout that must be the same for the whole sequence, which masks of each rank's own are not."""
     refused = sorted({f"{name}={rate}" for name, rate in _rates(model) if name in _SHARED})
     if refused:
         raise UnsupportedModelError(
@@ -60,10 +55,7 @@ def check_shared_dropout(model: nn.Module) -> None:
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Names and values of all rates above 0 by which this model's training is random.
-
-    A dropout layer keeps its rate as `p`; for functional dropout Transformers keeps it beside the layers.
-    """
+    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes."""
     for module in model.modules():
         for name, value in vars(module).items() if module.training else ():
             name = type(module).__name__.lower() if name == "p" else name

@@ -20,12 +20,7 @@ from .base import ForwardPass, Part
 
 
 class Tokens(Part):
-    """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        cut_point ([`CutPoint`]): Where its token inputs are cut.
-    """
+    """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point."""
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
         self.cut_point = cut_point
@@ -125,16 +120,8 @@ class Tokens(Part):
 def check_ranges(
     inputs: Mapping[str, Any], vocabulary: int, segments: int | None, positions: tuple[int, int] | None
 ) -> None:
-    """Raises for token ids, labels and learned positions that the model lacks.
-
-    An index error of one rank alone would leave the others waiting.
-
-    Args:
-        inputs (mapping): The inputs of this rank.
-        vocabulary (`int`): Rows of the input embedding.
-        segments (`int`, *optional*): Rows of the embedding of token types; by default that of the tokens is used.
-        positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
-    """
+    """Raises for token ids, labels, token types (by default those of the vocabulary) and learned positions that the
+    model lacks. An index error of one rank alone would leave the others waiting."""
     limits = dict.fromkeys(("input_ids", "labels", "shift_labels"), (0, vocabulary))
     limits["token_type_ids"] = (0, segments or vocabulary)
     if positions is not None:
