@@ -13,13 +13,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..attention import AttentionRequest, attend
+from ..attention import AttentionCache, AttentionRequest, attend
+from ..config import BurstConfig
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
+from ..layout import SequenceLayout
+from ..mesh import ContextGroup
 from ..plan import MaskPattern
-from .call import ForwardCall
 
 NAME = "hf_burst"
+CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers
 _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the result
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
@@ -31,23 +34,31 @@ _KNOWN = {
 }
 
 
+@dataclass(frozen=True)
+class ForwardCall:
+    """What the layers of a model know of one sharded forward pass; the keyword argument `burst_call`."""
+
+    layout: SequenceLayout
+    group: ContextGroup
+    config: BurstConfig
+    encoded: torch.Tensor  # the layout as the operator takes it
+    causal: bool  # whether queries see no later key
+    positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
+    fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
+    cache: Callable[[], AttentionCache | None] | None = None  # of the layer that runs, if it is checkpointed
+
+
 class _NotBuiltError(UnsupportedModelError, AttributeError):
     """Also an AttributeError, so that `hasattr` is answered and not ended."""
 
 
 @dataclass
 class LazyMask:
-    """A mask that is not built. Sharded attention reads from it how far a query sees; only plain attention builds it.
+    """A mask that is not built. Sharded attention reads how far a query sees; only plain attention builds it."""
 
-    Args:
-        arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
-        parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
-        call ([`ForwardCall`], *optional*): Of which pass it is, told by the part [`Attention`].
-    """
-
-    arguments: dict[str, Any]
-    parts: frozenset[str]
-    call: ForwardCall | None = None
+    arguments: dict[str, Any]  # of a function of Transformers' `AttentionMaskInterface`
+    parts: frozenset[str]  # the functions of `transformers.masking_utils` that it is made of
+    call: ForwardCall | None = None  # told by the part `Attention`
 
     def __getattr__(self, name: str) -> Any:
         raise _NotBuiltError(
@@ -104,12 +115,15 @@ class LazyMask:
         return _additive(self.whole, self.arguments["dtype"])
 
 
+Mask = LazyMask | torch.Tensor | None
+
+
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: LazyMask | torch.Tensor | None,
+    attention_mask: Mask,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -118,26 +132,12 @@ def attention_forward(
     burst_call: ForwardCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in the form of Transformers' `AttentionInterface`.
+    """Attention in the form of Transformers' `AttentionInterface`: `(batch, heads, n, head_dim)` of this rank's tokens
+    to `(batch, n, heads, value_dim)`, and `None` for the weights. `is_causal` and `sliding_window` count where there is
+    no mask; `s_aux` are attention sinks.
 
     Without `burst_call` (a cached generation step, a submodule called directly) every rank holds the whole sequence,
     and this is Transformers' own attention.
-
-    Args:
-        module (`nn.Module`): The attention layer.
-        query (`torch.Tensor` of shape `(batch, q_heads, n, head_dim)`): Queries of this rank.
-        key (`torch.Tensor` of shape `(batch, kv_heads, n, head_dim)`): Keys of this rank.
-        value (`torch.Tensor` of shape `(batch, kv_heads, n, value_dim)`): Values of this rank.
-        attention_mask ([`LazyMask`] or `torch.Tensor`, *optional*): The mask that the model gives this layer.
-        scaling (`float`, *optional*): Factor of the scores.
-        is_causal (`bool`, *optional*): Overrules the layer's own attribute, where there is no mask.
-        sliding_window (`int`, *optional*): Tokens that a query sees, itself included, where there is no mask.
-        softcap (`float`, *optional*): Where the scores saturate.
-        s_aux (`torch.Tensor` of shape `(q_heads,)`, *optional*): Attention sinks.
-        burst_call ([`ForwardCall`], *optional*): How the batch is sharded.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, n, q_heads, value_dim)`, and `None` for the weights.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:
@@ -179,7 +179,7 @@ def attention_forward(
 
 
 @torch.compiler.disable  # closures cannot be read in a graph; masks are made before the layers
-def attention_mask(**arguments: Any) -> LazyMask | torch.Tensor | None:
+def attention_mask(**arguments: Any) -> Mask:
     """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
 
     Only generation has padding, or keys besides those of its queries; it is given its mask at once.
@@ -196,11 +196,7 @@ def register() -> None:
 
 
 def _pattern(
-    module: nn.Module,
-    mask: LazyMask | torch.Tensor | None,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    expected: bool,
+    module: nn.Module, mask: Mask, is_causal: bool | None, sliding_window: int | None, expected: bool
 ) -> MaskPattern:
     """How far a layer's queries see: as in eager attention the mask decides. Raises if not causal as `expected`."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -250,7 +246,7 @@ def _attend_whole(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: LazyMask | torch.Tensor | None,
+    mask: Mask,
     softcap: float | None,
     s_aux: torch.Tensor | None,
     **options: Any,

@@ -1,5 +1,6 @@
 """Full batches cut over the ranks: which inputs have tokens, where a model is cut, and the cutting itself."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,24 +14,17 @@ from ..errors import BatchError
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX
 from ..plan import MaskPattern
-from .call import batch_shape, tokens_of
-from .documents import BOUNDARY_KEYS, documents_of, real_tokens
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
 from .task import CAUSAL, Task
 
 
 @dataclass(frozen=True)
 class TokenInput:
-    """An input of a model that has a value for each token.
+    """An input of a model that has a value for each token."""
 
-    Args:
-        name (`str`): The argument of `forward`.
-        dim (`int`, defaults to 1): Its dimension of tokens.
-        pad (`int`, defaults to 0): The value of tokens that are appended to fill the last chunk.
-    """
-
-    name: str
-    dim: int = 1
-    pad: int = 0
+    name: str  # the argument of `forward`
+    dim: int = 1  # its dimension of tokens
+    pad: int = 0  # the value of tokens that are appended to fill the last chunk
 
 
 TOKEN_INPUTS = (
@@ -44,15 +38,10 @@ _TARGETS = ("labels", "shift_labels")
 
 @dataclass(frozen=True)
 class CutPoint:
-    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed.
+    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed."""
 
-    Args:
-        path (`str`, defaults to `""`): The submodule whose inputs are cut, as `"model.language_model"`; else the model.
-        inputs (`tuple[TokenInput, ...]`, *optional*): Those of its inputs that are cut.
-    """
-
-    path: str = ""
-    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS
+    path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
+    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
 
 
 CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
@@ -62,6 +51,23 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     """The cut point of a model, by its class or the first base class that has one."""
     names = [cls.__name__ for cls in type(model).__mro__]
     return next((CUT_POINTS[name] for name in names if name in CUT_POINTS), CutPoint())
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name.
+
+    A class of the user's may hand on `*args`. The names are those of its first base class that names tokens.
+    """
+    signatures = [inspect.signature(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    naming = [signature for signature in signatures if set(TOKEN_KEYS) & set(signature.parameters)]
+    bound = (naming or signatures)[0].bind_partial(module, *args, **kwargs)
+    arguments: dict[str, Any] = {}
+    for index, (name, value) in enumerate(bound.arguments.items()):
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        elif index:  # the first is the model
+            arguments[name] = value
+    return arguments
 
 
 def cut_batch(
@@ -103,7 +109,17 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
     if tuple(labels.shape) != (rows, length):
         raise BatchError(f"labels have shape {tuple(labels.shape)}; they must be ({rows}, {length}).")
     targets = task.targets_of(labels)
-    _check_padded_labels(targets[task.targets], batch.get("attention_mask"), task.isolated_padding(layout.real))
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        # padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count
+        counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
+        for row, start in enumerate(task.isolated_padding(layout.real)):
+            counted[row, :start] = False
+        if counted.any():
+            raise BatchError(
+                f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the "
+                f"labels of padding to {IGNORE_INDEX}."
+            )
     return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
 
 
@@ -114,16 +130,10 @@ def cut_inputs(
     token_inputs: Sequence[TokenInput] = TOKEN_INPUTS,
     positions: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """One rank's part of the inputs of a cut point.
+    """One rank's part of the inputs of a cut point, by name. Targets among them are cut already.
 
-    Position ids are made explicit. The padding mask and the boundaries of documents are left out: the layout has them.
-
-    Args:
-        inputs (mapping): The arguments by name; targets among them are cut already.
-        layout ([`SequenceLayout`]): How the batch lies over the ranks.
-        rank (`int`): Whose part.
-        token_inputs (sequence of [`TokenInput`], *optional*): What is cut.
-        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): For inputs without; by default from 0.
+    Position ids are made explicit: `positions` of shape `(batch, tokens)`, or from 0, where the inputs have none. The
+    padding mask and the boundaries of documents are left out: the layout has them.
 
     Raises:
         BatchError: For a tensor of which it is not known whether it has a token dimension.
@@ -150,17 +160,3 @@ def cut_inputs(
         else:
             part[name] = value
     return part
-
-
-def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, isolated: tuple[int, ...]) -> None:
-    """Padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count."""
-    if mask is None:
-        return
-    counted = (targets != IGNORE_INDEX) & (mask == 0)
-    for row, start in enumerate(isolated):
-        counted[row, :start] = False
-    if counted.any():
-        raise BatchError(
-            f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the labels "
-            f"of padding to {IGNORE_INDEX}."
-        )

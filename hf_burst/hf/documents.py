@@ -1,4 +1,4 @@
-"""Where the documents of a batch begin: read from boundaries, or else from positions, and from padding."""
+"""What a batch says of itself: its tokens, its padding, and where its documents begin."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,36 @@ from typing import Any
 import torch
 
 from ..errors import BatchError
-from .call import batch_shape
 from .task import CAUSAL, Task
 
+TOKEN_KEYS = ("input_ids", "inputs_embeds")
 # the keys of packing collators; folded into the layout
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """The `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
+
+    Raises:
+        BatchError: If it has neither, or an empty one.
+    """
+    for key in TOKEN_KEYS:
+        tensor = batch.get(key)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise BatchError(f"{key} is {shape}; it must be a tensor of shape (batch, tokens), neither of them 0.")
+        return tensor
+    raise BatchError(
+        f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
+    )
+
+
+def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """`(batch, tokens)` of a batch."""
+    rows, length = tokens_of(batch).shape[:2]
+    return rows, length
 
 
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
@@ -100,7 +125,7 @@ def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[s
 
 
 def _changes(differs: torch.Tensor) -> list[set[int]]:
-    """For each row, the tokens that differ from the one before, of `(batch, tokens - 1)`."""
+    """For each row, the tokens that differ from the one before, from `(batch, tokens - 1)`."""
     starts: list[set[int]] = [set() for _ in range(len(differs))]
     for row, token in differs.nonzero().tolist():
         starts[row].add(token + 1)

@@ -27,19 +27,12 @@ Step = tuple[str, tuple[Any, ...]]
 @dataclass
 class LazyLogits:
     """Logits that are not computed yet, and the steps that the model takes with them (scaling, soft-capping, casts).
-    Anything else is answered by the logits themselves, which then stay: they may have been changed.
-
-    Args:
-        head ([`LazyHead`]): The head.
-        hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What it was given.
-        steps (`tuple`): Names of operations, and their operands.
-        autocast (`tuple[bool, torch.dtype]`): Whether the head is to run under autocast, and in which dtype.
-    """
+    Anything else is answered by the logits themselves, which then stay: they may have been changed."""
 
     head: "LazyHead"
-    hidden: torch.Tensor
-    steps: tuple[Step, ...] = ()
-    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
+    hidden: torch.Tensor  # its input, `(batch, n, hidden)`
+    steps: tuple[Step, ...] = ()  # names of operations, and their operands
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and in which dtype
 
     def loss_sum(self, targets: torch.Tensor) -> torch.Tensor:
         """The sum of the cross-entropies of these tokens for shifted labels of shape `(batch, n)`."""
@@ -58,7 +51,6 @@ class LazyLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the logits, as far as the steps tell."""
         return torch.float32 if any(name == "float" for name, _ in self.steps) else self.hidden.dtype
 
     def _within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,6 @@ A patched model takes full batches, the same on every rank of a group, and retur
 the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
 """
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +17,18 @@ from ..config import BurstConfig
 from ..errors import ConfigError
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
-from .call import CALL_KEY, bound_arguments
-from .cutting import cut_point_of
-from .parts import make_parts
-from .parts.base import ForwardPass
+from .attention import CALL_KEY
+from .cutting import bound_arguments, cut_point_of
+from .parts.attention import Attention
+from .parts.base import ForwardPass, Part
+from .parts.checkpointing import SavedAttention
+from .parts.dropout import DropoutStreams
+from .parts.experts import RouterLogits
+from .parts.loss import Loss
+from .parts.outputs import Outputs
+from .parts.request import Request
+from .parts.rope import LongestPosition
+from .parts.tokens import Tokens
 from .sharded import is_sharded
 from .support import base_model, check_adapters, check_model, verdict_on
 from .task import task_of
@@ -55,17 +62,15 @@ def patch_model(
     >>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B"))
     ```
     """
-    _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
-    return model
+    return _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
 
 
 def patch_under_check(model: AnyModel) -> AnyModel:
     """As [`patch_model`], for a class that is being compared with one process, whether it is served or not."""
-    _apply(model, BurstConfig(), None, verdict="under check")
-    return model
+    return _apply(model, BurstConfig(), None, verdict="under check")
 
 
-def _apply(model: nn.Module, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> None:
+def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> AnyModel:
     base = base_model(model)
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
@@ -74,6 +79,7 @@ def _apply(model: nn.Module, config: BurstConfig, group: ContextGroup | None, ve
     patch = _Patch(base, config, group, verdict or verdict_on(base))
     patch.install(base)
     setattr(base, PATCH, patch)
+    return model
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -106,7 +112,17 @@ class _Patch:
         self.config, self.group, self.verdict, self.task = config, group, verdict, task_of(model)
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
-        self.parts = make_parts(model, config, group, cut_point)
+        self.parts: tuple[Part, ...] = (
+            Request(),
+            Attention(model),
+            Tokens(model, cut_point),
+            LongestPosition(model),
+            SavedAttention(config.attention_keep),
+            RouterLogits(model),
+            Loss(model, group),
+            Outputs(),  # gathers after the loss was computed from the outputs of this rank
+            DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
+        )
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.explicit = False  # whether the latest batch arrived sharded
@@ -142,7 +158,9 @@ class _Patch:
         error: Exception | None = None
         try:
             run.batch = bound_arguments(module, args, kwargs)
-            if self.task.generates and _is_generation(module, run.batch):
+            whole = not module.training and run.batch.get("labels") is None and not is_sharded(run.batch)
+            cached = run.batch.get("past_key_values") is not None or bool(run.batch.get("use_cache"))
+            if self.task.generates and whole and cached:  # a step of `generate`: attention is Transformers' own
                 return (), run.batch
             for part in self.parts:
                 part.prepare(run)
@@ -170,10 +188,3 @@ class _Patch:
         self.run = None
         for part in self.parts:
             part.end()
-
-
-def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether this is a step of `generate`: every rank holds the whole prompt, and attention is Transformers' own."""
-    if module.training or batch.get("labels") is not None or is_sharded(batch):
-        return False
-    return batch.get("past_key_values") is not None or bool(batch.get("use_cache"))

@@ -11,8 +11,8 @@ from ..config import BurstConfig
 from ..errors import BatchError
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
-from .call import batch_shape
 from .cutting import TOKEN_INPUTS, TokenInput
+from .documents import batch_shape
 from .task import CAUSAL, Task
 
 LAYOUT_KEY = "burst_batch"
@@ -22,25 +22,15 @@ _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`.
-
-    Args:
-        layout ([`SequenceLayout`]): How the batch lies over the ranks.
-        rank (`int`): Whose part it is.
-        fingerprint (`int`): Checksum of the whole batch.
-        positions (`int`): Checksum of the position ids of this part.
-        longest (`int`): The longest position of the whole batch.
-        labelled (`bool`): Whether the batch had labels.
-        task ([`Task`]): What the model learns for which it was cut.
-    """
+    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`."""
 
     layout: SequenceLayout
-    rank: int
-    fingerprint: int
-    positions: int
-    longest: int
-    labelled: bool
-    task: Task
+    rank: int  # whose part it is
+    fingerprint: int  # checksum of the whole batch
+    positions: int  # checksum of the position ids of this part
+    longest: int  # the longest position of the whole batch
+    labelled: bool  # whether the batch had labels
+    task: Task  # of the model for which it was cut
 
 
 def is_sharded(batch: Mapping[str, Any]) -> bool:

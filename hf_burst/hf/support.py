@@ -25,7 +25,6 @@ PEFT_METHODS = frozenset(
         "XLORA",
     }
 )
-_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -72,34 +71,6 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: With the setting that is not served.
     """
     task = task_of(model)
-    _check_layers(model, task)
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
-            "could be swapped."
-        )
-    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
-            "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
-        )
-    task.check_loss(model)
-
-
-def verdict_on(model: PreTrainedModel) -> str:
-    """By which comparison a model is served, see [`served_by`]; warns of a `forward` that it does not cover."""
-    served = served_by(model)
-    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
-        logger.warning(
-            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
-            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
-            type(model).__name__,
-        )
-    return served
-
-
-def _check_layers(model: PreTrainedModel, task: Task) -> None:
-    """Raises for layers and inputs that are not those of a language model that reads text."""
     config, name = model.config, type(model).__name__
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
     if modalities:
@@ -134,6 +105,29 @@ def _check_layers(model: PreTrainedModel, task: Task) -> None:
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
         )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
+            "could be swapped."
+        )
+    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
+            "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
+        )
+    task.check_loss(model)
+
+
+def verdict_on(model: PreTrainedModel) -> str:
+    """By which comparison a model is served, see [`served_by`]; warns of a `forward` that it does not cover."""
+    served = served_by(model)
+    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
+        logger.warning(
+            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
+            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
+            type(model).__name__,
+        )
+    return served
 
 
 def _layer_types(config: PreTrainedConfig) -> list[str]:
@@ -155,23 +149,3 @@ def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     visible = task.window(window) if isinstance(window, int) and window > 0 else None
     return MaskPattern(task.causal, visible, chunk)
-
-
-def check_noise(model: PreTrainedModel) -> None:
-    """Raises for noise on embeddings (NEFTune), whose size follows from the length of a sequence."""
-    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
-        raise UnsupportedModelError(
-            "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a part. "
-            "Leave it out of the training arguments."
-        )
-
-
-def check_dropout(model: PreTrainedModel) -> None:
-    """Raises for attention dropout in training: its mask would differ from that of one process."""
-    for key in _DROPOUT_KEYS:
-        value = getattr(model.config, key, None)
-        if model.training and value:
-            raise UnsupportedModelError(
-                f"config.{key} is {value}; dropout of attention weights is not served in training. Load the model with "
-                f"{key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
-            )

@@ -20,23 +20,14 @@ _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read furth
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a language model. There are two, `CAUSAL` and `MASKED`.
+    """The task of a language model. There are two, `CAUSAL` and `MASKED`."""
 
-    Args:
-        kind (`str`): Its word in errors.
-        causal (`bool`): Whether a query sees no later key; that of [`MaskPattern`].
-        targets (`str`): The key of the labels that a rank's tokens are to predict.
-        shifted (`str`): What errors add about labels that are shifted.
-        generates (`bool`): Whether the model takes a cache and `logits_to_keep`.
-        loss_in_model (`bool`): Whether `model.loss_function` computes the loss, or else it follows from the outputs.
-    """
-
-    kind: str
-    causal: bool
-    targets: str
-    shifted: str
-    generates: bool
-    loss_in_model: bool
+    kind: str  # its word in errors
+    causal: bool  # whether a query sees no later key; that of `MaskPattern`
+    targets: str  # the key of the labels that a rank's tokens are to predict
+    shifted: str  # added to errors about labels that are shifted
+    generates: bool  # whether the model takes a cache and `logits_to_keep`
+    loss_in_model: bool  # whether `model.loss_function` computes the loss, or else it follows from the outputs
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """The labels, and what tokens are to predict, by their keys in a batch; `(batch, tokens)` each."""

@@ -64,16 +64,14 @@ class SavedAttention(Part):
         for module, name in places:
             if self.share and not isinstance(vars(module)[name], _Remembering):
                 setattr(module, name, _Remembering(vars(module)[name], self))
-        remembering = [vars(module)[name].remembers for module, name in places if self.share]
-        return f"{len(places)} modules, {sum(remembering)} of which keep attention" if places else None
+        keep = [vars(module)[name].options.get("use_reentrant") is False for module, name in places if self.share]
+        return f"{len(places)} modules, {sum(keep)} of which keep attention" if places else None
 
     def cache(self) -> AttentionCache | None:
         """That of the layer that this thread runs, if it is checkpointed."""
         return self.under_way.get(get_ident())
 
-    def contexts(
-        self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]] = noop_context_fn
-    ) -> tuple["_Run", "_Run"]:
+    def contexts(self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]]) -> tuple["_Run", "_Run"]:
         """The contexts of a layer's forward pass and of its later runs, inside of those of another `context_fn`."""
         cache = AttentionCache(self.share)
         first, again = theirs()
@@ -109,17 +107,12 @@ class _Remembering:
     one takes none."""
 
     def __init__(self, function: Callable[..., Any], saved: SavedAttention) -> None:
-        self.function, self.saved = function, saved
+        self.function, self.saved, self.options = function, saved, getattr(function, "keywords", {})
         # in a compiled graph the operator's results are kept, those of other operators are not
         self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the function takes contexts, as far as is known before it is called."""
-        return getattr(self.function, "keywords", {}).get("use_reentrant") is False
-
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options = {**getattr(self.function, "keywords", {}), **kwargs}
+        options = {**self.options, **kwargs}
         if options.get("use_reentrant") is False and not torch.compiler.is_compiling():
             kwargs["context_fn"] = partial(self.saved.contexts, options.get("context_fn", noop_context_fn))
         elif options.get("use_reentrant") is False and self.saved.share == 1 and "context_fn" not in options:

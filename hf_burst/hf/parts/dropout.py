@@ -33,7 +33,9 @@ class DropoutStreams(Part):
             return
         seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu")
         self.seed = int(seeds[run.group.rank])
-        self.outer = [(generator, generator.get_state()) for generator in _generators()]
+        accelerator = torch.accelerator.current_accelerator()
+        devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
+        self.outer = [(generator, generator.get_state()) for generator in (torch.default_generator, *devices)]
         for generator, _ in self.outer:
             generator.manual_seed(self.seed)
 
@@ -62,10 +64,3 @@ def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
             if "drop" in name or "jitter" in name:
                 rates = value.values() if isinstance(value, dict) else (value,)
                 yield from ((name, rate) for rate in rates if isinstance(rate, float) and rate > 0)
-
-
-def _generators() -> list[torch.Generator]:
-    """The default generators of the CPU and of the accelerator's devices."""
-    accelerator = torch.accelerator.current_accelerator()
-    devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
-    return [torch.default_generator, *devices]

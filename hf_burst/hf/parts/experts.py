@@ -2,19 +2,17 @@
 to 6), which is no sum over tokens: it multiplies how many tokens chose an expert with the mean of its probabilities."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...loss import group_sum
-from ..call import CALL_KEY
-from .base import ForwardPass, Part
+from ..attention import CALL_KEY
+from .base import ForwardPass, Handles, Part
 
 
 class RouterLogits(Part):
@@ -27,7 +25,7 @@ class RouterLogits(Part):
         check_balance(model)
         self.layers: tuple[torch.Tensor, ...] = ()
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+    def install(self, model: PreTrainedModel) -> Handles:
         if not hasattr(model.config, "output_router_logits"):
             return ()
         return [model.base_model.register_forward_hook(self._catch, with_kwargs=True)]
@@ -69,8 +67,8 @@ def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
 
 
 def balance_share(run: ForwardPass) -> float:
-    """The weight of the load-balancing loss on a rank. With `num_items_in_batch` it is yet to be multiplied by the number
-    of processes, of which those of a group hold one batch."""
+    """The weight of the load-balancing loss on a rank. With `num_items_in_batch` it is yet to be multiplied by the
+    number of processes, of which those of a group hold one batch."""
     return 1 if run.items is None else 1 / run.group.size
 
 

@@ -10,7 +10,7 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...loss import IGNORE_INDEX, group_loss
 from ...mesh import ContextGroup
 from ..accelerate import resolve_group
-from ..call import CALL_KEY
+from ..attention import CALL_KEY
 from ..head import LazyLogits, loss_sum
 from ..task import calls_loss_function
 from .base import ForwardPass, Part

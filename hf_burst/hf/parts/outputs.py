@@ -133,12 +133,8 @@ def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tu
             f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
             f"the {length} tokens of the sequence."
         )
-    wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
-    places: list[tuple[int, ...]] = []
-    rows: list[int] = []
-    for holder in range(layout.ranks):
-        row_of = {token: row for row, token in enumerate(layout.indices(holder).tolist())}
-        places.append(tuple(place for place, token in enumerate(wanted) if token % length in row_of))
-        if holder == rank:
-            rows = [row_of[token % length] for token in wanted if token % length in row_of]
-    return tuple(places), torch.tensor(rows, dtype=torch.int64)
+    wanted = range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
+    tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
+    row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
+    places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)
+    return places, torch.tensor([row_of[rank][wanted[place]] for place in places[rank]], dtype=torch.int64)

@@ -4,41 +4,35 @@ Transformers takes the maximum of the position ids that a rotary module is given
 those of its shard. So the longest position of the whole batch is appended to them, and cut off the result.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedModelError
 from ..sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from .base import ForwardPass, Part
+from .base import ForwardPass, Handles, Part
 
 
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.needed = bool(rotary_modules(model))
+        self.rotary = rotary_modules(model)
         self.value: int | None = None
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
-        rotary = rotary_modules(model)
-        appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in rotary]
-        return appends + [module.register_forward_hook(self._cut) for module in rotary]
+    def install(self, model: PreTrainedModel) -> Handles:
+        appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
+        return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
     def prepare(self, run: ForwardPass) -> None:
         about: ShardedBatch | None = run.batch.get(LAYOUT_KEY)
-        if not self.needed:
-            return
-        if about is not None:
-            longest = about.longest
-        else:
-            longest = run.layout.length - 1 if run.explicit else longest_position(run.batch)
-        run.facts["longest position"] = longest
+        if self.rotary and about is not None:
+            run.facts["longest position"] = about.longest
+        elif self.rotary:
+            run.facts["longest position"] = run.layout.length - 1 if run.explicit else longest_position(run.batch)
 
     def begin(self, run: ForwardPass) -> None:
         self.value = run.facts.get("longest position")
