@@ -70,8 +70,7 @@ def check_model(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
-    task = task_of(model)
-    config, name = model.config, type(model).__name__
+    task, config, name = task_of(model), model.config, type(model).__name__
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
     if modalities:
         raise UnsupportedModelError(
@@ -107,12 +106,11 @@ def check_model(model: PreTrainedModel) -> None:
         )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
-            "could be swapped."
+            f"{name} does not use Transformers' AttentionInterface, the door by which its attention could be swapped."
         )
     if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
         raise UnsupportedModelError(
-            f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
+            f"{name} takes no labels, so it has no loss to learn from; load the class with a "
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
     task.check_loss(model)
