@@ -160,7 +160,8 @@ class _Shared:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """A group counts once. Only single numbers (counts of tokens) of sharded batches are needed of every rank."""
-        sharded = self._sharded
+        modules = (module for model in self.accelerator._models for module in model.modules())
+        sharded = any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
         if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
@@ -186,12 +187,6 @@ class _Shared:
     @property
     def gradient_state(self) -> GradientState:
         return self.accelerator.gradient_state
-
-    @property
-    def _sharded(self) -> bool:
-        # whether the latest batch arrived sharded
-        modules = (module for model in self.accelerator._models for module in model.modules())
-        return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
 
 
 class GroupScheduler(AcceleratedScheduler):

@@ -74,16 +74,12 @@ def cut_batch(
     batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
 ) -> tuple[dict[str, Any], SequenceLayout]:
     """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]."""
-    layout = layout_of(batch, config, ranks, task)
+    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1})
     return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
 
 
 def layout_of(
-    batch: Mapping[str, Any],
-    config: BurstConfig,
-    ranks: int,
-    task: Task,
-    patterns: Mapping[MaskPattern, int] | None = None,
+    batch: Mapping[str, Any], config: BurstConfig, ranks: int, task: Task, patterns: Mapping[MaskPattern, int]
 ) -> SequenceLayout:
     """How a full batch is laid over the ranks, for layers that see as far as `patterns` say."""
     return SequenceLayout.for_batch(
@@ -91,7 +87,7 @@ def layout_of(
         ranks,
         config.chunking_over(ranks),
         real=real_tokens(batch),
-        patterns=patterns or {MaskPattern(task.causal): 1},
+        patterns=patterns,
         stretches=config.stretches,
     )
 

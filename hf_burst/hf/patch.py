@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
 from .attention import CALL_KEY
-from .cutting import bound_arguments, cut_point_of
+from .cutting import CutPoint, bound_arguments, cut_point_of
 from .parts.attention import Attention
 from .parts.base import ForwardPass, Part
 from .parts.checkpointing import SavedAttention
@@ -105,6 +105,23 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     return model
 
 
+def make_parts(
+    model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
+) -> tuple[Part, ...]:
+    """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
+    return (
+        Request(),
+        Attention(model),
+        Tokens(model, cut_point),
+        LongestPosition(model),
+        SavedAttention(config.attention_keep),
+        RouterLogits(model),
+        Loss(model, group),
+        Outputs(),  # gathers after the loss was computed from the outputs of this rank
+        DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
+    )
+
+
 class _Patch:
     """What patching added to one model: a list of parts, and the three hooks of the model that run it."""
 
@@ -112,17 +129,7 @@ class _Patch:
         self.config, self.group, self.verdict, self.task = config, group, verdict, task_of(model)
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
-        self.parts: tuple[Part, ...] = (
-            Request(),
-            Attention(model),
-            Tokens(model, cut_point),
-            LongestPosition(model),
-            SavedAttention(config.attention_keep),
-            RouterLogits(model),
-            Loss(model, group),
-            Outputs(),  # gathers after the loss was computed from the outputs of this rank
-            DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
-        )
+        self.parts = make_parts(model, config, group, cut_point)
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.explicit = False  # whether the latest batch arrived sharded

@@ -13,7 +13,7 @@ from ..accelerate import resolve_group
 from ..attention import CALL_KEY
 from ..head import LazyLogits, loss_sum
 from ..task import calls_loss_function
-from .base import ForwardPass, Part
+from .base import ForwardPass, Handles, Part
 from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
@@ -31,7 +31,7 @@ class Loss(Part):
         self.run: ForwardPass | None = None
         self.targets: torch.Tensor | None = None
 
-    def install(self, model: PreTrainedModel) -> tuple[()]:
+    def install(self, model: PreTrainedModel) -> Handles:
         model.loss_function = self.compute
         return ()
 

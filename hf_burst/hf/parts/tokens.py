@@ -18,7 +18,7 @@ from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
 from .base import ForwardPass, Handles, Part
 
-_POSITION_TABLES = ("wpe", "pos")  # parts of their names
+_TABLES = ("wpe", "pos")  # in the names of tables of positions
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,7 @@ class LearnedPositions:
             if numbers_tokens(owner):
                 padding_idx = owner.padding_idx
             for name, module in owner.named_children():
-                if (
-                    isinstance(module, nn.Embedding)
-                    and module is not tokens
-                    and any(part in name for part in _POSITION_TABLES)
-                ):
+                if isinstance(module, nn.Embedding) and module is not tokens and any(part in name for part in _TABLES):
                     offset = int(getattr(module, "offset", 0))
                     limits.append((-offset, module.num_embeddings - offset))
                     from_mask |= "cumsum" in inspect.unwrap(type(owner).forward).__code__.co_names
