@@ -96,6 +96,10 @@ class Broken(nn.Module):
         raise RuntimeError("broken")
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def leave_the_stream_alone(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     for model, training in ((gpt2_with(0.0), True), (gpt2_with(RATE), False), (models.make_model("llama"), True)):
@@ -118,6 +122,13 @@ def leave_the_stream_alone(rank: int, size: int) -> None:
     hf_burst.unpatch_model(model)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
+    model = hf_burst.patch_model(gpt2_with(RATE))
+    model.transformer.ln_f.register_forward_pre_hook(interrupt)
+    torch.manual_seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch)
+    hf_burst.unpatch_model(model)
+    assert torch.equal(torch.get_rng_state(), state), "a pass that was interrupted ends with the patch"
 
 
 def test_the_outer_stream_is_left_alone(ranks: Ranks) -> None:

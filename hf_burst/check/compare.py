@@ -91,7 +91,7 @@ def compare(make: Maker) -> Verdict:
             lines = str(problem).split("\n")
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
-            check_model(model, under_check=True)  # before more of them are made
+            check_model(model)  # before more of them are made
             errors = _errors(make, model)
             if max(errors.values()) > TOLERANCE and _draws(make, model):
                 model.eval()

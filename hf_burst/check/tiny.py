@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..hf.positions import numbers_tokens
+from ..hf.parts.tokens import numbers_tokens
 
 VOCABULARY = 67
 LAYERS = 4

@@ -16,10 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.trainer_utils import seed_worker
 
 from ..errors import BatchError, ConfigError
@@ -66,7 +63,7 @@ class BurstParallelismConfig(ParallelismConfig):
     def from_env(cls) -> "BurstParallelismConfig":
         """Reads `burst_size` from the environment variable `HF_BURST_SIZE`; unset, all ranks share a sequence.
 
-        `accelerate launch` builds accelerate's own class only, so a launched script calls this.
+        A script under `accelerate launch`, which builds accelerate's own class only, calls this.
         """
         value = os.environ.get(SIZE_VARIABLE)
         if value is None:
@@ -108,7 +105,8 @@ class BurstParallelismConfig(ParallelismConfig):
         if self.burst_size is None:
             self.burst_size = max(1, world // (self.dp_replicate_size * self.dp_shard_size))
         if self.dp_replicate_size == self.dp_shard_size == 1 and world % self.burst_size == 0:
-            dimension = "dp_shard" if _fsdp2() else "dp_replicate"
+            fsdp = AcceleratorState._shared_state.get("fsdp_plugin")
+            dimension = "dp_shard" if fsdp is not None and fsdp.fsdp_version == 2 else "dp_replicate"
             self._set_size(dimension, world // self.burst_size)
         if self.total_size != world:
             raise ConfigError(
@@ -120,43 +118,29 @@ class BurstParallelismConfig(ParallelismConfig):
         return super().build_device_mesh(device_type)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
-        """Called by each new accelerator, which learns of the groups.
-
-        The sizes were checked with the mesh; accelerate's own check refuses CPU processes, which are served here.
-        """
+        """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
 
 
 class _Shared:
-    """The methods of one accelerator that must know that the ranks of a group hold the same batch.
-
-    Args:
-        accelerator (`Accelerator`): Its methods of these names are replaced.
-        size (`int`): Ranks of a group.
-    """
-
-    _METHODS = ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics")
+    """The methods of one accelerator that must know that the ranks of a group, `size` of them, hold the same batch."""
 
     def __init__(self, accelerator: Accelerator, size: int) -> None:
-        self.accelerator = accelerator
-        self.size = size
-        for name in self._METHODS:
+        self.accelerator, self.size = accelerator, size
+        for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare`, for patched models only."""
         for item in args:
             _check_patched(item, self.size)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_model`, for patched models only."""
         _check_patched(model, self.size)
         return Accelerator.prepare_model(self.accelerator, model, *args, **kwargs)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
-        """`Accelerator.prepare_data_loader`; every rank of a group reads the same batches."""
         _check_data_loader(data_loader, self.accelerator.dispatch_batches)
         self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
         seeded = data_loader.worker_init_fn
@@ -166,7 +150,7 @@ class _Shared:
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """`Accelerator.prepare_scheduler`; accelerate steps it for every process, and a group has one batch."""
+        """Accelerate steps a scheduler for every process, and a group has one batch."""
         schedulers = self.accelerator._schedulers
         prepared = Accelerator.prepare_scheduler(self.accelerator, scheduler)
         if type(prepared) is AcceleratedScheduler:
@@ -175,11 +159,9 @@ class _Shared:
         return prepared
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`Accelerator.gather_for_metrics`, in which a group counts once.
-
-        Only single numbers computed on sharded batches are those of one rank (counts of tokens), and all are needed.
-        """
-        sharded = self._sharded
+        """A group counts once. Only single numbers (counts of tokens) of sharded batches are needed of every rank."""
+        modules = (module for model in self.accelerator._models for module in model.modules())
+        sharded = any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
         if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
             state, numbers = self.gradient_state, self.accelerator.gather(input_data)
             uneven = state.end_of_dataloader and state.remainder > 0
@@ -204,23 +186,11 @@ class _Shared:
 
     @property
     def gradient_state(self) -> GradientState:
-        """What `Accelerator.gather_for_metrics` asks for the end of the data."""
         return self.accelerator.gradient_state
-
-    @property
-    def _sharded(self) -> bool:
-        """Whether the latest batch arrived sharded."""
-        modules = (module for model in self.accelerator._models for module in model.modules())
-        return any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
 
 
 class GroupScheduler(AcceleratedScheduler):
-    """A prepared learning rate scheduler that is stepped once for each batch of an optimizer step.
-
-    Args:
-        prepared (`AcceleratedScheduler`): What accelerate made of it.
-        batches (`int`): Batches that the processes hold together.
-    """
+    """A prepared learning rate scheduler that is stepped once for each of the `batches` that all processes hold."""
 
     def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
         super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
@@ -228,7 +198,6 @@ class GroupScheduler(AcceleratedScheduler):
         self.ends = not prepared.split_batches  # accelerate goes beyond the last step where batches are split
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """As `AcceleratedScheduler.step`."""
         counted = self.step_with_optimizer and self.gradient_state.sync_gradients
         for _ in range(self.batches if counted else 1):
             last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
@@ -249,7 +218,8 @@ def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
 def _check_patched(item: Any, size: int) -> None:
     """Raises for a language model of Transformers that [`patch_model`] has not seen."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    known = {name for mapping in mappings for names in mapping.values() for name in _names(names)}
+    entries = [names for mapping in mappings for names in mapping.values()]
+    known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
     for module in item.modules() if isinstance(item, nn.Module) else ():
         served = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
         if served and not hasattr(module, PATCH):
@@ -258,10 +228,6 @@ def _check_patched(item: Any, size: int) -> None:
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
                 "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model."
             )
-
-
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
 
 
 def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
@@ -281,20 +247,11 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
         )
 
 
-def _fsdp2() -> bool:
-    plugin = AcceleratorState._shared_state.get("fsdp_plugin")
-    return plugin is not None and plugin.fsdp_version == 2
-
-
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
-    """The ranks that share a sequence: those of the argument, else of accelerate's state, else all.
-
-    Args:
-        named ([`ContextGroup`], *optional*): That of the mesh that the user passed.
+    """The ranks that share a sequence: those of the mesh that the user named, else of accelerate's state, else all.
 
     Raises:
-        ConfigError: If the argument and accelerate's state name different groups, or accelerate itself shards
-            sequences.
+        ConfigError: If both name different groups, or accelerate itself shards sequences.
     """
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -13,15 +13,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..attention import AttentionRequest, attend
+from ..attention import AttentionCache, AttentionRequest, attend
+from ..config import BurstConfig
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
+from ..layout import SequenceLayout
+from ..mesh import ContextGroup
 from ..plan import MaskPattern
-from .call import ForwardCall
 
 NAME = "hf_burst"
-# arguments that change the result and are not served
-_REFUSED = ("sinks", "position_bias", "indices")
+CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers
+_REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the result
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
 _BOTH_WAYS, _SLIDING_BOTH_WAYS = "bidirectional_mask_function", "sliding_window_bidirectional_overlay"
@@ -32,24 +34,31 @@ _KNOWN = {
 }
 
 
+@dataclass(frozen=True)
+class ForwardCall:
+    """What the layers of a model know of one sharded forward pass; the keyword argument `burst_call`."""
+
+    layout: SequenceLayout
+    group: ContextGroup
+    config: BurstConfig
+    encoded: torch.Tensor  # the layout as the operator takes it
+    causal: bool  # whether queries see no later key
+    positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
+    fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
+    cache: Callable[[], AttentionCache | None] | None = None  # of the layer that runs, if it is checkpointed
+
+
 class _NotBuiltError(UnsupportedModelError, AttributeError):
     """Also an AttributeError, so that `hasattr` is answered and not ended."""
 
 
 @dataclass
 class LazyMask:
-    """What Transformers would make a mask of. Sharded attention reads from it how far a query sees, and only plain
-    attention has it built.
+    """A mask that is not built. Sharded attention reads how far a query sees; only plain attention builds it."""
 
-    Args:
-        arguments (`dict`): The arguments of a function of Transformers' `AttentionMaskInterface`.
-        parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
-        call ([`ForwardCall`], *optional*): Of which pass it is, told by the part [`Attention`].
-    """
-
-    arguments: dict[str, Any]
-    parts: frozenset[str]
-    call: ForwardCall | None = None
+    arguments: dict[str, Any]  # of a function of Transformers' `AttentionMaskInterface`
+    parts: frozenset[str]  # the functions of `transformers.masking_utils` that it is made of
+    call: ForwardCall | None = None  # told by the part `Attention`
 
     def __getattr__(self, name: str) -> Any:
         raise _NotBuiltError(
@@ -73,14 +82,7 @@ class LazyMask:
 
     @property
     def pattern(self) -> MaskPattern:
-        """What queries see.
-
-        Documents are left out: those of a shard are not those of the sequence, and the layout knows them.
-
-        Raises:
-            UnsupportedModelError: If it is anything but a causal mask, with a sliding window or in chunks, or one of
-                both directions, with a sliding window.
-        """
+        """How far queries see, without documents, which the layout knows; raises for masks that are not served."""
         causal = _CAUSAL in self.parts
         if not self.parts <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
             raise UnsupportedModelError(
@@ -88,25 +90,22 @@ class LazyMask:
                 "those with sliding windows, chunks or packed documents among them, and those of encoders, with "
                 "sliding windows."
             )
-        size: int | None = self.arguments.get("local_size")
+        size: Any = self.arguments.get("local_size")
         if _SLIDING in self.parts:
-            assert size is not None, "a window has a size"
             return MaskPattern(True, size - 1)
-        return MaskPattern(
-            causal, size if _SLIDING_BOTH_WAYS in self.parts else None, size if _CHUNKED in self.parts else None
-        )
+        window, chunk = _SLIDING_BOTH_WAYS in self.parts, _CHUNKED in self.parts
+        return MaskPattern(causal, size if window else None, size if chunk else None)
 
     @cached_property
     def built(self) -> torch.Tensor | None:
         """The boolean mask of shape `(batch, 1, q_length, kv_length)`, `None` for plain attention."""
-        mask: torch.Tensor | None = sdpa_mask(**self.arguments)
-        return mask
+        return sdpa_mask(**self.arguments)
 
     @cached_property
     def whole(self) -> torch.Tensor:
         """The boolean mask, also for plain attention."""
-        skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        mask = sdpa_mask(**{**self.arguments, **skips})
+        arguments = self.arguments | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask = sdpa_mask(**arguments)
         assert mask is not None, "skipping is not allowed"
         return mask
 
@@ -116,12 +115,15 @@ class LazyMask:
         return _additive(self.whole, self.arguments["dtype"])
 
 
+Mask = LazyMask | torch.Tensor | None
+
+
 def attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: LazyMask | torch.Tensor | None,
+    attention_mask: Mask,
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
@@ -130,26 +132,12 @@ def attention_forward(
     burst_call: ForwardCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention in the form of Transformers' `AttentionInterface`.
+    """Attention in the form of Transformers' `AttentionInterface`: `(batch, heads, n, head_dim)` of this rank's tokens
+    to `(batch, n, heads, value_dim)`, and `None` for the weights. `is_causal` and `sliding_window` count where there is
+    no mask; `s_aux` are attention sinks.
 
     Without `burst_call` (a cached generation step, a submodule called directly) every rank holds the whole sequence,
-    and this is Transformers' own sdpa attention, or its eager one where sdpa lacks what the model needs.
-
-    Args:
-        module (`nn.Module`): The attention layer.
-        query (`torch.Tensor` of shape `(batch, q_heads, n, head_dim)`): Queries of this rank.
-        key (`torch.Tensor` of shape `(batch, kv_heads, n, head_dim)`): Keys of this rank.
-        value (`torch.Tensor` of shape `(batch, kv_heads, n, value_dim)`): Values of this rank.
-        attention_mask ([`LazyMask`] or `torch.Tensor`, *optional*): The mask that the model gives this layer.
-        scaling (`float`, *optional*): Factor of the scores.
-        is_causal (`bool`, *optional*): Overrules the layer's own attribute, where there is no mask.
-        sliding_window (`int`, *optional*): Tokens that a query sees, itself included, where there is no mask.
-        softcap (`float`, *optional*): Where the scores saturate.
-        s_aux (`torch.Tensor` of shape `(q_heads,)`, *optional*): Attention sinks.
-        burst_call ([`ForwardCall`], *optional*): How the batch is sharded.
-
-    Returns:
-        `torch.Tensor` of shape `(batch, n, q_heads, value_dim)`, and `None` for the weights.
+    and this is Transformers' own attention.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:
@@ -163,8 +151,7 @@ def attention_forward(
         burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
     if burst_call is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
-        attend_whole = _by_sdpa if softcap is None and s_aux is None else partial(_eager, softcap=softcap, s_aux=s_aux)
-        return attend_whole(module, query, key, value, attention_mask, **kwargs)
+        return _attend_whole(module, query, key, value, attention_mask, softcap, s_aux, **kwargs)
     if kwargs.get("dropout"):
         raise UnsupportedModelError(
             f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
@@ -192,15 +179,14 @@ def attention_forward(
 
 
 @torch.compiler.disable  # closures cannot be read in a graph; masks are made before the layers
-def attention_mask(**arguments: Any) -> LazyMask | torch.Tensor | None:
+def attention_mask(**arguments: Any) -> Mask:
     """The mask in the form of Transformers' `AttentionMaskInterface`: nothing is built before it is asked for.
 
     Only generation has padding, or keys besides those of its queries; it is given its mask at once.
     """
-    parts = frozenset(_parts(arguments["mask_function"]))
-    deferred, padding = LazyMask(arguments, parts), arguments.get("attention_mask")
+    mask, padding = LazyMask(arguments, frozenset(_parts(arguments["mask_function"]))), arguments.get("attention_mask")
     square = arguments["q_length"] == arguments["kv_length"]
-    return deferred if square and (padding is None or bool(padding.all())) else deferred.built
+    return mask if square and (padding is None or bool(padding.all())) else mask.built
 
 
 def register() -> None:
@@ -210,14 +196,9 @@ def register() -> None:
 
 
 def _pattern(
-    module: nn.Module,
-    mask: LazyMask | torch.Tensor | None,
-    is_causal: bool | None,
-    sliding_window: int | None,
-    expected: bool,
+    module: nn.Module, mask: Mask, is_causal: bool | None, sliding_window: int | None, expected: bool
 ) -> MaskPattern:
-    """Whether a layer is causal, as is `expected` or not, how far a query sees and in which chunks. As in eager
-    attention the mask decides."""
+    """How far a layer's queries see: as in eager attention the mask decides. Raises if not causal as `expected`."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if isinstance(mask, LazyMask):
         pattern = mask.pattern
@@ -238,9 +219,8 @@ def _pattern(
 
 
 def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """Llama 4's queries, which its attention has scaled as if the tokens of the shard were the first of the sequence
-    (arXiv 2501.19399 in `Llama4TextAttention`), scaled by their true positions."""
-
+    """Llama 4's queries, which `Llama4TextAttention` has scaled as if the tokens of the shard were the first of the
+    sequence (arXiv 2501.19399), scaled by their true positions."""
     assert positions is not None, "known from the cut point on"
 
     def temperature(position: torch.Tensor) -> torch.Tensor:
@@ -261,32 +241,24 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
                 yield from _parts(inner)
 
 
-def _by_sdpa(
+def _attend_whole(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: LazyMask | torch.Tensor | None,
+    mask: Mask,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transformers' sdpa attention."""
-    built = mask.built if isinstance(mask, LazyMask) else mask
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, built, **options)
-    return result
-
-
-def _eager(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: LazyMask | torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The eager attention of the model's own file, which knows its soft-capping and its sinks."""
-    added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, query.dtype)
-    attend = sys.modules[type(module).__module__].eager_attention_forward
-    out, weights = attend(module, query, key, value, added, **options)
+    """Transformers' sdpa; the eager attention of the model's own file for soft-capping and sinks, which sdpa lacks."""
+    if softcap is None and s_aux is None:
+        built = mask.built if isinstance(mask, LazyMask) else mask
+        out, weights = sdpa_attention_forward(module, query, key, value, built, **options)
+    else:
+        added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, query.dtype)
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        out, weights = eager(module, query, key, value, added, softcap=softcap, s_aux=s_aux, **options)
     return out, weights
 
 

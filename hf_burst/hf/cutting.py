@@ -1,5 +1,6 @@
 """Full batches cut over the ranks: which inputs have tokens, where a model is cut, and the cutting itself."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,28 +14,17 @@ from ..errors import BatchError
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX
 from ..plan import MaskPattern
-from .call import batch_shape, tokens_of
-from .documents import BOUNDARY_KEYS, documents_of, real_tokens
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
 from .task import CAUSAL, Task
 
 
 @dataclass(frozen=True)
 class TokenInput:
-    """An input of a model that has a value for each token.
+    """An input of a model that has a value for each token."""
 
-    Args:
-        name (`str`): The argument of `forward`.
-        dim (`int`, defaults to 1): Its dimension of tokens.
-        pad (`int`, defaults to 0): The value of tokens that are appended to fill the last chunk.
-    """
-
-    name: str
-    dim: int = 1
-    pad: int = 0
-
-    def cut(self, value: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
-        """The part of one rank."""
-        return layout.shard(value, rank, self.pad, self.dim)
+    name: str  # the argument of `forward`
+    dim: int = 1  # its dimension of tokens
+    pad: int = 0  # the value of tokens that are appended to fill the last chunk
 
 
 TOKEN_INPUTS = (
@@ -48,20 +38,13 @@ _TARGETS = ("labels", "shift_labels")
 
 @dataclass(frozen=True)
 class CutPoint:
-    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed.
+    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed."""
 
-    Args:
-        path (`str`, defaults to `""`): The submodule whose inputs are cut, such as `"model.language_model"`; empty for
-            the model itself.
-        inputs (`tuple[TokenInput, ...]`, *optional*): Those of its inputs that are cut.
-    """
-
-    path: str = ""
-    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS
+    path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
+    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
 
 
-# by the name of a class; all others are cut at the outside
-CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})
+CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
 
 
 def cut_point_of(model: nn.Module) -> CutPoint:
@@ -70,48 +53,41 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     return next((CUT_POINTS[name] for name in names if name in CUT_POINTS), CutPoint())
 
 
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name.
+
+    A class of the user's may hand on `*args`. The names are those of its first base class that names tokens.
+    """
+    signatures = [inspect.signature(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    naming = [signature for signature in signatures if set(TOKEN_KEYS) & set(signature.parameters)]
+    bound = (naming or signatures)[0].bind_partial(module, *args, **kwargs)
+    arguments: dict[str, Any] = {}
+    for index, (name, value) in enumerate(bound.arguments.items()):
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        elif index:  # the first is the model
+            arguments[name] = value
+    return arguments
+
+
 def cut_batch(
     batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
 ) -> tuple[dict[str, Any], SequenceLayout]:
-    """One rank's part of a full batch: targets and token inputs.
-
-    Args:
-        batch (mapping): `input_ids` or `inputs_embeds`, and any of `labels`, `position_ids`, `attention_mask`,
-            `token_type_ids`, `cu_seq_lens_q`, `seq_idx`; what has no token dimension is passed on.
-        config ([`BurstConfig`]): How to cut.
-        rank (`int`): Whose part.
-        ranks (`int`): Of how many.
-        task ([`Task`], defaults to the causal one): What the model learns.
-
-    Returns:
-        `tuple[dict, SequenceLayout]`: The part, with `shift_labels` beside `labels` if it is causal, and the layout.
-    """
-    layout = layout_of(batch, config, ranks, task)
+    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]."""
+    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1})
     return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
 
 
 def layout_of(
-    batch: Mapping[str, Any],
-    config: BurstConfig,
-    ranks: int,
-    task: Task,
-    patterns: Mapping[MaskPattern, int] | None = None,
+    batch: Mapping[str, Any], config: BurstConfig, ranks: int, task: Task, patterns: Mapping[MaskPattern, int]
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks.
-
-    Args:
-        batch (mapping): The batch.
-        config ([`BurstConfig`]): How to cut.
-        ranks (`int`): Over how many ranks.
-        task ([`Task`]): What the model learns.
-        patterns (mapping, *optional*): How far the layers of the model see, see [`SequenceLayout.for_batch`].
-    """
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
         config.chunking_over(ranks),
         real=real_tokens(batch),
-        patterns=patterns or {MaskPattern(task.causal): 1},
+        patterns=patterns,
         stretches=config.stretches,
     )
 
@@ -129,7 +105,17 @@ def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, tas
     if tuple(labels.shape) != (rows, length):
         raise BatchError(f"labels have shape {tuple(labels.shape)}; they must be ({rows}, {length}).")
     targets = task.targets_of(labels)
-    _check_padded_labels(targets[task.targets], batch.get("attention_mask"), task.isolated_padding(layout.real))
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        # padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count
+        counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
+        for row, start in enumerate(task.isolated_padding(layout.real)):
+            counted[row, :start] = False
+        if counted.any():
+            raise BatchError(
+                f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the "
+                f"labels of padding to {IGNORE_INDEX}."
+            )
     return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
 
 
@@ -140,17 +126,10 @@ def cut_inputs(
     token_inputs: Sequence[TokenInput] = TOKEN_INPUTS,
     positions: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """One rank's part of the inputs of a cut point.
+    """One rank's part of the inputs of a cut point, by name. Targets among them are cut already.
 
-    Position ids are made explicit. The padding mask and the boundaries of documents are left out: the layout has them.
-
-    Args:
-        inputs (mapping): The arguments by name; targets among them are cut already.
-        layout ([`SequenceLayout`]): How the batch lies over the ranks.
-        rank (`int`): Whose part.
-        token_inputs (sequence of [`TokenInput`], *optional*): What is cut.
-        positions (`torch.LongTensor` of shape `(batch, tokens)`, *optional*): The position ids, if the inputs have
-            none; by default every row counts from 0, as in Transformers.
+    Position ids are made explicit: `positions` of shape `(batch, tokens)`, or from 0, where the inputs have none. The
+    padding mask and the boundaries of documents are left out: the layout has them.
 
     Raises:
         BatchError: For a tensor of which it is not known whether it has a token dimension.
@@ -167,7 +146,7 @@ def cut_inputs(
     part = {}
     for name, value in whole.items():
         if name in known and value is not None:
-            part[name] = known[name].cut(value, layout, rank)
+            part[name] = layout.shard(value, rank, known[name].pad, known[name].dim)
         elif name not in _TARGETS and isinstance(value, torch.Tensor) and value.ndim >= 2:
             raise BatchError(
                 f"{name} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
@@ -177,17 +156,3 @@ def cut_inputs(
         else:
             part[name] = value
     return part
-
-
-def _check_padded_labels(targets: torch.Tensor, mask: torch.Tensor | None, isolated: tuple[int, ...]) -> None:
-    """Padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count."""
-    if mask is None:
-        return
-    counted = (targets != IGNORE_INDEX) & (mask == 0)
-    for row, start in enumerate(isolated):
-        counted[row, :start] = False
-    if counted.any():
-        raise BatchError(
-            f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the labels "
-            f"of padding to {IGNORE_INDEX}."
-        )

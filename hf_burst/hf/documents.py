@@ -1,4 +1,4 @@
-"""Where the documents of a batch begin: read from boundaries, or else from positions, and from padding."""
+"""What a batch says of itself: its tokens, its padding, and where its documents begin."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,26 +6,44 @@ from typing import Any
 import torch
 
 from ..errors import BatchError
-from .call import batch_shape
 from .task import CAUSAL, Task
 
-# where packing collators put their boundaries; folded into the layout
+TOKEN_KEYS = ("input_ids", "inputs_embeds")
+# the keys of packing collators; folded into the layout
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """The `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
+
+    Raises:
+        BatchError: If it has neither, or an empty one.
+    """
+    for key in TOKEN_KEYS:
+        tensor = batch.get(key)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise BatchError(f"{key} is {shape}; it must be a tensor of shape (batch, tokens), neither of them 0.")
+        return tensor
+    raise BatchError(
+        f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
+    )
+
+
+def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """`(batch, tokens)` of a batch."""
+    rows, length = tokens_of(batch).shape[:2]
+    return rows, length
+
+
 def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
-    """The document boundaries of each row.
+    """The document boundaries of each row of a full batch, cumulative from 0 to the number of tokens.
 
     Explicit boundaries decide: `cu_seq_lens_q`, or else `seq_idx`. Only without both, and without an `attention_mask`,
-    a document begins where position ids do not go on by one, as in Transformers. Padding is a document of its own; on
-    the right of a causal sequence it needs no boundary, since no earlier query sees it.
-
-    Args:
-        batch (mapping): A full batch.
-        task ([`Task`], defaults to the causal one): What the model learns.
-
-    Returns:
-        `list[tuple[int, ...]]`: Cumulative boundaries, from 0 to the number of tokens, for every row.
+    a document begins where position ids do not go on by one, as in Transformers. Padding is a document of its own,
+    see [`Task.padding_bounds`].
 
     Raises:
         BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew
@@ -33,15 +51,19 @@ def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[in
     """
     rows, length = batch_shape(batch)
     real = real_tokens(batch)
-    positions = _positions(batch, rows, length)
+    positions = batch.get("position_ids")
+    if positions is not None:
+        if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
+            raise BatchError(
+                f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
+            )
+        positions = positions.expand(rows, length)
     starts = _explicit_starts(batch, rows, length)
-    if starts is None:
+    if starts is None and positions is not None and batch.get("attention_mask") is None:
+        starts = _changes(positions[:, 1:] != positions[:, :-1] + 1)
+    elif starts is None:
         starts = [set() for _ in range(rows)]
-        if positions is not None and batch.get("attention_mask") is None:
-            for row, token in (positions[:, 1:] != positions[:, :-1] + 1).nonzero().tolist():
-                for target in range(rows) if positions.shape[0] == 1 else (row,):
-                    starts[target].add(token + 1)
-        elif positions is not None:
+        if positions is not None:
             _check_no_restart(positions, real or ((0, length),) * rows)
     for row, (start, stop) in enumerate(real):
         starts[row].update(task.padding_bounds(start, stop))
@@ -99,29 +121,22 @@ def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[s
         raise BatchError(
             f"seq_idx is {shape}; for this batch it must hold integers of shape ({rows}, {length}), one a document."
         )
-    starts: list[set[int]] = [set() for _ in range(rows)]
-    for row, token in (numbers[:, 1:] != numbers[:, :-1]).nonzero().tolist():
+    return _changes(numbers[:, 1:] != numbers[:, :-1])
+
+
+def _changes(differs: torch.Tensor) -> list[set[int]]:
+    """For each row, the tokens that differ from the one before, from `(batch, tokens - 1)`."""
+    starts: list[set[int]] = [set() for _ in range(len(differs))]
+    for row, token in differs.nonzero().tolist():
         starts[row].add(token + 1)
     return starts
-
-
-def _positions(batch: Mapping[str, Any], rows: int, length: int) -> torch.Tensor | None:
-    """The `position_ids` of a batch, `(batch or 1, tokens)`."""
-    positions: torch.Tensor | None = batch.get("position_ids")
-    if positions is None:
-        return None
-    if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
-        raise BatchError(
-            f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
-        )
-    return positions
 
 
 def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
     """Raises for positions of tokens, padding apart, that go back."""
     back = (positions[:, 1:] <= positions[:, :-1]).cpu()
     for row, (start, stop) in enumerate(real):
-        restarts = back[min(row, len(back) - 1), start : stop - 1].nonzero().flatten().tolist()
+        restarts = back[row, start : stop - 1].nonzero().flatten().tolist()
         if restarts:
             raise BatchError(
                 f"position_ids of row {row} go back at token {start + restarts[0] + 1} beside an attention_mask. Leave "

@@ -16,45 +16,26 @@ from transformers import PreTrainedModel
 from ..linear_loss import Linear, linear_loss_sum
 from ..loss import token_loss_sum
 
-# what is noted down: methods, and operators
-_METHODS: dict[str, Callable[..., torch.Tensor]] = {
-    "float": torch.Tensor.float,
-    "to": torch.Tensor.to,
-    "tanh": torch.Tensor.tanh,
-    "contiguous": torch.Tensor.contiguous,
-}
-_OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
-    "add": operator.add,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "getitem": operator.getitem,
+_METHODS = ("float", "to", "tanh", "contiguous")
+_OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    **{name: getattr(torch.Tensor, name) for name in _METHODS},
+    **{name: getattr(operator, name) for name in ("add", "mul", "truediv", "getitem")},
 }
 Step = tuple[str, tuple[Any, ...]]
 
 
 @dataclass
 class LazyLogits:
-    """What a head would return, and what the model does with it afterwards (scaling, soft-capping, casts): noted down.
-    Whoever asks for anything else gets it from the logits themselves, which then stay: they may have been changed.
-
-    Args:
-        head ([`LazyHead`]): The head.
-        hidden (`torch.Tensor` of shape `(batch, n, hidden)`): What it was given.
-        steps (`tuple`): Names of operations, and their operands.
-        autocast (`tuple[bool, torch.dtype]`): Whether the head is to run under autocast, and in which dtype.
-    """
+    """Logits that are not computed yet, and the steps that the model takes with them (scaling, soft-capping, casts).
+    Anything else is answered by the logits themselves, which then stay: they may have been changed."""
 
     head: "LazyHead"
-    hidden: torch.Tensor
-    steps: tuple[Step, ...] = ()
-    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)
+    hidden: torch.Tensor  # its input, `(batch, n, hidden)`
+    steps: tuple[Step, ...] = ()  # names of operations, and their operands
+    autocast: tuple[bool, torch.dtype] = (False, torch.bfloat16)  # whether the head runs under it, and in which dtype
 
     def loss_sum(self, targets: torch.Tensor) -> torch.Tensor:
-        """The sum of the cross-entropies of these tokens, see [`linear_loss_sum`].
-
-        Args:
-            targets (`torch.LongTensor` of shape `(batch, n)`): Shifted labels.
-        """
+        """The sum of the cross-entropies of these tokens for shifted labels of shape `(batch, n)`."""
 
         def compute(plain: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> torch.Tensor:
             score, linear = (lambda hidden: self._after(plain(hidden))), self._linear(module)
@@ -66,28 +47,26 @@ class LazyLogits:
 
     @cached_property
     def whole(self) -> torch.Tensor:
-        """The logits."""
         return self._after(self._within(lambda plain, _: plain(self.hidden)))
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the logits, as far as the steps tell."""
         return torch.float32 if any(name == "float" for name, _ in self.steps) else self.hidden.dtype
 
     def _within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """What a function finds with the head, as if it ran where the head was called."""
+        """Calls a function with the head, as if it ran where the head was called."""
         enabled, dtype = self.autocast
         with torch.autocast(self.hidden.device.type, dtype, enabled=enabled):
             return self.head.within(compute)
 
     def _after(self, logits: torch.Tensor) -> torch.Tensor:
         for name, operands in self.steps:
-            logits = (_METHODS | _OPERATORS)[name](logits, *operands)
+            logits = _OPERATIONS[name](logits, *operands)
         return logits
 
     def _then(self, name: str, *operands: Any, **options: Any) -> Any:
         if "whole" in vars(self) or options:
-            return (_METHODS | _OPERATORS)[name](self.whole, *operands, **options)
+            return _OPERATIONS[name](self.whole, *operands, **options)
         return LazyLogits(self.head, self.hidden, (*self.steps, (name, operands)), self.autocast)
 
     def _linear(self, module: nn.Module) -> Linear | None:
@@ -163,12 +142,7 @@ pytree.register_pytree_node(
 
 
 class LazyHead:
-    """Stands for the `forward` of a model's head, and puts it off while `under_way`. A graph ends here.
-
-    Args:
-        module (`nn.Module`): The head.
-        vocabulary (`int`): Logits of a token.
-    """
+    """Stands for the `forward` of a model's head, and puts it off while `under_way`. A graph ends here."""
 
     def __init__(self, module: nn.Module, vocabulary: int) -> None:
         self.module, self.vocabulary = module, vocabulary
@@ -178,7 +152,6 @@ class LazyHead:
 
     @property
     def plain(self) -> Callable[..., torch.Tensor]:
-        """The head's own `forward`."""
         own: Callable[..., torch.Tensor] = self.own or partial(type(self.module).forward, self.module)
         return own
 
@@ -197,14 +170,15 @@ class LazyHead:
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        # in fp16, gradients would have to wait for their scale
         if self._is_watched() or torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
 
     def _is_watched(self) -> bool:
-        """Whether someone wants to see, or change, gradients that come once only with all logits; or a weight follows
-        from others, before the head runs. (In fp16, gradients would have to wait for their scale.)"""
+        """Whether hooks want gradients, which come once only with all logits, or a weight follows from others before
+        the head runs."""
         modules = list(self.module.modules())
         tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *vars(module).values())]
         return any(module._backward_hooks or module._backward_pre_hooks for module in modules) or any(
@@ -212,8 +186,7 @@ class LazyHead:
         )
 
     def within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """What a function finds with the head's own `forward` and its weights. Where FSDP2 has sharded these again,
-        they are gathered once more."""
+        """Calls a function with the head's own `forward` and the head, whose weights FSDP2 may have to gather again."""
         again = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
         if not (again and isinstance(self.module, FSDPModule)):
             return compute(self.plain, self.module)

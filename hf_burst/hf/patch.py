@@ -1,11 +1,9 @@
 """`patch_model` and `unpatch_model`: how a model comes to compute its attention over several ranks, and back.
 
-A patched model takes full batches, the same on every rank of a group, and returns what one process would. To any
-trainer the ranks of a group look like data-parallel replicas that were given the same batch. All that is done for it is
-done by parts, see [`Part`]; here they are run.
+A patched model takes full batches, the same on every rank of a group, and returns what one process would. To a trainer
+the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
 """
 
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +17,27 @@ from ..config import BurstConfig
 from ..errors import ConfigError
 from ..mesh import ContextGroup
 from .accelerate import PATCH, resolve_group
-from .call import CALL_KEY, bound_arguments
-from .cutting import cut_point_of
-from .parts import make_parts
-from .parts.base import ForwardPass
+from .attention import CALL_KEY
+from .cutting import CutPoint, bound_arguments, cut_point_of
+from .parts.attention import Attention
+from .parts.base import ForwardPass, Part
+from .parts.checkpointing import SavedAttention
+from .parts.dropout import DropoutStreams
+from .parts.experts import RouterLogits
+from .parts.loss import Loss
+from .parts.outputs import Outputs
+from .parts.request import Request
+from .parts.rope import LongestPosition
+from .parts.tokens import Tokens
 from .sharded import is_sharded
-from .support import base_model, check_adapters
+from .support import base_model, check_adapters, check_model, verdict_on
 from .task import task_of
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 
 
 def patch_model(
-    model: AnyModel,
-    config: BurstConfig | None = None,
-    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    model: AnyModel, config: BurstConfig | None = None, mesh: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:
     """Swaps a model's attention for BurstAttention over the ranks that share a sequence.
 
@@ -58,24 +62,24 @@ def patch_model(
     >>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B"))
     ```
     """
-    _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
-    return model
+    return _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
 
 
 def patch_under_check(model: AnyModel) -> AnyModel:
     """As [`patch_model`], for a class that is being compared with one process, whether it is served or not."""
-    _apply(model, BurstConfig(), None, under_check=True)
-    return model
+    return _apply(model, BurstConfig(), None, verdict="under check")
 
 
-def _apply(model: nn.Module, config: BurstConfig, group: ContextGroup | None, under_check: bool = False) -> None:
+def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> AnyModel:
     base = base_model(model)
     if hasattr(base, PATCH):
         raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_adapters(model)
-    patch = _Patch(base, config, group, under_check)
+    check_model(base)
+    patch = _Patch(base, config, group, verdict or verdict_on(base))
     patch.install(base)
     setattr(base, PATCH, patch)
+    return model
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -101,34 +105,37 @@ def unpatch_model(model: AnyModel) -> AnyModel:
     return model
 
 
+def make_parts(
+    model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
+) -> tuple[Part, ...]:
+    """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
+    return (
+        Request(),
+        Attention(model),
+        Tokens(model, cut_point),
+        LongestPosition(model),
+        SavedAttention(config.attention_keep),
+        RouterLogits(model),
+        Loss(model, group),
+        Outputs(),  # gathers after the loss was computed from the outputs of this rank
+        DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
+    )
+
+
 class _Patch:
-    """What patching added to one model: a list of parts, and the three hooks of the model that run it.
+    """What patching added to one model: a list of parts, and the three hooks of the model that run it."""
 
-    Args:
-        model (`PreTrainedModel`): The model, which is not changed before `install`.
-        config ([`BurstConfig`]): The knobs.
-        group ([`ContextGroup`], *optional*): The ranks that the user named.
-        under_check (`bool`): Whether its class is being compared with one process.
-
-    Attributes:
-        explicit (`bool`): Whether the latest batch arrived sharded.
-        run ([`ForwardPass`], *optional*): The pass under way.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, under_check: bool
-    ) -> None:
-        self.config, self.group, self.task = config, group, task_of(model)
+    def __init__(self, model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, verdict: str) -> None:
+        self.config, self.group, self.verdict, self.task = config, group, verdict, task_of(model)
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
-        self.parts = make_parts(model, config, group, cut_point, under_check)
+        self.parts = make_parts(model, config, group, cut_point)
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
-        self.explicit = False
-        self.run: ForwardPass | None = None
+        self.explicit = False  # whether the latest batch arrived sharded
+        self.run: ForwardPass | None = None  # the pass under way
 
     def install(self, model: PreTrainedModel) -> None:
-        """Changes the model."""
         for part in self.parts:
             self.handles += part.install(model)
         self.handles += [
@@ -138,7 +145,7 @@ class _Patch:
         ]
 
     def remove(self, model: PreTrainedModel) -> None:
-        """Puts the model back."""
+        self.end()  # a pass that was interrupted
         for handle in self.handles:
             handle.remove()
         for part in reversed(self.parts):
@@ -154,10 +161,13 @@ class _Patch:
             )
         self.end()  # a pass that was interrupted does not come there
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs)
+        run.facts["served by"] = self.verdict
         error: Exception | None = None
         try:
             run.batch = bound_arguments(module, args, kwargs)
-            if self.task.generates and _is_generation(module, run.batch):
+            whole = not module.training and run.batch.get("labels") is None and not is_sharded(run.batch)
+            cached = run.batch.get("past_key_values") is not None or bool(run.batch.get("use_cache"))
+            if self.task.generates and whole and cached:  # a step of `generate`: attention is Transformers' own
                 return (), run.batch
             for part in self.parts:
                 part.prepare(run)
@@ -185,10 +195,3 @@ class _Patch:
         self.run = None
         for part in self.parts:
             part.end()
-
-
-def _is_generation(module: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether this is a step of `generate`: every rank holds the whole prompt, and attention is Transformers' own."""
-    if module.training or batch.get("labels") is not None or is_sharded(batch):
-        return False
-    return batch.get("past_key_values") is not None or bool(batch.get("use_cache"))

@@ -11,8 +11,8 @@ from ..config import BurstConfig
 from ..errors import BatchError
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
-from .call import batch_shape
 from .cutting import TOKEN_INPUTS, TokenInput
+from .documents import batch_shape
 from .task import CAUSAL, Task
 
 LAYOUT_KEY = "burst_batch"
@@ -22,25 +22,15 @@ _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`.
-
-    Args:
-        layout ([`SequenceLayout`]): How the batch lies over the ranks.
-        rank (`int`): Whose part it is.
-        fingerprint (`int`): Checksum of the whole batch.
-        positions (`int`): Checksum of the position ids of this part.
-        longest (`int`): The longest position of the whole batch.
-        labelled (`bool`): Whether the batch had labels.
-        task ([`Task`]): What the model learns for which it was cut.
-    """
+    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`."""
 
     layout: SequenceLayout
-    rank: int
-    fingerprint: int
-    positions: int
-    longest: int
-    labelled: bool
-    task: Task
+    rank: int  # whose part it is
+    fingerprint: int  # checksum of the whole batch
+    positions: int  # checksum of the position ids of this part
+    longest: int  # the longest position of the whole batch
+    labelled: bool  # whether the batch had labels
+    task: Task  # of the model for which it was cut
 
 
 def is_sharded(batch: Mapping[str, Any]) -> bool:
@@ -64,17 +54,10 @@ def longest_position(full: Mapping[str, Any]) -> int:
 
 
 def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> SequenceLayout:
-    """The layout of a batch that arrived sharded.
-
-    Args:
-        batch (mapping): The shard.
-        config ([`BurstConfig`]): That of the model.
-        group ([`ContextGroup`]): That of the model.
-        task ([`Task`]): That of the model.
+    """The layout of a batch that arrived sharded, for the config, group and task of the model.
 
     Raises:
-        BatchError: If it was sharded for another rank, group or kind of model, or if its position ids do not match the
-            sharding.
+        BatchError: If it was sharded for another rank, group or kind of model, or if its position ids do not match.
     """
     about: ShardedBatch | None = batch.get(LAYOUT_KEY)
     _check_shard(batch, about, task)
@@ -149,13 +132,7 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
 
 
 def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor | None:
-    """A checksum of the tokens, labels, positions and padding of a batch, for which the host need not wait.
-
-    Each token counts by where it stands.
-
-    Args:
-        batch (mapping): A full batch.
-        token_inputs (sequence of [`TokenInput`], *optional*): What counts beside labels and padding mask.
+    """A checksum of the token inputs, labels and padding mask of a batch, for which the host need not wait.
 
     Returns:
         `torch.LongTensor`, a scalar; `None` if there are no such tensors.
@@ -169,10 +146,9 @@ def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKE
         if bits.is_floating_point():
             bits = bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize])
         tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
-        order = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+        order = torch.arange(1, tokens.numel() + 1, device=tokens.device)  # a token counts by where it stands
         # products wrap around: odd factors lose nothing of a number
-        mixed = (tokens.flatten() + zlib.crc32(key.encode())) * (order * _SPREAD * 2 + 1)
-        own = mixed.sum()
+        own = ((tokens.flatten() + zlib.crc32(key.encode())) * (order * _SPREAD * 2 + 1)).sum()
         total = own if total is None else total * _SPREAD + own.to(total.device)
     return total
 

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -26,15 +25,10 @@ PEFT_METHODS = frozenset(
         "XLORA",
     }
 )
-_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The Transformers model inside of a peft model, or the model itself.
-
-    Raises:
-        UnsupportedModelError: If it is neither, or a wrapper that must be put on after patching.
-    """
+    """The Transformers model inside of a peft model, or the model itself; raises for other models and wrappers."""
     inner: Any = getattr(model, "_orig_mod", model)  # torch.compile
     if hasattr(inner, "get_base_model"):  # peft
         method = getattr(inner, "active_peft_config", None)
@@ -45,21 +39,16 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             )
         inner = inner.get_base_model()
     if not isinstance(inner, PreTrainedModel):
-        hint = ""
-        if hasattr(model, "module"):
-            hint = " Pass the model inside: patch it before it is wrapped (accelerator.prepare), unpatch model.module."
+        hint = " Pass the model inside: patch it before it is wrapped (accelerator.prepare), unpatch model.module."
         raise UnsupportedModelError(
-            f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}.{hint}"
+            f"hf_burst takes a Transformers model, or a peft model of one, got {type(model).__name__}."
+            f"{hint if hasattr(model, 'module') else ''}"
         )
     return inner
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raises for adapters of peft that are not served exactly; whether the model was patched before or after.
-
-    Raises:
-        UnsupportedModelError: With the method that is not served.
-    """
+    """Raises for adapters of peft that are not served exactly; whether the model was patched before or after."""
     for name, config in getattr(model, "peft_config", {}).items():
         method = getattr(config.peft_type, "value", config.peft_type)
         if method not in PEFT_METHODS or getattr(config, "alora_invocation_tokens", None):
@@ -75,42 +64,13 @@ def is_causal(model: PreTrainedModel) -> bool:
     return task_of(model).causal
 
 
-def check_model(model: PreTrainedModel, under_check: bool = False) -> str:
-    """By which comparison a model is served, see [`served_by`]; raises unless every setting is served exactly.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        under_check (`bool`, defaults to `False`): Whether its class is being compared, so that it is not asked for.
+def check_model(model: PreTrainedModel) -> None:
+    """Raises for layers and settings that are never served, whatever a comparison of the class would find.
 
     Raises:
         UnsupportedModelError: With the setting that is not served.
     """
-    task = task_of(model)
-    _check_layers(model, task)
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not use Transformers' AttentionInterface, the door by which its attention "
-            "could be swapped."
-        )
-    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} takes no labels, so it has no loss to learn from; load the class with a "
-            "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
-        )
-    task.check_loss(model)
-    served = "under check" if under_check else served_by(model)
-    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
-        logger.warning(
-            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
-            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
-            type(model).__name__,
-        )
-    return served
-
-
-def _check_layers(model: PreTrainedModel, task: Task) -> None:
-    """Raises for layers, inputs and masks that are not those of a language model that reads text."""
-    config, name = model.config, type(model).__name__
+    task, config, name = task_of(model), model.config, type(model).__name__
     modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
     if modalities:
         raise UnsupportedModelError(
@@ -144,17 +104,38 @@ def _check_layers(model: PreTrainedModel, task: Task) -> None:
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
         )
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} does not use Transformers' AttentionInterface, the door by which its attention could be swapped."
+        )
+    if not any("labels" in inspect.signature(forward).parameters for forward in forwards_of(model)):
+        raise UnsupportedModelError(
+            f"{name} takes no labels, so it has no loss to learn from; load the class with a "
+            "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
+        )
+    task.check_loss(model)
 
 
-def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
-    """What kinds of layers a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
-    return getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ()
+def verdict_on(model: PreTrainedModel) -> str:
+    """By which comparison a model is served, see [`served_by`]; warns of a `forward` that it does not cover."""
+    served = served_by(model)
+    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
+        logger.warning(
+            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
+            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
+            type(model).__name__,
+        )
+    return served
+
+
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    """The kinds of layers that a config names; RecurrentGemma names them otherwise in Transformers 5.17."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "block_types", None) or ())
 
 
 def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[MaskPattern]:
-    """How many layers of a model see how far, by its config: what the chunks of a batch are balanced for. A config that
-    names nothing known counts as one whose layers see whole documents. A causal window counts the query, that of an
-    encoder, which is as wide on both sides, does not."""
+    """How many layers of a model see how far, by its config: the chunks of a batch are balanced for this. Layers of
+    unknown kinds count as seeing whole documents."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
@@ -162,28 +143,7 @@ def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[Mas
 
 
 def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:
-    """What the queries of a layer of this kind see."""
     window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     visible = task.window(window) if isinstance(window, int) and window > 0 else None
     return MaskPattern(task.causal, visible, chunk)
-
-
-def check_noise(model: PreTrainedModel) -> None:
-    """Raises for noise on embeddings (NEFTune), whose size follows from the length of a sequence."""
-    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
-        raise UnsupportedModelError(
-            "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a part. "
-            "Leave it out of the training arguments."
-        )
-
-
-def check_dropout(model: PreTrainedModel) -> None:
-    """Raises for attention dropout in training: its mask would differ from that of one process."""
-    for key in _DROPOUT_KEYS:
-        value = getattr(model.config, key, None)
-        if model.training and value:
-            raise UnsupportedModelError(
-                f"config.{key} is {value}; dropout of attention weights is not served in training. Load the model with "
-                f"{key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
-            )

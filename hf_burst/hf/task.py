@@ -12,8 +12,7 @@ from ..config import BurstConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..loss import IGNORE_INDEX, shift_labels
 
-# settings by which the embeddings of an encoder read further than their own token
-_WHOLE_SEQUENCE = {
+_WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
     "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
 }
@@ -21,33 +20,21 @@ _WHOLE_SEQUENCE = {
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a language model. There are two, `CAUSAL` and `MASKED`.
+    """The task of a language model. There are two, `CAUSAL` and `MASKED`."""
 
-    Args:
-        kind (`str`): Its word in errors.
-        causal (`bool`): Whether a query sees no later key; that of [`MaskPattern`].
-        targets (`str`): The key under which a sharded batch holds what its tokens are to predict.
-        shifted (`str`): What errors add about labels that are shifted.
-        generates (`bool`): Whether the model takes a cache and `logits_to_keep`.
-        loss_in_model (`bool`): Whether `model.loss_function` computes the loss, or else it follows from the outputs.
-    """
-
-    kind: str
-    causal: bool
-    targets: str
-    shifted: str
-    generates: bool
-    loss_in_model: bool
+    kind: str  # its word in errors
+    causal: bool  # whether a query sees no later key; that of `MaskPattern`
+    targets: str  # the key of the labels that a rank's tokens are to predict
+    shifted: str  # added to errors about labels that are shifted
+    generates: bool  # whether the model takes a cache and `logits_to_keep`
+    loss_in_model: bool  # whether `model.loss_function` computes the loss, or else it follows from the outputs
 
     def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """The labels, and what tokens are to predict, by their keys in a batch; `(batch, tokens)` each."""
         return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
 
     def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
-        """Where documents begin in a row whose tokens `[start, stop)` are not padding.
-
-        Padding on the right of a causal sequence needs no boundary, since no earlier query sees it.
-        """
+        """Boundaries of a row whose tokens `[start, stop)` are real. No causal query sees padding on the right."""
         return (start,) if self.causal else (start, stop)
 
     def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
@@ -55,7 +42,7 @@ class Task:
         return tuple(start if self.causal else 0 for start, _ in real)
 
     def overrides(self, use_cache: bool) -> dict[str, Any]:
-        """The arguments of the model that a sharded forward pass sets, where a cache may be used or not."""
+        """The arguments of the model that a pass sets."""
         if self.causal:
             return {} if use_cache else {"use_cache": False}
         return {"labels": None}  # some classes average their loss by themselves
@@ -74,10 +61,7 @@ class Task:
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raises for models whose tokens see others than the task says."""
-        if self.causal:
-            _check_decoder(model)
-        else:
-            _check_encoder(model)
+        return _check_decoder(model) if self.causal else _check_encoder(model)
 
     def check_loss(self, model: PreTrainedModel) -> None:
         """Raises for losses that are not exact over several ranks."""
@@ -122,7 +106,7 @@ def forwards_of(model: PreTrainedModel) -> list[Any]:
 
 
 def _check_decoder(model: PreTrainedModel) -> None:
-    """Raises for a model whose tokens see later ones, and that is not made to predict masked ones."""
+    """Raises for a model whose tokens see later ones."""
     config, name = model.config, type(model).__name__
     if not getattr(config, "is_causal", True):
         raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
@@ -139,7 +123,7 @@ def _check_decoder(model: PreTrainedModel) -> None:
 
 
 def _check_encoder(model: PreTrainedModel) -> None:
-    """Raises for a masked language model that is not an encoder, or that mixes tokens elsewhere than in attention."""
+    """Raises for a decoder, and for a model that mixes tokens elsewhere than in attention."""
     config, name = model.config, type(model).__name__
     if getattr(config, "is_decoder", False):
         raise UnsupportedModelError(

@@ -1,18 +1,15 @@
 """The attention of a model: set and put back, and told of every sharded pass."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import machine_of_group
 from ...errors import ConfigError, UnsupportedModelError
-from ..attention import NAME, LazyMask, register
-from ..call import CALL_KEY
-from .base import ForwardPass, Part
+from ..attention import CALL_KEY, NAME, LazyMask, register
+from .base import ForwardPass, Handles, Part
 
 
 class Attention(Part):
@@ -20,9 +17,6 @@ class Attention(Part):
 
     The call is a keyword argument, which some layers do not pass on to their attention. They pass on the mask, so that
     carries it too. A model that does not pass it on to its layers is refused.
-
-    Args:
-        model (`PreTrainedModel`): The model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,7 +28,7 @@ class Attention(Part):
         self.__dict__.update(state)
         register()
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+    def install(self, model: PreTrainedModel) -> Handles:
         register()
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:  # Transformers only warns

@@ -11,57 +11,39 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig
 from ...layout import SequenceLayout
 from ...mesh import ContextGroup
-from ..call import ForwardCall
+from ..attention import ForwardCall
 from ..cutting import TokenInput
 from ..task import Task
+
+Handles = Sequence[RemovableHandle]
 
 
 @dataclass
 class ForwardPass:
-    """One forward pass of a patched model, from the batch that came in to the call of the model.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        group ([`ContextGroup`]): The ranks that share the batch.
-        config ([`BurstConfig`]): The knobs.
-        task ([`Task`]): What the model learns.
-        token_inputs (sequence of [`TokenInput`]): What is cut at the cut point of the model.
-
-    Attributes:
-        batch (`dict`): The arguments as the caller gave them, by name.
-        inputs (`dict`): The arguments that the model is given on this rank.
-        explicit (`bool`): Whether the batch arrived sharded.
-        layout ([`SequenceLayout`]): How it lies over the ranks.
-        facts (`dict`): What must be equal on all ranks, see [`ContextGroup.agree`].
-        content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks.
-        labels (`int`): Labels of this rank that count.
-        tokens (`int`): Labels that count over all ranks; known from `begin` on.
-        call ([`ForwardCall`]): What travels to the layers; known from `begin` on.
-    """
+    """One forward pass of a patched model, from the batch that came in to the call of the model."""
 
     model: PreTrainedModel
-    group: ContextGroup
+    group: ContextGroup  # the ranks that share the batch
     config: BurstConfig
     task: Task
-    token_inputs: Sequence[TokenInput]
-    batch: dict[str, Any] = field(default_factory=dict)
-    inputs: dict[str, Any] = field(default_factory=dict)
-    explicit: bool = False
+    token_inputs: Sequence[TokenInput]  # cut at the cut point of the model
+    batch: dict[str, Any] = field(default_factory=dict)  # the arguments as the caller gave them, by name
+    inputs: dict[str, Any] = field(default_factory=dict)  # the arguments that the model is given on this rank
+    explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
-    facts: dict[str, Any] = field(default_factory=dict)
-    content: torch.Tensor | None = None
-    labels: int = 0
-    tokens: int = 0
-    call: ForwardCall = field(init=False)
+    facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`
+    content: torch.Tensor | None = None  # a checksum that must be equal too, a scalar
+    labels: int = 0  # that count, on this rank
+    tokens: int = 0  # labels that count over all ranks; known from `begin` on
+    call: ForwardCall = field(init=False)  # travels to the layers; known from `begin` on
 
     @property
     def device(self) -> torch.device:
-        """That of the model."""
         return next(self.model.parameters()).device
 
     @property
     def targets(self) -> torch.Tensor | None:
-        """What this rank's tokens are to predict, `(batch, n)`; known once they are cut."""
+        """What this rank's tokens are to predict, `(batch, n)`."""
         return self.inputs.get(self.task.targets)
 
     @property
@@ -77,14 +59,11 @@ class Part:
     parts take the same step one after another, in the order of the list in `patch.py`:
 
         prepare -> (the ranks agree) -> begin -> (the model runs) -> after -> end
-
-    Attributes:
-        token_inputs (`tuple[TokenInput, ...]`): Inputs to be cut beside those of the model's cut point.
     """
 
-    token_inputs: tuple[TokenInput, ...] = ()
+    token_inputs: tuple[TokenInput, ...] = ()  # to be cut beside those of the model's cut point
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+    def install(self, model: PreTrainedModel) -> Handles:
         """Changes the model, and returns the hooks that it added, which the patch removes."""
         return ()
 

@@ -1,8 +1,8 @@
 """Activation checkpointing that does not compute attention a second time.
 
-A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. What it
-found the first time, its output and one number a row and head, is kept instead: whoever switches checkpointing on
-(Transformers, `Trainer`, accelerate's FSDP2) calls `torch.utils.checkpoint`, which is given contexts for both runs.
+A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. Its
+first output, and one number a row and head, are kept instead: `torch.utils.checkpoint`, by which everyone checkpoints,
+is given contexts for both runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,8 @@ _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
 
 
 class SavedAttention(Part):
-    """What the checkpointed layers of a model keep of their attention. Each run of a layer has an [`AttentionCache`] of
-    its own, which lives as long as the graph of that run.
-
-    Args:
-        share (`float`): `BurstConfig.attention_keep`.
-    """
+    """What the checkpointed layers of a model keep of their attention, by `BurstConfig.attention_keep`. Each run of a
+    layer has an [`AttentionCache`] of its own, which lives as long as the graph of that run."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -58,8 +54,7 @@ class SavedAttention(Part):
                     setattr(module, name, function.function)
 
     def wrap(self, model: nn.Module) -> str | None:
-        """Sees to all modules that checkpoint by now. Returns how many they are, for the other ranks; `None` for
-        none."""
+        """Sees to all modules that checkpoint by now, and returns how many they are; `None` for none."""
         places = [
             (module, name)
             for module in model.modules()
@@ -69,18 +64,15 @@ class SavedAttention(Part):
         for module, name in places:
             if self.share and not isinstance(vars(module)[name], _Remembering):
                 setattr(module, name, _Remembering(vars(module)[name], self))
-        remembering = [vars(module)[name].remembers for module, name in places if self.share]
-        return f"{len(places)} modules, {sum(remembering)} of which keep attention" if places else None
+        keep = [vars(module)[name].options.get("use_reentrant") is False for module, name in places if self.share]
+        return f"{len(places)} modules, {sum(keep)} of which keep attention" if places else None
 
     def cache(self) -> AttentionCache | None:
         """That of the layer that this thread runs, if it is checkpointed."""
         return self.under_way.get(get_ident())
 
-    def contexts(
-        self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]] = noop_context_fn
-    ) -> tuple["_Run", "_Run"]:
-        """For one run of a layer: the contexts of the forward pass and of every time it is run again, inside of those
-        of another `context_fn`."""
+    def contexts(self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]]) -> tuple["_Run", "_Run"]:
+        """The contexts of a layer's forward pass and of its later runs, inside of those of another `context_fn`."""
         cache = AttentionCache(self.share)
         first, again = theirs()
         return _Run(self, cache, None, first), _Run(self, cache, 0, again)
@@ -111,26 +103,18 @@ class _Run:
 
 
 class _Remembering:
-    """A function that checkpoints, such as `functools.partial(torch.utils.checkpoint.checkpoint, ...)`, with contexts.
-    One that is reentrant takes none."""
+    """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`, with contexts. A reentrant
+    one takes none."""
 
     def __init__(self, function: Callable[..., Any], saved: SavedAttention) -> None:
-        self.function, self.saved = function, saved
+        self.function, self.saved, self.options = function, saved, getattr(function, "keywords", {})
         # in a compiled graph the operator's results are kept, those of other operators are not
         self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
 
-    @property
-    def remembers(self) -> bool:
-        """Whether the function takes contexts, as far as is known before it is called."""
-        return getattr(self.function, "keywords", {}).get("use_reentrant") is False
-
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options = {**getattr(self.function, "keywords", {}), **kwargs}
-        if options.get("use_reentrant") is not False:
-            return self.function(run, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            if self.saved.share == 1 and "context_fn" not in options:
-                kwargs["context_fn"] = self.in_graphs
-            return self.function(run, *args, **kwargs)
-        kwargs["context_fn"] = partial(self.saved.contexts, options.get("context_fn", noop_context_fn))
+        options = {**self.options, **kwargs}
+        if options.get("use_reentrant") is False and not torch.compiler.is_compiling():
+            kwargs["context_fn"] = partial(self.saved.contexts, options.get("context_fn", noop_context_fn))
+        elif options.get("use_reentrant") is False and self.saved.share == 1 and "context_fn" not in options:
+            kwargs["context_fn"] = self.in_graphs
         return self.function(run, *args, **kwargs)

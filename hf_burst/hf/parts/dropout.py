@@ -1,9 +1,8 @@
 """Dropout inside sharded activations: each rank of a group draws masks of its own.
 
 Trainers seed all ranks alike, so the masks of one shard would repeat on all others. While a model with dropout runs
-forward, a rank's generators are therefore seeded by a number of its own. The default CPU generator draws one for each
-rank of the group, which advances it alike on all of them: data order stays in step, a resumed run draws the same masks,
-and nothing is kept between forward passes. Checkpointing restores the generators itself when it runs a layer again.
+forward, a rank's generators are therefore seeded by a number of its own, drawn from the default CPU generator. That
+advances alike on all ranks: data order stays in step, and a resumed run draws the same masks.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,9 @@ class DropoutStreams(Part):
             return
         seeds = torch.randint(2**63 - 1, (run.group.size,), device="cpu")
         self.seed = int(seeds[run.group.rank])
-        self.outer = [(generator, generator.get_state()) for generator in _generators()]
+        accelerator = torch.accelerator.current_accelerator()
+        devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
+        self.outer = [(generator, generator.get_state()) for generator in (torch.default_generator, *devices)]
         for generator, _ in self.outer:
             generator.manual_seed(self.seed)
 
@@ -46,11 +47,7 @@ class DropoutStreams(Part):
 
 
 def check_shared_dropout(model: nn.Module) -> None:
-    """Raises for dropout that must be the same for the whole sequence, which masks of each rank's own are not.
-
-    Raises:
-        UnsupportedModelError: With what would have to be switched off.
-    """
+    """Raises for dropout that must be the same for the whole sequence, which masks of each rank's own are not."""
     refused = sorted({f"{name}={rate}" for name, rate in _rates(model) if name in _SHARED})
     if refused:
         raise UnsupportedModelError(
@@ -60,20 +57,10 @@ def check_shared_dropout(model: nn.Module) -> None:
 
 
 def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Names and values of all rates above 0 by which this model's training is random.
-
-    A dropout layer keeps its rate as `p`; for functional dropout Transformers keeps it beside the layers.
-    """
+    """Names and values of all rates above 0 by which training is random: `p` of dropout layers, and attributes."""
     for module in model.modules():
         for name, value in vars(module).items() if module.training else ():
             name = type(module).__name__.lower() if name == "p" else name
             if "drop" in name or "jitter" in name:
                 rates = value.values() if isinstance(value, dict) else (value,)
                 yield from ((name, rate) for rate in rates if isinstance(rate, float) and rate > 0)
-
-
-def _generators() -> list[torch.Generator]:
-    """The default generators of the CPU and of the accelerator's devices."""
-    accelerator = torch.accelerator.current_accelerator()
-    devices = () if accelerator is None else getattr(torch.get_device_module(accelerator), "default_generators", ())
-    return [torch.default_generator, *devices]

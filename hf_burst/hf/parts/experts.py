@@ -2,35 +2,30 @@
 to 6), which is no sum over tokens: it multiplies how many tokens chose an expert with the mean of its probabilities."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...loss import group_sum
-from ..call import CALL_KEY
-from .base import ForwardPass, Part
+from ..attention import CALL_KEY
+from .base import ForwardPass, Handles, Part
 
 
 class RouterLogits(Part):
     """Puts the load-balancing loss of the whole batch in place of that of this rank's tokens.
 
     The scores of the routers are caught where the decoder returns them.
-
-    Args:
-        model (`PreTrainedModel`): The model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         check_balance(model)
         self.layers: tuple[torch.Tensor, ...] = ()
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+    def install(self, model: PreTrainedModel) -> Handles:
         if not hasattr(model.config, "output_router_logits"):
             return ()
         return [model.base_model.register_forward_hook(self._catch, with_kwargs=True)]
@@ -59,12 +54,8 @@ class RouterLogits(Part):
 
 
 def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
-    """Raises for a load-balancing loss that does not follow from what the model's class says of its experts.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        asked (`bool`, *optional*): `output_router_logits` of a forward pass; by default the config's.
-    """
+    """Raises for a load-balancing loss that does not follow from what the model's class says of its experts, where
+    `output_router_logits` of the pass, or else of the config, asks for it."""
     wanted = getattr(model.config, "output_router_logits", False) if asked is None else asked
     balanced = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     known = hasattr(model, "router_aux_loss_coef") and hasattr(model, "num_experts_per_tok")
@@ -76,8 +67,8 @@ def check_balance(model: PreTrainedModel, asked: bool | None = None) -> None:
 
 
 def balance_share(run: ForwardPass) -> float:
-    """What the load-balancing loss of the whole batch counts on a rank: with `num_items_in_batch` the loss is yet to be
-    multiplied by the number of processes, of which those of a group hold one batch."""
+    """The weight of the load-balancing loss on a rank. With `num_items_in_batch` it is yet to be multiplied by the
+    number of processes, of which those of a group hold one batch."""
     return 1 if run.items is None else 1 / run.group.size
 
 
@@ -87,7 +78,7 @@ def balance_loss(layers: tuple[torch.Tensor, ...], chosen: int, run: ForwardPass
     Args:
         layers (tuple of `torch.Tensor` of shape `(batch x n, experts)`): The routers' scores of this rank's tokens.
         chosen (`int`): Experts that a token is sent to.
-        run ([`ForwardPass`]): Which of the tokens are not padding.
+        run ([`ForwardPass`]): The pass, which knows the padding.
     """
     experts = layers[0].shape[-1]
     real = run.layout.counted(run.group.rank).flatten().to(layers[0].device)

@@ -10,22 +10,17 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...loss import IGNORE_INDEX, group_loss
 from ...mesh import ContextGroup
 from ..accelerate import resolve_group
-from ..call import CALL_KEY
+from ..attention import CALL_KEY
 from ..head import LazyLogits, loss_sum
 from ..task import calls_loss_function
-from .base import ForwardPass, Part
+from .base import ForwardPass, Handles, Part
 from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
 
 
 class Loss(Part):
-    """Takes the place of the model's loss function.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        group ([`ContextGroup`], *optional*): The ranks that the user named.
-    """
+    """Takes the place of the model's loss function."""
 
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
         self.group = group
@@ -36,7 +31,7 @@ class Loss(Part):
         self.run: ForwardPass | None = None
         self.targets: torch.Tensor | None = None
 
-    def install(self, model: PreTrainedModel) -> tuple[()]:
+    def install(self, model: PreTrainedModel) -> Handles:
         model.loss_function = self.compute
         return ()
 
@@ -110,11 +105,8 @@ class Loss(Part):
         return batch_loss(loss_sum(logits, kwargs["shift_labels"]), self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
-        """What `num_items_in_batch` would be for this batch alone.
-
-        A class that computes its loss itself averages every batch by itself. `Trainer` does not know that, and counts
-        the labels of all accumulated batches.
-        """
+        """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`
+        counts the labels of all accumulated batches."""
         total = torch.tensor(run.labels if run.explicit else run.tokens, device=run.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
@@ -134,15 +126,9 @@ class Loss(Part):
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
     """The loss of the whole batch, weighted by tokens over all ranks.
 
-    With `num_items_in_batch` a token counts 1 / `num_items_in_batch`, as in Transformers; else 1 / tokens of the group.
-    `num_items_in_batch` is the number of labels gathered and summed over all ranks: a full batch, which every rank of
-    a group holds, is counted by each of them, a sharded one once. As in Transformers, the loss is then to be multiplied
-    by the number of processes, whose gradients are averaged.
-
-    Args:
-        local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
-        run ([`ForwardPass`]): The pass.
-        items (`torch.Tensor` or `float`, *optional*): `num_items_in_batch`.
+    A token counts 1 / `items` (`num_items_in_batch`), as in Transformers, or else 1 / tokens of the group. `items` are
+    summed over all ranks: each rank of a group counts a full batch, a sharded one is counted once. As in Transformers,
+    the loss is then to be multiplied by the number of processes, whose gradients are averaged.
     """
     if items is None:
         return group_loss(local_sum, 1 / run.tokens, run.group)

@@ -2,7 +2,6 @@
 
 import logging
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,32 +15,26 @@ from .base import ForwardPass, Part
 
 logger = logging.getLogger(__name__)
 
-# for each rank, where the rows that it kept stand in the gathered logits
-Places = tuple[tuple[int, ...], ...]
+Places = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
 
 class Outputs(Part):
-    """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded.
-
-    Attributes:
-        head ([`LazyHead`], *optional*): The head, which the loss asks for the scores of some tokens at a time.
-        logits (`str`): What becomes of the logits: `"drop"`, `"gather"` or `"keep"` as they are.
-        kept (`tuple`, *optional*): For each rank, where the rows that `logits_to_keep` names stand in the result.
-        rows (`torch.LongTensor`, *optional*): This rank's rows of logits to keep, if the model does not choose them.
-    """
+    """Gathers outputs in sequence order. Those of a batch that arrived sharded stay sharded."""
 
     def __init__(self) -> None:
-        self.head: LazyHead | None = None
-        self.logits = "keep"
-        self.kept: Places | None = None
-        self.rows: torch.Tensor | None = None
+        self.head: LazyHead | None = None  # which the loss asks for the scores of some tokens at a time
+        self.logits = "keep"  # as they are, or "gather", or "drop"
+        self.kept: Places | None = None  # of `logits_to_keep`
+        self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
 
     def prepare(self, run: ForwardPass) -> None:
-        if _asks_to_keep(run.batch) and (run.group.size > 1 or not run.task.generates):
-            self.kept, rows = keep_rows(run.batch["logits_to_keep"], run.layout, run.group.rank)
+        keep = run.batch.get("logits_to_keep", 0)
+        asked = isinstance(keep, torch.Tensor) or bool(keep)
+        if asked and (run.group.size > 1 or not run.task.generates):
+            self.kept, rows = keep_rows(keep, run.layout, run.group.rank)
             if run.task.generates:
                 run.inputs["logits_to_keep"] = rows
             else:
@@ -64,7 +57,7 @@ class Outputs(Part):
             _gather_fused(run, outputs)
             return
         logits = outputs.pop("logits", None)
-        if self.rows is not None and self.logits != "drop":
+        if self.rows is not None:
             logits = logits[:, self.rows.to(logits.device)]
         if self.logits == "gather" and self.kept is not None:
             outputs["logits"] = gather_kept(logits, self.kept, group)
@@ -116,20 +109,14 @@ class Outputs(Part):
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
     """TRL's per-token outputs. Its trainers compute their losses from these and look at no other rank.
 
-    In training on a sharded batch they stay this rank's: `num_items_in_batch` counts every label once, so that the
-    sums of the ranks, which are averaged, are the loss. Evaluation has no such number and needs the whole batch.
+    In training on a sharded batch they stay this rank's, since `num_items_in_batch` counts every label once there.
+    Evaluation has no such number and needs the whole batch.
     """
     for name in _FUSED_FIELDS:
         if name in outputs and not (run.explicit and run.model.training):
             outputs[name] = gather_tokens(outputs[name], run.layout, run.group)
         if name in outputs and not run.explicit:  # as without `shift_labels`: the last token predicts nothing
             outputs[name] = outputs[name][:, :-1]
-
-
-def _asks_to_keep(batch: Mapping[str, Any]) -> bool:
-    """Whether a batch names the tokens whose logits are wanted."""
-    keep = batch.get("logits_to_keep", 0)
-    return isinstance(keep, torch.Tensor) or bool(keep)
 
 
 def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
@@ -146,12 +133,8 @@ def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tu
             f"logits_to_keep is {keep}; it must be a number of last tokens, or a tensor of one or more indices into "
             f"the {length} tokens of the sequence."
         )
-    wanted = list(range(max(0, length - keep), length)) if isinstance(keep, int) else keep.flatten().tolist()
-    places: list[tuple[int, ...]] = []
-    rows: list[int] = []
-    for holder in range(layout.ranks):
-        row_of = {token: row for row, token in enumerate(layout.indices(holder).tolist())}
-        places.append(tuple(place for place, token in enumerate(wanted) if token % length in row_of))
-        if holder == rank:
-            rows = [row_of[token % length] for token in wanted if token % length in row_of]
-    return tuple(places), torch.tensor(rows, dtype=torch.int64)
+    wanted = range(max(0, length - keep), length) if isinstance(keep, int) else [row % length for row in keep.tolist()]
+    tokens = [layout.indices(holder).tolist() for holder in range(layout.ranks)]
+    row_of = [{token: row for row, token in enumerate(held)} for held in tokens]
+    places = tuple(tuple(place for place, token in enumerate(wanted) if token in held) for held in row_of)
+    return places, torch.tensor([row_of[rank][wanted[place]] for place in places[rank]], dtype=torch.int64)

@@ -1,45 +1,51 @@
 """What is asked of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
-from ...errors import BatchError
+from ...errors import BatchError, UnsupportedModelError
 from ...loss import IGNORE_INDEX
-from ..call import batch_shape
-from ..support import check_adapters, check_dropout, check_model, check_noise
+from ..documents import batch_shape
+from ..support import check_adapters
 from .base import ForwardPass, Part
+
+_DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 class Request(Part):
-    """Checks the model, and what is asked of it; adds the facts of the request.
-
-    Args:
-        model (`PreTrainedModel`): The model, which is refused if it is not served exactly.
-        under_check (`bool`): As in [`check_model`].
-    """
-
-    def __init__(self, model: PreTrainedModel, under_check: bool) -> None:
-        self.served = check_model(model, under_check)
+    """Checks what is asked of the model, and adds the facts of the request."""
 
     def prepare(self, run: ForwardPass) -> None:
-        check_dropout(run.model)
-        _check_arguments(run)
-        check_adapters(run.model)
-        if run.group.size > 1:
-            check_noise(run.model)
+        model, batch = run.model, run.batch
+        for key in _DROPOUT_KEYS:
+            rate = getattr(model.config, key, None)
+            if model.training and rate:  # its mask would differ from that of one process
+                raise UnsupportedModelError(
+                    f"config.{key} is {rate}; dropout of attention weights is not served in training. Load the model "
+                    f"with {key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
+                )
+        _check_arguments(model, batch)
+        check_adapters(model)
+        noisy = model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
+        if run.group.size > 1 and noisy:
+            raise UnsupportedModelError(
+                "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a "
+                "part. Leave it out of the training arguments."
+            )
         run.facts |= {
-            "dtype": str(run.model.dtype),
-            "training": run.model.training,
+            "dtype": str(model.dtype),
+            "training": model.training,
             "gradients": torch.is_grad_enabled(),
-            "fused_lm_head": bool(run.batch.get("fused_lm_head")),
+            "fused_lm_head": bool(batch.get("fused_lm_head")),
             "BurstConfig": str(run.config),
-            "served by": self.served,
         }
 
 
-def _check_arguments(run: ForwardPass) -> None:
+def _check_arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
     """Raises for arguments of a forward pass that are not served over several ranks."""
-    batch = run.batch
     if batch.get("past_key_values") is not None:
         raise BatchError(
             "past_key_values in training or with labels: a cache cannot be sharded. Leave it out; to generate, switch "
@@ -51,8 +57,8 @@ def _check_arguments(run: ForwardPass) -> None:
             f"{IGNORE_INDEX}, and leave it out."
         )
     for key in ("output_attentions", "encoder_hidden_states"):
-        if batch.get(key) is not None and batch.get(key) is not False:
+        if batch.get(key) is not None and batch[key] is not False:
             raise BatchError(f"{key} is not served by hf_burst: attention weights are never in memory. Leave it out.")
-    if batch.get("return_dict", run.model.config.return_dict) is False:
+    if batch.get("return_dict", model.config.return_dict) is False:
         raise BatchError("return_dict=False is not served by hf_burst. Set it to True and read the outputs by name.")
     batch_shape(batch)

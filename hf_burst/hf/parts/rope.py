@@ -4,57 +4,41 @@ Transformers takes the maximum of the position ids that a rotary module is given
 those of its shard. So the longest position of the whole batch is appended to them, and cut off the result.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedModelError
 from ..sharded import LAYOUT_KEY, ShardedBatch, longest_position
-from .base import ForwardPass, Part
+from .base import ForwardPass, Handles, Part
 
 
 class LongestPosition(Part):
-    """Tells the rotary modules of a model the longest position of the pass under way.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-
-    Raises:
-        UnsupportedModelError: If a layer that may be recomputed in the backward pass has a rotary module of its own.
-    """
+    """Tells the rotary modules of a model the longest position of the pass under way."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.needed = bool(rotary_modules(model))
+        self.rotary = rotary_modules(model)
         self.value: int | None = None
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
-        handles = []
-        for module in rotary_modules(model):
-            handles.append(module.register_forward_pre_hook(self._append, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._cut))
-        return handles
+    def install(self, model: PreTrainedModel) -> Handles:
+        appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
+        return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
     def prepare(self, run: ForwardPass) -> None:
-        if self.needed:
-            run.facts["longest position"] = self._longest(run)
+        about: ShardedBatch | None = run.batch.get(LAYOUT_KEY)
+        if self.rotary and about is not None:
+            run.facts["longest position"] = about.longest
+        elif self.rotary:
+            run.facts["longest position"] = run.layout.length - 1 if run.explicit else longest_position(run.batch)
 
     def begin(self, run: ForwardPass) -> None:
         self.value = run.facts.get("longest position")
 
     def end(self) -> None:
         self.value = None  # what is called next may hold a whole sequence
-
-    @staticmethod
-    def _longest(run: ForwardPass) -> int:
-        about: ShardedBatch | None = run.batch.get(LAYOUT_KEY)
-        if about is not None:
-            return about.longest
-        return run.layout.length - 1 if run.explicit else longest_position(run.batch)
 
     def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.value is None:
@@ -72,10 +56,9 @@ class LongestPosition(Part):
 
 def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The modules whose rotary frequencies follow from the longest position."""
-    rotary = [module for module in model.modules() if any(_follows_length(module, kind) for kind in _kinds(module))]
+    rotary = [module for module in model.modules() if _follows_length(module)]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    inside = {inner for layer in layers for inner in layer.modules()}
-    if inside.intersection(rotary):
+    if not {inner for layer in layers for inner in layer.modules()}.isdisjoint(rotary):
         raise UnsupportedModelError(
             f"{type(model).__name__} has rotary positions that depend on the longest position inside of its layers, "
             "where they cannot be known when a layer is recomputed. Set config.rope_parameters['rope_type'] to another."
@@ -83,14 +66,9 @@ def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
     return rotary
 
 
-def _kinds(module: nn.Module) -> Iterator[str]:
-    kinds = getattr(module, "rope_type", None)
-    for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-        if isinstance(kind, str):
-            yield kind
-
-
-def _follows_length(module: nn.Module, kind: str) -> bool:
-    """`PhimoeRotaryEmbedding` scales by the longest position whatever its type is."""
-    phimoe = type(module).__name__ == "PhimoeRotaryEmbedding" and kind != "default"
-    return phimoe or "dynamic" in kind or kind == "longrope"
+def _follows_length(module: nn.Module) -> bool:
+    rope = getattr(module, "rope_type", None)
+    kinds = [kind for kind in (rope.values() if isinstance(rope, dict) else [rope]) if isinstance(kind, str)]
+    if type(module).__name__ == "PhimoeRotaryEmbedding":  # scales by the longest position whatever its type is
+        return any(kind != "default" for kind in kinds)
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)

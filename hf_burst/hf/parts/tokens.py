@@ -1,31 +1,83 @@
-"""The tokens of a batch: cut over the ranks, or found to be cut already."""
+"""The tokens of a batch, cut over the ranks, or cut already; and what learned positions ask of them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
-from ..call import CALL_KEY, ForwardCall, bound_arguments, tokens_of
-from ..cutting import CutPoint, cut_inputs, cut_targets, layout_of
-from ..positions import LearnedPositions, segment_count
+from ..attention import CALL_KEY, ForwardCall
+from ..cutting import CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
+from ..documents import tokens_of
 from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
-from .base import ForwardPass, Part
+from .base import ForwardPass, Handles, Part
+
+_TABLES = ("wpe", "pos")  # in the names of tables of positions
+
+
+@dataclass(frozen=True)
+class LearnedPositions:
+    """What a model's learned position embeddings ask of position ids; rotary positions ask nothing."""
+
+    limits: tuple[int, int] | None = None  # the position ids [first, end) that have an embedding
+    from_mask: bool = False  # whether positions count from the first token that attention_mask shows, as in OPT
+    padding_idx: int | None = None  # the token that is not counted; positions begin one above it, as in RoBERTa
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "LearnedPositions":
+        """Finds the position embeddings of a model by their names."""
+        tokens = model.get_input_embeddings()
+        limits: list[tuple[int, int]] = []
+        from_mask, padding_idx = False, None
+        owners: Iterator[Any] = model.modules()
+        for owner in owners:
+            if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
+                limits.append((0, len(owner.pos_encoding)))
+            if numbers_tokens(owner):
+                padding_idx = owner.padding_idx
+            for name, module in owner.named_children():
+                if isinstance(module, nn.Embedding) and module is not tokens and any(part in name for part in _TABLES):
+                    offset = int(getattr(module, "offset", 0))
+                    limits.append((-offset, module.num_embeddings - offset))
+                    from_mask |= "cumsum" in inspect.unwrap(type(owner).forward).__code__.co_names
+        if not limits:
+            return cls(padding_idx=padding_idx)
+        return cls((max(first for first, _ in limits), min(end for _, end in limits)), from_mask, padding_idx)
+
+    def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        """The position ids that the model would make of a full batch without any, if not those from 0."""
+        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+        if self.padding_idx is not None and ids is not None:
+            real = (ids != self.padding_idx).long()
+            return real.cumsum(dim=1) * real + self.padding_idx
+        if self.padding_idx is not None:
+            embeds = batch["inputs_embeds"]
+            return torch.arange(embeds.shape[1], device=embeds.device)[None] + self.padding_idx + 1
+        if self.from_mask and mask is not None:
+            return mask.long().cumsum(dim=1) * mask.long() - 1
+        return None
+
+
+def numbers_tokens(module: nn.Module) -> bool:
+    """Whether a module counts positions from `padding_idx + 1`, by leaving out the tokens that are `padding_idx`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "create_position_ids_from_input_ids" in code.co_names
+
+
+def segment_count(model: PreTrainedModel) -> int | None:
+    """The token types of which a model has embeddings apart from those of its tokens; `None` for no such table."""
+    tables = [getattr(module, "token_type_embeddings", None) for module in model.modules()]
+    return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
 
 
 class Tokens(Part):
-    """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        cut_point ([`CutPoint`]): Where its token inputs are cut.
-    """
+    """Lays the batch over the ranks. Targets are cut outside of the model, token inputs at its cut point."""
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
         self.cut_point = cut_point
@@ -34,7 +86,7 @@ class Tokens(Part):
         self.positions: torch.Tensor | None = None
         self.run: ForwardPass | None = None
 
-    def install(self, model: PreTrainedModel) -> Sequence[RemovableHandle]:
+    def install(self, model: PreTrainedModel) -> Handles:
         if not self.cut_point.path:
             return ()
         inner = model.get_submodule(self.cut_point.path)
@@ -125,16 +177,8 @@ class Tokens(Part):
 def check_ranges(
     inputs: Mapping[str, Any], vocabulary: int, segments: int | None, positions: tuple[int, int] | None
 ) -> None:
-    """Raises for token ids, labels and learned positions that the model lacks.
-
-    An index error of one rank alone would leave the others waiting.
-
-    Args:
-        inputs (mapping): The inputs of this rank.
-        vocabulary (`int`): Rows of the input embedding.
-        segments (`int`, *optional*): Rows of the embedding of token types; by default that of the tokens is used.
-        positions (`tuple[int, int]`, *optional*): The positions `[first, end)` that have a learned embedding.
-    """
+    """Raises for token ids, labels, token types (by default those of the vocabulary) and learned positions that the
+    model lacks. An index error of one rank alone would leave the others waiting."""
     limits = dict.fromkeys(("input_ids", "labels", "shift_labels"), (0, vocabulary))
     limits["token_type_ids"] = (0, segments or vocabulary)
     if positions is not None:
