@@ -38,7 +38,7 @@ SERVED = ROOT / "hf_burst" / "hf" / "served.json"
 def table(names: list[str]) -> Iterator[tuple[str, Verdict]]:
     """The verdicts on some classes; of those that end or hang their ranks, one by one."""
     try:
-        verdicts = run_on_ranks(compare_classes, names, limit=300.0 + 10.0 * len(names))
+        verdicts = run_on_ranks(compare_classes, names, limit=300.0 + 30.0 * len(names))
     except (ConfigError, RuntimeError) as problem:
         if len(names) == 1:
             yield names[0], Verdict("wrong", note=str(problem))

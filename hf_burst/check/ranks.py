@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
 
 def _serve(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """A rank: leaves what the function returns, or the `ValueError` that it raises, in a file."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which mp.spawn sends when the process that waits has ended
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

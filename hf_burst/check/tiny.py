@@ -130,12 +130,9 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
     layers = _layers(values, count)
     small: dict[str, Any] = {}
     for key, value in values.items():
-        if key == "per_layer_config" and value:  # sizes apart from those of the other layers
+        if key == "per_layer_config" and value:
             owns = {int(layer): _shrunk(own, batch_length) for layer, own in value.items()}
-            twice = {
-                layer: {name: 2 * _number(size) or size for name, size in own.items()} for layer, own in owns.items()
-            }
-            small[key] = {place: twice[layer] for place, layer in enumerate(layers) if layer in twice}
+            small[key] = {place: _twice(owns[layer]) for place, layer in enumerate(layers) if layer in owns}
         elif isinstance(value, dict):
             small[key] = _shrunk(value, batch_length)
         elif isinstance(value, list) and len(value) == count:
@@ -179,8 +176,9 @@ def _lists_layers(key: str, value: Any, count: int) -> bool:
     return all(type(layer) is int and 0 <= layer < count for layer in value)
 
 
-def _number(value: Any) -> int:
-    return value if type(value) is int else 0
+def _twice(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that a layer has apart from the others: unlike theirs."""
+    return {key: 2 * size if type(size) is int else size for key, size in sizes.items()}
 
 
 def _size(key: str, value: Any) -> Any:
@@ -217,7 +215,7 @@ def _shrink_positions(small: dict[str, Any]) -> None:
     parts = [value for value in small.values() if isinstance(value, dict)]
     ropes = [*parts, *(rope for part in parts for rope in part.values() if isinstance(rope, dict))]
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
-        small["max_position_embeddings"] = _EXTENDED
+        small.update(dict.fromkeys(set(_POSITION_COUNTS) & set(small), _EXTENDED))
     width = small.get("qk_rope_head_dim") or small.get("head_dim") or 8
     for rope in ropes:
         share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0

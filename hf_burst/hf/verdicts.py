@@ -6,6 +6,7 @@ import logging
 import re
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decod
 LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices")  # lists of layers, by their indices
 STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
 _NO_STRUCTURE = re.compile(
-    r"^_|drop|jitter|token_ids?$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
+    r"^_|drop|jitter|vocab_size$|token_ids?$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
     r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
 )
 
@@ -122,7 +123,9 @@ def served_by(model: PreTrainedModel) -> str:
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
     if shipped is type(model) and unchanged:
         return "shipped"
-    verdict = _recall(model)
+    verdict: Verdict | None = None
+    with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
+        verdict = Verdict(**json.loads(cache_file("check", fingerprint(model) or "").read_text()))
     if verdict is not None and verdict.result == "exact":
         return f"checked {verdict.fingerprint}"
     if verdict is not None:
@@ -143,16 +146,6 @@ def served_by(model: PreTrainedModel) -> str:
             *(shipped.__name__, transformers.__version__, TESTED, command),
         )
     return "shipped"
-
-
-def _recall(model: PreTrainedModel) -> Verdict | None:
-    """The verdict on a model that this machine remembers; none for a file that something else wrote."""
-    digest = fingerprint(model)
-    try:
-        verdict = Verdict(**json.loads(cache_file("check", digest).read_text())) if digest else None
-    except (OSError, ValueError, TypeError):
-        return None
-    return verdict if verdict is not None and verdict.fingerprint == digest else None
 
 
 def _digest(data: bytes) -> str:

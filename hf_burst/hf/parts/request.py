@@ -1,6 +1,7 @@
 """What is asked of a forward pass: settings and arguments that are not served, and those that all ranks must share."""
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
@@ -34,6 +35,7 @@ class Request(Part):
             "fused_lm_head": bool(run.batch.get("fused_lm_head")),
             "BurstConfig": str(run.config),
             "served by": self.served,
+            "transformers": transformers.__version__,
         }
 
 
