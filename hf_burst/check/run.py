@@ -1,7 +1,6 @@
 """`check_model`: from the name of a model to a verdict that is remembered."""
 
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,13 +64,7 @@ def check_model(
     except RuntimeError as problem:
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
-        try:
-            remember(verdict)
-        except OSError as problem:
-            raise ConfigError(
-                f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
-                "written."
-            ) from problem
+        remember(verdict)
     return verdict
 
 
@@ -205,12 +198,9 @@ def _load(target: Target) -> PreTrainedModel:
     quiet = {key: 0.0 for key, value in target.config.to_dict().items() if "drop" in key and isinstance(value, float)}
     config = type(target.config).from_dict({**target.config.to_dict(), **quiet})
     prepare(config)
-    model = target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32)
-    return model.train()
+    return target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32).train()
 
 
 def _no_batch(path: Path, why: str) -> BatchError:
-    return BatchError(
-        f"{os.fspath(path)!r} holds no batch: {why}. Save what your collator returns, with input_ids and labels: "
-        "torch.save(dict(batch), 'batch.pt')."
-    )
+    advice = "Save what your collator returns, with input_ids and labels: torch.save(dict(batch), 'batch.pt')."
+    return BatchError(f"{str(path)!r} holds no batch: {why}. {advice}")

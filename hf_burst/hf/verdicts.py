@@ -17,7 +17,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ..cache import cache_file, own_version, write_whole
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -72,34 +72,35 @@ def fingerprint(model: PreTrainedModel) -> str | None:
         `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
     """
     root = type(model).__module__.partition(".")[0]
-    pending: set[Any] = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    pending = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     hashes: dict[str, str | None] = {}
     while pending:
         name = pending.pop()
-        from_transformers = str(name).startswith("transformers.")
-        inside = name.startswith("transformers.models.") if from_transformers else str(name).partition(".")[0] == root
-        if not inside or name in hashes:
+        in_transformers = name.startswith("transformers.models.")
+        if name in hashes or not (in_transformers or name.partition(".")[0] == root != "transformers"):
             continue
         hashes[name] = source_hash(name)
-        names = vars(sys.modules[name]) if name in sys.modules and not from_transformers else {}
+        names = vars(sys.modules[name]) if name in sys.modules and not in_transformers else {}
         if "__path__" not in names:  # the names in a package follow from what else was imported
-            pending |= {getattr(value, "__module__", getattr(value, "__name__", "")) for value in names.values()}
+            pending |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in names.values()}
     if None in hashes.values():
         return None
+    sources, settings = sorted(map(str, {*hashes.values()})), _structure(model.config.to_dict())
     versions = [transformers.__version__, torch.__version__, own_version()]
-    settings = _structure(model.config.to_dict())
-    parts = [type(model).__qualname__, sorted(map(str, {*hashes.values()})), settings, versions]
+    parts = [type(model).__qualname__, sources, settings, versions]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def remember(verdict: Verdict) -> Path:
-    """Writes a verdict down for [`served_by`].
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
     path = cache_file("check", verdict.fingerprint)
-    write_whole(path, json.dumps(asdict(verdict), indent=1))
+    try:
+        write_whole(path, json.dumps(asdict(verdict), indent=1))
+    except OSError as problem:
+        raise ConfigError(
+            f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
+            "written."
+        ) from problem
     return path
 
 
