@@ -27,9 +27,7 @@ TOLERANCE = 1e-9
 BATCH_TOLERANCE = 1e-4
 _LENGTH = 37
 _DOCUMENTS = (1, 7, 17, 12)
-
-# Makes the model that is compared, the same in every process.
-Maker = Callable[[], PreTrainedModel]
+Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
 
 
 class Double(TorchFunctionMode):
