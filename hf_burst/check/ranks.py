@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from ..errors import ConfigError
 
@@ -38,7 +38,7 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
     """
     last = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="hf_burst_check_") as folder:
-        ranks: Any = mp.spawn(_serve, (folder, function, arguments), RANKS, join=False, daemon=True)
+        ranks: Any = spawn(_serve, (folder, function, arguments), RANKS, join=False, daemon=True)
         try:
             while not ranks.join(max(0.0, last - time.monotonic()), grace_period=1.0):
                 if time.monotonic() >= last:
@@ -46,14 +46,14 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
                         f"The comparison did not end within {limit:g} seconds. Give it more (--limit, time_limit), or "
                         "look for a forward in which a rank waits for another."
                     )
-        except mp.ProcessExitedException as problem:
+        except ProcessExitedException as problem:
             name, code = problem.signal_name, problem.exit_code
             raise ConfigError(
                 f"A rank of the comparison ended {f'by the signal {name}' if name else f'with exit code {code}'}; its "
                 "own message stands above. A killed one needed more memory. A script that checks a model needs "
                 '`if __name__ == "__main__":`, and the class a module that others can import (no notebook).'
             ) from problem
-        except mp.ProcessRaisedException as problem:
+        except ProcessRaisedException as problem:
             error = Path(folder, f"rank{problem.error_index}")
             if error.exists():
                 raise pickle.loads(error.read_bytes()) from None
@@ -67,7 +67,7 @@ def run_on_ranks(function: Callable[..., Any], *arguments: Any, limit: float) ->
 
 def _serve(rank: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """A rank: leaves what the function returns, or the `ValueError` that it raises, in a file."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which mp.spawn sends when the process that waits has ended
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which `spawn` sends when the process that waits has ended
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
