@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,28 +25,33 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
-from hf_burst.check.ranks import Ranks  # noqa: E402
+from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
 from hf_burst.errors import ConfigError  # noqa: E402
 from hf_burst.hf.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, tiny_model  # noqa: E402
 
-RANKS = 2
+BATCH = 20  # classes that share the start of two processes
 RESULTS = ROOT / "recipes" / "results"
-SERVED = ROOT / "hf_burst" / "hf" / "served.py"
+SERVED = ROOT / "hf_burst" / "hf" / "served.json"
 
 
 def table(names: list[str]) -> Iterator[tuple[str, Verdict]]:
-    """The verdicts on some classes, as they are found."""
-    ranks = Ranks(RANKS)
+    """The verdicts on some classes; of those that end or hang their ranks, one by one."""
     try:
-        for name in names:
-            try:
-                verdict = ranks.run(compare, partial(tiny_model, name), limit=300.0)
-            except (ConfigError, RuntimeError) as problem:
-                verdict = Verdict("wrong", note=str(problem))
-            yield name, verdict
-    finally:
-        ranks.close()
+        verdicts = run_on_ranks(compare_classes, names, limit=300.0 + 30.0 * len(names))
+    except (ConfigError, RuntimeError) as problem:
+        if len(names) == 1:
+            yield names[0], Verdict("wrong", note=str(problem))
+        else:
+            yield from table(names[: len(names) // 2])
+            yield from table(names[len(names) // 2 :])
+    else:
+        yield from zip(names, verdicts, strict=True)
+
+
+def compare_classes(names: list[str]) -> list[Verdict]:
+    """Runs on every rank."""
+    return [compare(partial(tiny_model, name)) for name in names]
 
 
 def markdown(rows: dict[str, Verdict]) -> Iterator[str]:
@@ -82,28 +88,22 @@ def write(rows: dict[str, Verdict]) -> None:
         lines += ["", f"## {title}", "", *markdown(part)]
     (RESULTS / "coverage.md").write_text("\n".join(lines) + "\n")
     exact = sorted(name for name, row in rows.items() if row.result == "exact")
-    head, _, _ = SERVED.read_text().partition("TESTED")
     hashes = {name: source_hash(getattr(transformers, name).__module__) for name in exact}
-    lines = [
-        f'TESTED = "{versions["transformers"]}"',
-        "SERVED = {",
-        *(f'    "{n}": "{h}",' for n, h in hashes.items()),
-        "}",
-    ]
-    SERVED.write_text(head + "\n".join(lines) + "\n")
+    SERVED.write_text(json.dumps({"transformers": versions["transformers"], "classes": hashes}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", nargs="+", default=class_names(), help="by default all")
-    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage.* and hf/served.py")
+    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage.* and hf/served.json")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.classes) - set(class_names())):
         parser.error(f"Transformers has no causal-LM or masked-LM class {', '.join(unknown)}")
     if arguments.write and arguments.classes != class_names():
         parser.error("--write needs the rows of all classes; leave --classes out")
     rows: dict[str, Verdict] = {}
-    for name, row in table(arguments.classes):
+    parts = [arguments.classes[start : start + BATCH] for start in range(0, len(arguments.classes), BATCH)]
+    for name, row in chain.from_iterable(map(table, parts)):
         rows[name] = row
         errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
         print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)

@@ -14,10 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import constants
 from transformers import (
     BertConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -27,9 +29,9 @@ from transformers import (
 )
 
 import hf_burst
-from hf_burst.check.ranks import Ranks
+from hf_burst.check.ranks import run_on_ranks
 from hf_burst.check.run import check_batch, find_target, read_batch
-from hf_burst.check.tiny import LAYERS, shrink, tiny_copy
+from hf_burst.check.tiny import LAYERS, WINDOW, shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf import support, verdicts
@@ -68,7 +70,8 @@ class UnseenForCausalLM(LlamaPreTrainedModel, GenerationMixin):
 
 class SummingForCausalLM(UnseenForCausalLM):
     def mixed(self, x):
-        return x + 0.1 * x.cumsum(1)
+        layers = range(self.config.num_hidden_layers)
+        return x + 0.1 * x.cumsum(1) * sum(layer in layers for layer in self.config.summing_layers)
 """
 SIZES: dict[str, Any] = {
     **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -124,7 +127,7 @@ def test_a_class_nobody_has_seen_is_checked_and_then_served(
 
 
 def test_a_class_that_mixes_the_tokens_of_a_rank_is_found_wrong_and_stays_refused(unseen: ModuleType) -> None:
-    model = unseen.SummingForCausalLM(unseen.UnseenConfig(**SIZES))
+    model = unseen.SummingForCausalLM(unseen.UnseenConfig(**{**SIZES, "num_hidden_layers": 9}, summing_layers=[8]))
     verdict = hf_burst.check_model(model)
     assert verdict.result == "wrong"
     assert min(verdict.errors.values()) > 1e-3
@@ -136,7 +139,9 @@ def test_a_loss_that_is_wrong_over_ranks_is_seen_on_a_batch(
     unseen: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batch = models.make_batch("packed")
-    comparison, weights = check_batch(unseen.SummingForCausalLM(unseen.UnseenConfig(**SIZES)), batch)
+    comparison, weights = check_batch(
+        unseen.SummingForCausalLM(unseen.UnseenConfig(**SIZES, summing_layers=[1])), batch
+    )
     assert not comparison.equal
     assert comparison.error > 1e-3
     assert "random weights of a tiny model" in weights
@@ -160,9 +165,24 @@ def test_a_verdict_holds_for_source_config_and_versions(
 
     first = fingerprint()
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "pad_token_id": 5, "use_cache": False, "rope_theta": 5e5}
-    assert fingerprint(**sizes) == first
+    for same in (sizes, {"attention_dropout": 0.1}, {"sliding_window": -1}, {"no_rope_layers": []}):
+        assert fingerprint(**same) == first
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    others = [fingerprint(attention_bias=True), fingerprint(rope_parameters=yarn), fingerprint(hidden_act="gelu")]
+    settings: list[dict[str, Any]] = [
+        {"attention_bias": True},
+        {"rope_parameters": yarn},
+        {"hidden_act": "gelu"},
+        {"num_key_value_heads": 1},
+        {"sliding_window": 4096},
+        {"attn_logit_softcapping": 30.0},
+        {"local_layer_ids": [1]},
+        {"attn_layer_period": 2},
+        {"max_window_layers": 1},
+        {"max_window_layers": 2},
+        {"num_local_experts": 8},
+        {"num_local_experts": 8, "router_aux_loss_coef": 0.01},
+    ]
+    others = [fingerprint(**changed) for changed in settings]
     for package in (verdicts.transformers, verdicts.torch):
         with monkeypatch.context() as changed:
             changed.setattr(package, "__version__", "9.9")
@@ -173,6 +193,27 @@ def test_a_verdict_holds_for_source_config_and_versions(
     (tmp_path / "unseen_family.py").write_text(SOURCE + "\n# changed\n")
     others.append(fingerprint())
     assert len({first, *others}) == 1 + len(others)
+
+
+def test_a_verdict_holds_for_the_modules_that_a_class_imports_from_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "unseen_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "layers.py").write_text("def mixed(x):\n    return x\n")
+    (package / "unused.py").touch()
+    (package / "family.py").write_text("from .layers import mixed\n" + SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import unseen_package.family as family  # type: ignore[import-not-found]
+
+    model = family.UnseenForCausalLM(family.UnseenConfig(**SIZES))
+    first = verdicts.fingerprint(model)
+    import unseen_package.unused  # type: ignore[import-not-found]  # noqa: F401
+
+    assert verdicts.fingerprint(model) == first
+    (package / "layers.py").write_text("def mixed(x):\n    return x.cumsum(1)\n")
+    assert verdicts.fingerprint(model) != first
 
 
 def test_what_is_remembered_must_be_a_verdict(unseen: ModuleType) -> None:
@@ -236,11 +277,39 @@ def test_sizes_shrink_and_structure_stays(config: PreTrainedConfig, expected: di
     assert small["tie_word_embeddings"] == config.tie_word_embeddings
 
 
+def test_layers_and_windows_by_other_names_stay_in_effect() -> None:
+    config = LlamaConfig(num_hidden_layers=24, full_attn_idxs=[7, 15, 23], local_window_len=4096)
+    config.attn_layer_period, config.attn_layer_offset, config.sliding_window = 8, 4, -1
+    small = shrink(config)
+    assert small.full_attn_idxs == [1, 3]
+    assert small.local_window_len == WINDOW
+    assert (small.attn_layer_period, small.attn_layer_offset, small.sliding_window) == (2, 1, -1)
+
+
+def test_no_kind_of_layer_is_left_out() -> None:
+    kinds = [f"kind_{layer % 5}" for layer in range(30)]
+    small = shrink(PreTrainedConfig(num_hidden_layers=30, layer_kinds=kinds))
+    assert small.layer_kinds == kinds[:5]
+    assert small.num_hidden_layers == 5
+
+
+def test_a_tiny_model_has_the_structure_that_a_verdict_is_for() -> None:
+    for name in sorted(verdicts.SERVED)[::3]:
+        config = getattr(transformers, name).config_class()
+        structures = [verdicts._structure(each.to_dict()) for each in (config, shrink(config))]
+        assert structures[0] == structures[1], name
+
+
 def test_scaled_rotary_positions_stay_in_effect() -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "rope_theta": 1e4}
     small = shrink(LlamaConfig(rope_parameters={**rope, "original_max_position_embeddings": 4096}))
     assert small.rope_parameters["original_max_position_embeddings"] == 20
     assert small.rope_parameters["long_factor"] == [4.0] * 4
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"sliding_attention": default, "full_attention": {**default, "rope_type": "dynamic", "factor": 2.0}}
+    small = shrink(Gemma3TextConfig(rope_parameters=ropes))
+    assert small.max_position_embeddings == 20
+    assert small.rope_parameters == ropes
 
 
 def test_the_vocabulary_stays_for_a_batch() -> None:
@@ -312,11 +381,12 @@ def test_batches_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
 
 
 def test_a_comparison_that_hangs_or_dies_ends_with_a_sentence() -> None:
-    ranks = Ranks()
     with pytest.raises(ConfigError, match="did not end within 1 seconds"):
-        ranks.run(time.sleep, 600.0, limit=1.0)
-    with pytest.raises(ConfigError, match="A rank of the comparison ended with exit codes"):
-        ranks.run(os._exit, 3, limit=120.0)
+        run_on_ranks(time.sleep, 600.0, limit=1.0)
+    with pytest.raises(ConfigError, match="A rank of the comparison ended with exit code 3"):
+        run_on_ranks(os._exit, 3, limit=120.0)
+    with pytest.raises(BatchError, match="holds no batch"):
+        run_on_ranks(read_batch, Path("missing.pt"), limit=120.0)
     with pytest.raises(ConfigError, match="--limit is 0"):
         main_or_raise(["LlamaForCausalLM", "--limit", "0"])
 

@@ -1,10 +1,10 @@
 """Two ranks beside one process: the loss and the gradients of one model, computed by both. Runs on every rank."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,9 +27,7 @@ TOLERANCE = 1e-9
 BATCH_TOLERANCE = 1e-4
 _LENGTH = 37
 _DOCUMENTS = (1, 7, 17, 12)
-
-# Makes the model that is compared, the same in every process.
-Maker = Callable[[], PreTrainedModel]
+Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
 
 
 class Double(TorchFunctionMode):
@@ -45,15 +43,14 @@ class Double(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class BatchComparison:
-    """The loss of one batch and the norm of its gradient, in one process and over two ranks.
+    """The loss of one batch and the norm of its gradient, each in one process and over two ranks.
 
     Args:
         loss (`tuple[float, float]`): Of one process, and of the ranks.
         gradient_norm (`tuple[float, float]`): Of one process, and of the ranks.
         documents (`int`): How many sequences or packed documents the batch holds.
         labels (`int`): How many of its labels count.
-        apart (`bool`): Whether one process was given the documents one by one, since given all together the class lets
-            them see each other.
+        apart (`bool`): Whether one process was given the documents one by one, since it mixes packed ones.
     """
 
     loss: tuple[float, float]
@@ -92,10 +89,7 @@ def compare(make: Maker) -> Verdict:
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
             check_model(model)  # before more of them are made
-            errors = _errors(make, model)
-            if max(errors.values()) > TOLERANCE and _draws(make, model):
-                model.eval()
-                errors = _errors(make, model)
+            errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in KINDS}
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
@@ -114,34 +108,19 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     """
     model = make()
     patch_under_check(model)
-    over_ranks = _train(model, lambda: model(**batch).loss, ranks=dist.get_world_size())
+    over_ranks = _loss_and_norm(model, model(**batch).loss, dist.get_world_size())
     unpatch_model(model)
-    causal = is_causal(model)
-    counted = batch["labels"][:, 1:] if causal else batch["labels"]
+    counted = batch["labels"][:, 1:] if is_causal(model) else batch["labels"]
     documents = documents_of(batch, task_of(model))
-    found = []
+    count = sum(len(cuts) - 1 for cuts in documents)
+    results = []
     for apart in (False, True):
-        alone = _train(model, partial(_loss_of, model, batch, documents if apart else None))
-        pairs = list(zip(alone, over_ranks, strict=True))
-        count = sum(len(cuts) - 1 for cuts in documents)
-        found.append(BatchComparison(pairs[0], pairs[1], count, int((counted != IGNORE_INDEX).sum()), apart))
-        if found[-1].equal or batch.get("attention_mask") is not None or count == len(documents):
+        alone = _loss_and_norm(model, _plain_loss(model, batch, documents if apart else None))
+        loss, norm = zip(alone, over_ranks, strict=True)
+        results.append(BatchComparison(loss, norm, count, int((counted != IGNORE_INDEX).sum()), apart))
+        if results[-1].equal or batch.get("attention_mask") is not None or count == len(documents):
             break
-    return found[-1] if found[-1].equal else found[0]
-
-
-def _errors(make: Maker, model: PreTrainedModel) -> dict[str, float]:
-    return {kind: _worst_error(make, make_batch(kind, model), model.training) for kind in KINDS}
-
-
-def _draws(make: Maker, model: PreTrainedModel) -> bool:
-    """Whether the loss of one process, in training, follows from the random generator."""
-    losses = []
-    for seed in (1, 2):
-        plain = make()
-        torch.manual_seed(seed)
-        losses.append(_plain_loss(plain, make_batch("one sequence", model)))
-    return bool(losses[0] != losses[1])
+    return results[-1] if results[-1].equal else results[0]
 
 
 def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -164,62 +143,50 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return batch
 
 
-def _plain_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss of the unpatched model in one process: its own, or document by document."""
-    causal = is_causal(model)
-    options = {"use_cache": False} if causal else {}
-    if "position_ids" not in batch:
-        loss: torch.Tensor = model(**batch, **options).loss
-        return loss
-    pieces = torch.split(batch["input_ids"], list(_DOCUMENTS), dim=1)
-    logits, labels = torch.cat([model(input_ids=piece, **options).logits for piece in pieces], dim=1), batch["labels"]
-    if causal:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def _worst_error(make: Maker, batch: dict[str, torch.Tensor], training: bool) -> float:
+def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
-    patched, plain = patch_under_check(make().train(training)), make().train(training)
-    loss, expected = patched(**batch).loss, _plain_loss(plain, batch)
-    loss.backward()
-    expected.backward()
+    patched, plain = patch_under_check(make()), make()
+    documents = [(0, *accumulate(_DOCUMENTS))] if "position_ids" in batch else None
+    loss, expected = patched(**batch).loss, _plain_loss(plain, batch, documents)
+    gradients, wanted = _gradients(patched, loss, dist.get_world_size()), _gradients(plain, expected)
     errors = [abs(loss - expected) / abs(expected)]
-    wanted = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in plain.parameters()]
     # gradients that vanish, as that of a key's bias, are compared with the greatest one
     least = 1e-3 * max(gradient.abs().max() for gradient in wanted)
-    for weight, gradient in zip(patched.parameters(), wanted, strict=True):
-        averaged = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        dist.all_reduce(averaged)
-        errors.append((averaged / dist.get_world_size() - gradient).abs().max() / max(gradient.abs().max(), least))
+    for averaged, gradient in zip(gradients, wanted, strict=True):
+        errors.append((averaged - gradient).abs().max() / max(gradient.abs().max(), least))
     worst = torch.stack([error.detach() for error in errors]).max()  # nan if any is
     return float(f"{float(worst):.0e}")
 
 
-def _train(model: PreTrainedModel, loss_of: Callable[[], torch.Tensor], ranks: int = 1) -> tuple[float, float]:
-    """A loss and the norm of its gradient, averaged over ranks."""
-    model.zero_grad()
-    loss = loss_of()
+def _loss_and_norm(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> tuple[float, float]:
+    squares = sum(gradient.double().square().sum() for gradient in _gradients(model, loss, ranks))
+    return float(loss.detach()), float(squares) ** 0.5
+
+
+def _gradients(model: PreTrainedModel, loss: torch.Tensor, ranks: int = 1) -> list[torch.Tensor]:
+    """The gradients of all weights, averaged over ranks; taken out of the model."""
     loss.backward()
-    squares = torch.zeros((), dtype=torch.float64)
-    for weight in model.parameters():
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if ranks > 1:
-            dist.all_reduce(gradient)
-        squares += (gradient / ranks).double().square().sum()
+    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in model.parameters()]
     model.zero_grad()
-    return float(loss.detach()), float(squares.sqrt())
+    if ranks > 1:
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= ranks
+    return gradients
 
 
-def _loss_of(
+def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
-    """The loss of a batch as Transformers computes it, or that of its `documents` one by one."""
+    """The loss of the unpatched model in one process: its own, or that of `documents` that it is given one by one."""
     options = {"use_cache": False} if is_causal(model) else {}
     if documents is None:
         whole: torch.Tensor = model(**batch, **options).loss
         return whole
-    keys = [key for key in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids") if key in batch]
+    takes = inspect.signature(model.forward).parameters
+    keys = [
+        key for key in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids") if key in {*batch} & {*takes}
+    ]
     rows = []
     for row, cuts in enumerate(documents):
         pieces = [

@@ -1,7 +1,6 @@
 """`check_model`: from the name of a model to a verdict that is remembered."""
 
 import json
-import os
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,25 +20,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from ..errors import BatchError, ConfigError
 from ..hf.verdicts import Verdict, remember
 from .compare import BatchComparison, compare, compare_batch
-from .ranks import Ranks
+from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy
 
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError)
-_COPIES = 2 * 2  # weights and gradients, on each of two ranks
+_COPIES = 2 * RANKS  # weights and gradients
 _SHARE = 0.7  # of the memory that is free
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked.
-
-    Args:
-        model_class (`type`): The class.
-        config (`PreTrainedConfig`): Its config, of full size.
-        folder (`Path`, *optional*): Where its weights are.
-    """
+    """The class that is checked, its config of full size, and the folder that its weights may be in."""
 
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -47,9 +40,7 @@ class Target:
 
 
 def check_model(
-    model: str | PreTrainedModel | PreTrainedConfig,
-    trust_remote_code: bool = False,
-    time_limit: float = 300.0,
+    model: str | PreTrainedModel | PreTrainedConfig, trust_remote_code: bool = False, time_limit: float = 300.0
 ) -> Verdict:
     """Compares two ranks of this machine with one process on a tiny model of the same class and config, and remembers
     the verdict: [`patch_model`] then serves a class that was found exact.
@@ -68,21 +59,12 @@ def check_model(
     """
     target = find_target(model, trust_remote_code)
     make = partial(tiny_copy, target.model_class, target.config)
-    ranks = Ranks()
     try:
-        verdict: Verdict = ranks.run(compare, make, limit=time_limit)
+        verdict: Verdict = run_on_ranks(compare, make, limit=time_limit)
     except RuntimeError as problem:
-        verdict = Verdict("wrong", note=f"the comparison failed: {problem}")
-    finally:
-        ranks.close()
+        return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:
-        try:
-            remember(verdict)
-        except OSError as problem:
-            raise ConfigError(
-                f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
-                "written."
-            ) from problem
+        remember(verdict)
     return verdict
 
 
@@ -95,32 +77,25 @@ def check_batch(
     """Compares the loss and gradient norm of a batch over two ranks of this machine with those of one process, in fp32.
 
     Args:
-        model (`str`, `PreTrainedModel` or `PreTrainedConfig`): As in [`check_model`]. The weights of a folder are used
-            if they fit; else random ones of a tiny model with the same vocabulary.
+        model, trust_remote_code, time_limit: As in [`check_model`]. The weights of a folder are used if they fit; else
+            random ones of a tiny model with the same vocabulary.
         batch (mapping): What a collator returned, with labels.
-        trust_remote_code (`bool`, defaults to `False`): Whether code that comes with the model may run.
-        time_limit (`float`, defaults to 300.0): Seconds that the comparison may take.
 
     Returns:
-        `tuple[BatchComparison, str]`: What was found, and with which weights.
+        `tuple[BatchComparison, str]`: The comparison, and with which weights.
 
     Raises:
         BurstError: If the model or the batch is not served.
     """
     target = find_target(model, trust_remote_code)
-    refusal = _cannot_load(target)
-    if refusal:
-        make: Any = partial(tiny_copy, target.model_class, target.config, batch["labels"].shape[1])
-    else:
-        make = partial(_load, target)
-    ranks = Ranks()
+    obstacle = _cannot_load(target)
+    tiny = partial(tiny_copy, target.model_class, target.config, batch["labels"].shape[1])
+    make = tiny if obstacle else partial(_load, target)
     try:
-        comparison: BatchComparison = ranks.run(compare_batch, make, dict(batch), limit=time_limit)
+        comparison: BatchComparison = run_on_ranks(compare_batch, make, dict(batch), limit=time_limit)
     except RuntimeError as problem:
         raise ConfigError(f"The model could not compute this batch: {problem}") from problem
-    finally:
-        ranks.close()
-    return comparison, f"random weights of a tiny model ({refusal})" if refusal else f"the weights in {target.folder}"
+    return comparison, f"random weights of a tiny model ({obstacle})" if obstacle else f"the weights in {target.folder}"
 
 
 def read_batch(path: Path) -> dict[str, torch.Tensor]:
@@ -187,18 +162,14 @@ def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: boo
         if not trust_remote_code:
             raise ConfigError(_remote(name))
         return get_class_from_dynamic_module(own[0], name)
-    known: list[Any] = [
-        mapping[type(config)]
-        for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
-        if type(config) in mapping
-    ]
-    asked: list[type[PreTrainedModel]] = [cls for cls in known if cls.__name__ in (config.architectures or ())]
+    mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
+    known: list[type[PreTrainedModel]] = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     if not known:
         raise ConfigError(
             f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no causal and "
             f"no masked language model class, so there is no loss to compare. Give {_NAMES}."
         )
-    return [*asked, *known][0]
+    return next((cls for cls in known if cls.__name__ in (config.architectures or ())), known[0])
 
 
 def _remote(name: str) -> str:
@@ -227,12 +198,9 @@ def _load(target: Target) -> PreTrainedModel:
     quiet = {key: 0.0 for key, value in target.config.to_dict().items() if "drop" in key and isinstance(value, float)}
     config = type(target.config).from_dict({**target.config.to_dict(), **quiet})
     prepare(config)
-    model = target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32)
-    return model.train()
+    return target.model_class.from_pretrained(target.folder, config=config, dtype=torch.float32).train()
 
 
 def _no_batch(path: Path, why: str) -> BatchError:
-    return BatchError(
-        f"{os.fspath(path)!r} holds no batch: {why}. Save what your collator returns, with input_ids and labels: "
-        "torch.save(dict(batch), 'batch.pt')."
-    )
+    advice = "Save what your collator returns, with input_ids and labels: torch.save(dict(batch), 'batch.pt')."
+    return BatchError(f"{str(path)!r} holds no batch: {why}. {advice}")

@@ -10,69 +10,53 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..hf.parts.tokens import numbers_tokens
+from ..hf.verdicts import LAYER_COUNTS, LAYER_LISTS, STEPS
 
 VOCABULARY = 67
 LAYERS = 4
 WINDOW = 7
-POSITIONS = 128
-EXTENDED = 20  # positions of the pretraining that scaled rotary positions extend: fewer than a batch has
-# config attributes that mean the same in every family
-SIZES: dict[str, Any] = {
+_POSITIONS = 128
+_EXTENDED = 20  # positions of the pretraining that scaled rotary positions extend: fewer than a batch has
+_POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
+_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads")
+# config attributes that mean the same in every family, and their sizes
+SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "dff", "hidden_dim"), 48),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), LAYERS),
-    **dict.fromkeys(("decoder_layers", "num_decoder_layers"), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 12),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
+    **dict.fromkeys((*LAYER_COUNTS, *_HEAD_COUNTS, "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 12),
+    **dict.fromkeys(_POSITION_COUNTS, _POSITIONS),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "qk_rope_head_dim"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "type_vocab_size"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"), 1),
     **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("num_key_value_heads", "max_window_layers", "eos_token_id"), 2),
     "vocab_size": VOCABULARY,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "qk_head_dim": 12,
     "v_head_dim": 6,
-    "max_target_positions": POSITIONS,
-    "type_vocab_size": 2,
-    "max_window_layers": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "pad_token_id": 0,
 }
 # attributes of some families
-_MORE_SIZES: dict[str, Any] = {
+_MORE_SIZES: dict[str, int] = {
     **dict.fromkeys(("d_inner", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp"), 48),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 24),
     **dict.fromkeys(("dim_head", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_size"), 8),
-    **dict.fromkeys(("swa_num_attention_heads", "num_attention_heads_per_layer"), 4),
+    **dict.fromkeys(("swa_num_attention_heads", "num_attention_heads_per_layer", "rotary_dim"), 4),
     **dict.fromkeys(("swa_num_key_value_heads", "kv_n_heads", "moe_top_k", "zero_expert_num"), 2),
     **dict.fromkeys(("mask_token_id", "sep_token_id", "cls_token_id"), VOCABULARY - 1),
-    **dict.fromkeys(("num_kv_shared_layers", "num_layers_per_stack"), 2),
-    "original_max_position_embeddings": EXTENDED,
+    **dict.fromkeys(("num_kv_shared_layers", "num_layers_per_stack", "n_group"), 2),
+    **dict.fromkeys(("word_embed_proj_dim", "prediction_head_size"), 32),
+    **dict.fromkeys(("floor_scale", "laurel_rank"), 8),
+    "original_max_position_embeddings": _EXTENDED,
     "vocab_size_per_layer_input": VOCABULARY,
-    "word_embed_proj_dim": 32,
-    "prediction_head_size": 32,
     "hidden_size_per_layer_input": 6,
-    "floor_scale": 8,
     "local_attention": 2 * WINDOW,
-    "window_size": WINDOW,
-    "rotary_dim": 4,
-    "laurel_rank": 8,
 }
-_FEWER = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size"}  # kept if fewer
-_OF_THE_BATCH = re.compile(r"vocab_size|token_id$|^max_position|^n_positions$|^n_ctx$|^max_(seq_len|target_positions)$")
+_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"}
+_WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
 _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
-_EVERY = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_")
-_LAYER_COUNTS = tuple(key for key, size in SIZES.items() if size == LAYERS and "layer" in key)
-_POSITION_COUNTS = tuple(key for key, size in SIZES.items() if size == POSITIONS)
-_HEAD_COUNTS = tuple(key for key, size in SIZES.items() if size == 4 and "head" in key)
 
 
 def tiny_copy(
@@ -85,26 +69,19 @@ def tiny_copy(
         config (`PreTrainedConfig`): Of the model as it is.
         batch_length (`int`, *optional*): Tokens of a sequence of the user's; by default the vocabulary shrinks, too.
     """
-    small = shrink(config, keep_vocabulary=batch_length is not None)
-    text = small.get_text_config()
-    if batch_length is not None:
-        for name in _POSITION_COUNTS:
-            if isinstance(getattr(text, name, None), int):
-                setattr(text, name, min(max(POSITIONS, batch_length + 2), getattr(text, name)))
-    return tiny_model(model_class, small)
+    return tiny_model(model_class, shrink(config, batch_length))
 
 
-def shrink(config: PreTrainedConfig, keep_vocabulary: bool = False) -> PreTrainedConfig:
+def shrink(config: PreTrainedConfig, batch_length: int | None = None) -> PreTrainedConfig:
     """A config of the same structure (kinds of layers and of attention, rotary positions, experts, windows, caps, tied
     weights) with small sizes and no dropout.
 
     Args:
         config (`PreTrainedConfig`): Of the model as it is; not changed.
-        keep_vocabulary (`bool`, defaults to `False`): Whether token ids and positions of a real batch must fit.
+        batch_length (`int`, *optional*): Tokens of a real batch, whose ids and positions must fit.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in _NO_PART_OF_IT}
-    small = _shrunk(values, keep_vocabulary)
-    return type(config).from_dict(small)
+    return type(config).from_dict(_shrunk(values, batch_length))
 
 
 def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -113,7 +90,17 @@ def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedCo
     torch.manual_seed(0)
     model = model_class(config)
     model.to(dtype=torch.get_default_dtype())  # type: ignore[call-arg]
-    randomize(model)
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():  # weights under which attention, norms, sinks and routers all matter
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.ndim < 2:
+                parameter.add_(0.2 * noise)
+            else:
+                parameter.copy_(noise * min(parameter.shape[-2:]) ** -0.5)
     return model.train()
 
 
@@ -122,21 +109,6 @@ def prepare(config: PreTrainedConfig) -> None:
     config._experts_implementation = "eager"  # the fused ones know no fp64
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"  # some versions choose sdpa, which forgets it
-
-
-def randomize(model: PreTrainedModel) -> None:
-    """Weights under which attention, norms, sinks and routers all matter."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim < 2:
-                parameter.add_(0.2 * noise)
-            else:
-                parameter.copy_(noise * min(parameter.shape[-2:]) ** -0.5)
 
 
 def first_position(model: PreTrainedModel) -> int:
@@ -149,50 +121,64 @@ def note(model: PreTrainedModel) -> str:
     """What a reader of a verdict should know of a model: its layers, and what is unlike in others."""
     kinds = Counter(kind.removesuffix("_attention") for kind in getattr(model.config, "layer_types", None) or ())
     facts = [f"layers: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"] if len(kinds) > 1 else []
-    if first_position(model):
-        facts.append("positions count from padding_idx + 1")
-    if not model.training:
-        facts.append("compared in evaluation mode: in training its router draws experts at random")
-    return "; ".join(facts)
+    return "; ".join([*facts, *(["positions count from padding_idx + 1"] if first_position(model) else [])])
 
 
-def _shrunk(values: dict[str, Any], keep_vocabulary: bool) -> dict[str, Any]:
+def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
     """The attributes of a config, or of a part of it, with small sizes."""
-    count = next((values[key] for key in _LAYER_COUNTS if isinstance(values.get(key), int)), 0)
+    count = next((values[key] for key in LAYER_COUNTS if isinstance(values.get(key), int)), 0)
     layers = _layers(values, count)
-    small = {}
+    small: dict[str, Any] = {}
     for key, value in values.items():
         if key == "per_layer_config" and value:
-            owns = {int(layer): _shrunk(own, keep_vocabulary) for layer, own in value.items()}
-            value = {place: owns[layer] for place, layer in enumerate(layers) if layer in owns}
+            owns = {int(layer): _shrunk(own, batch_length) for layer, own in value.items()}
+            small[key] = {place: _twice(owns[layer]) for place, layer in enumerate(layers) if layer in owns}
         elif isinstance(value, dict):
-            value = _shrunk(value, keep_vocabulary)
-        elif isinstance(value, list) and len(value) == count > LAYERS:
-            value = [_size(key, value[layer]) for layer in layers]
-        elif not (keep_vocabulary and _OF_THE_BATCH.search(key)):
-            value = _size(key, value)
-        small[key] = value
-    for key in set(_LAYER_COUNTS) & set(values):
-        small[key] = len(layers) if values[key] == count else small[key]
-    if "max_window_layers" in values and values["max_window_layers"] >= count:
-        small["max_window_layers"] = len(layers)
+            small[key] = _shrunk(value, batch_length)
+        elif isinstance(value, list) and len(value) == count:
+            small[key] = [_size(key, value[layer]) for layer in layers]
+        elif _lists_layers(key, value, count):
+            small[key] = [place for place, layer in enumerate(layers) if layer in value]
+        elif batch_length is not None and key in _POSITION_COUNTS and isinstance(value, int):
+            small[key] = min(max(_POSITIONS, batch_length + 2), value)
+        elif batch_length is not None and ("vocab_size" in key or key.endswith("token_id")):
+            small[key] = value
+        else:
+            small[key] = len(layers) if key in LAYER_COUNTS and value == count else _size(key, value)
+    if "max_window_layers" in values:
+        all_whole = values["max_window_layers"] >= count
+        small["max_window_layers"] = len(layers) if all_whole else min(values["max_window_layers"], len(layers) // 2)
     _shrink_heads(values, small)
-    _shrink_positions(values, small)
+    _shrink_positions(small)
     return small
 
 
 def _layers(values: dict[str, Any], count: int) -> list[int]:
     """Layers that stand for all: one of each kind, again and again."""
-    lists = [value for value in values.values() if isinstance(value, list) and len(value) == count > LAYERS]
-    telling = [value for value in lists if len({repr(entry) for entry in value}) <= LAYERS]
-    kinds: dict[str, list[int]] = {}
-    for layer in range(count):
-        kinds.setdefault(repr([value[layer] for value in telling]), []).append(layer)
     if count <= LAYERS:
         return list(range(count))
+    kinds: dict[str, list[int]] = {}
+    lists = [value for value in values.values() if isinstance(value, list) and len(value) == count]
+    telling = [value for value in lists if isinstance(value[0], str) or len({repr(entry) for entry in value}) <= LAYERS]
+    indices = [value for key, value in values.items() if _lists_layers(key, value, count)]
+    for layer in range(count):
+        kind = [value[layer] for value in telling], [layer in value for value in indices]
+        kinds.setdefault(repr(kind), []).append(layer)
     depth = max(map(len, kinds.values()))
     in_turn = [members[turn] for turn in range(depth) for members in kinds.values() if turn < len(members)]
     return in_turn[: max(LAYERS, len(kinds))]
+
+
+def _lists_layers(key: str, value: Any, count: int) -> bool:
+    """Whether an attribute lists layers by their indices."""
+    if not isinstance(value, list) or not LAYER_LISTS.search(key) or len(value) == count:
+        return False
+    return all(type(layer) is int and 0 <= layer < count for layer in value)
+
+
+def _twice(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes that a layer has apart from the others: unlike theirs."""
+    return {key: 2 * size if type(size) is int else size for key, size in sizes.items()}
 
 
 def _size(key: str, value: Any) -> Any:
@@ -203,16 +189,14 @@ def _size(key: str, value: Any) -> Any:
         return 0.0
     if isinstance(value, float) and key in ("partial_rotary_factor", "rotary_pct"):
         return max(2, round(4 * value)) / 4  # of heads of 8
-    if isinstance(value, bool) or not isinstance(value, int) or (value <= 0 and not key.endswith("token_id")):
+    if type(value) is not int or (value <= 0 and not key.endswith("token_id")):
         return value
-    if _EVERY.search(key):
+    if key.endswith("_offset"):
+        return min(value, 1)
+    if STEPS.search(key) and "heads" not in key:
         return min(value, 2)
-    size = SIZES.get(key, _MORE_SIZES.get(key))
-    if size is None:
-        return value
-    if key in ("n_group", "first_k_dense_replace", "num_dense_layers"):
-        return min(value, 2 if key == "n_group" else 1)
-    return min(value, size) if key in _FEWER else size
+    size = {**SIZES, **_MORE_SIZES}.get(key, WINDOW if _WINDOW.search(key) else value)
+    return min(value, size) if key in _AT_MOST else size
 
 
 def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
@@ -226,11 +210,12 @@ def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
             small["head_dim"] = small[part]
 
 
-def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:
-    """Scaled rotary positions stay in effect: a batch is longer than what they extend."""
-    ropes = [value for value in small.values() if isinstance(value, dict)]
+def _shrink_positions(small: dict[str, Any]) -> None:
+    """Scaled rotary positions, of the model or of a layer type, stay in effect: a batch is longer than they extend."""
+    parts = [value for key, value in small.items() if "rope" in key and isinstance(value, dict)]
+    ropes = [*parts, *(rope for part in parts for rope in part.values() if isinstance(rope, dict))]
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
-        small["max_position_embeddings"] = EXTENDED
+        small.update(dict.fromkeys(set(_POSITION_COUNTS) & set(small), _EXTENDED))
     width = small.get("qk_rope_head_dim") or small.get("head_dim") or 8
     for rope in ropes:
         share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0

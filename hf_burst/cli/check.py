@@ -27,11 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares two ranks with one process and prints the verdict.
-
-    Returns:
-        `int`: 0 if they are equal, 1 if not.
-    """
+    """Compares two ranks with one process and prints the verdict; returns 0 if they are equal, 1 if not."""
     if arguments.limit <= 0:
         raise ConfigError(f"--limit is {arguments.limit:g}; give seconds above 0.")
     options = {"trust_remote_code": arguments.trust_remote_code, "time_limit": arguments.limit}

@@ -1,10 +1,12 @@
-"""How a class came to be served: shipped with hf_burst, or found exact by `hf-burst check` and remembered here."""
+"""Why a class is served: hf_burst comes with its comparison, or `hf-burst check` found it exact on this machine."""
 
 import hashlib
 import json
 import logging
+import re
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,31 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ..cache import cache_file, own_version, write_whole
-from ..errors import UnsupportedModelError
-from .served import SERVED, TESTED
+from ..errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-_NOT_STRUCTURE = {
-    *("architectures", "transformers_version", "dtype", "torch_dtype", "auto_map", "id2label", "label2id", "use_cache"),
-    *("return_dict", "output_hidden_states", "output_attentions", "problem_type", "quantization_config"),
-}
+# written by recipes/coverage.py: the classes it found exact, each with a hash of its source in this Transformers
+_TABLE = json.loads(Path(__file__).with_name("served.json").read_text())
+TESTED: str = _TABLE["transformers"]
+SERVED: dict[str, str] = _TABLE["classes"]
+
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers")
+LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices")  # lists of layers, by their indices
+STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
+_NO_STRUCTURE = re.compile(
+    r"^_|drop|jitter|vocab_size$|token_ids?$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
+    r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
+)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison of two ranks with one process found.
+    """The result of a comparison of two ranks with one process.
 
     Args:
         result (`str`): `"exact"`, `"wrong"`, `"refused"` (by the sentence in `note`) or `"not buildable"`.
-        errors (`dict`): For each kind of batch the greatest error of the loss or a gradient, relative to the greatest
-            entry.
+        errors (`dict`): By kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry.
         note (`str`): What else there is to know.
         fingerprint (`str`): What the verdict holds for, see [`fingerprint`].
     """
@@ -54,8 +62,8 @@ def source_hash(module: str) -> str | None:
 
 
 def fingerprint(model: PreTrainedModel) -> str | None:
-    """What a verdict on a model holds for: the source of its class and layers, the settings of its config that are no
-    sizes, and the versions of Transformers, torch and hf_burst.
+    """A hash of all that a verdict on a model holds for: the source of its class, its layers and the modules beside
+    them, the settings of its config that are no sizes, and the versions of Transformers, torch and hf_burst.
 
     Args:
         model (`PreTrainedModel`): The model, of any size.
@@ -64,50 +72,40 @@ def fingerprint(model: PreTrainedModel) -> str | None:
         `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
     """
     root = type(model).__module__.partition(".")[0]
-    classes = {*type(model).__mro__, *(cls for module in model.modules() for cls in type(module).__mro__)}
-    modules = {
-        cls.__module__
-        for cls in classes
-        if cls.__module__.startswith("transformers.models.")
-        or (root != "transformers" and cls.__module__.partition(".")[0] == root)
-    }
-    hashes = [source_hash(module) for module in modules]
-    if None in hashes:
+    pending = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    hashes: dict[str, str | None] = {}
+    while pending:
+        name = pending.pop()
+        in_transformers = name.startswith("transformers.models.")
+        if name in hashes or not (in_transformers or name.partition(".")[0] == root != "transformers"):
+            continue
+        hashes[name] = source_hash(name)
+        names = vars(sys.modules[name]) if name in sys.modules and not in_transformers else {}
+        if "__path__" not in names:  # the names in a package follow from what else was imported
+            pending |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in names.values()}
+    if None in hashes.values():
         return None
-    parts = [
-        type(model).__qualname__,
-        sorted(map(str, hashes)),
-        _structure(model.config.to_dict()),
-        [transformers.__version__, torch.__version__, own_version()],
-    ]
+    sources, settings = sorted(map(str, {*hashes.values()})), _structure(model.config.to_dict())
+    versions = [transformers.__version__, torch.__version__, own_version()]
+    parts = [type(model).__qualname__, sources, settings, versions]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
 def remember(verdict: Verdict) -> Path:
-    """Writes a verdict down for [`served_by`].
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    path = _path(verdict.fingerprint)
-    write_whole(path, json.dumps(asdict(verdict), indent=1))
-    return path
-
-
-def recall(model: PreTrainedModel) -> Verdict | None:
-    """The verdict on a model that this machine remembers."""
-    digest = fingerprint(model)
+    """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
+    path = cache_file("check", verdict.fingerprint)
     try:
-        return None if digest is None else Verdict(**json.loads(_path(digest).read_text()))
-    except (OSError, ValueError, TypeError):  # none, or one that something else wrote
-        return None
+        write_whole(path, json.dumps(asdict(verdict), indent=1))
+    except OSError as problem:
+        raise ConfigError(
+            f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
+            "written."
+        ) from problem
+    return path
 
 
 def served_by(model: PreTrainedModel) -> str:
     """By which comparison a model is served. Ranks that share a sequence must agree on it.
-
-    Args:
-        model (`PreTrainedModel`): The model.
 
     Returns:
         `str`: `"shipped"` if hf_burst comes with the comparison, of the class or of one that it is made from; else
@@ -116,71 +114,58 @@ def served_by(model: PreTrainedModel) -> str:
     Raises:
         UnsupportedModelError: If it was compared by nobody, or was found wrong here.
     """
-    shipped = next((cls for cls in type(model).__mro__ if _is_shipped(cls)), None)
-    unchanged = shipped is not None and (not _newer() or source_hash(shipped.__module__) == SERVED[shipped.__name__])
+    name, config_name = type(model).__name__, model.config.name_or_path
+    command = "hf_burst.check_model(model)"
+    if config_name:
+        command = f"hf-burst check {shlex.quote(config_name)} (or, in Python, {command})"
+    bases = [cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
+    shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
+    newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
+    unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
     if shipped is type(model) and unchanged:
         return "shipped"
-    verdict = recall(model)
+    verdict: Verdict | None = None
+    with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
+        verdict = Verdict(**json.loads(cache_file("check", fingerprint(model) or "").read_text()))
     if verdict is not None and verdict.result == "exact":
         return f"checked {verdict.fingerprint}"
-    name = type(model).__name__
     if verdict is not None:
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
             f"{name} was compared with one process by hf-burst check and found {verdict.result} over several ranks "
-            f"({reasons}), so it is refused. Once its source is changed, {_command(model)} compares it anew."
+            f"({reasons}), so it is refused. Once its source is changed, {command} compares it anew."
         )
     if shipped is None:
         raise UnsupportedModelError(
             f"{name} has not been checked to be exact over several ranks, so it is refused. To compare it with one "
-            f"process and have it served, run on every node: {_command(model)}"
+            f"process and have it served, run on every node: {command}"
         )
     if not unchanged:
         logger.warning(
             "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. To "
             "compare it with one process, run on every node: %s",
-            *(shipped.__name__, transformers.__version__, TESTED, _command(model)),
+            *(shipped.__name__, transformers.__version__, TESTED, command),
         )
     return "shipped"
-
-
-def _is_shipped(cls: type) -> bool:
-    return cls.__module__.startswith("transformers.models.") and cls.__name__ in SERVED
-
-
-def _newer() -> bool:
-    """Whether the installed Transformers is newer than those that were tested."""
-    return Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
-
-
-def _command(model: PreTrainedModel) -> str:
-    """What the user may type or call to have a model checked."""
-    call = "hf_burst.check_model(model)"
-    name = model.config.name_or_path
-    return f"hf-burst check {shlex.quote(name)} (or, in Python, {call})" if name else call
-
-
-def _path(digest: str) -> Path:
-    return cache_file("check", digest)
 
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def _structure(value: Any) -> Any:
-    """A config without its sizes: numbers count as set or not, lists by the kinds of entries that they hold."""
-    if isinstance(value, dict) and all(str(key).isdecimal() for key in value):  # of layers
-        value = list(value.values())
-    if isinstance(value, dict):
-        entries = {
-            str(key): _structure(entry)
-            for key, entry in value.items()
-            if key not in _NOT_STRUCTURE
-            and not str(key).startswith("_")
-            and not str(key).endswith(("token_id", "_ids"))
-        }
-        return {key: entry for key, entry in entries.items() if entry}
-    if isinstance(value, list | tuple | set):
-        return sorted({json.dumps(_structure(entry), sort_keys=True) for entry in value})
-    return bool(value) if isinstance(value, int | float) else value
+def _structure(value: Any, key: str = "", layers: int = 0) -> Any:
+    """A config without its sizes: numbers count as set or not, steps also as one or more, lists by kinds of entries."""
+    if isinstance(value, dict) and not all(str(name).isdecimal() for name in value):
+        layers = next((value[name] for name in LAYER_COUNTS if isinstance(value.get(name), int)), layers)
+        entries = {str(name): _structure(entry, str(name), layers) for name, entry in value.items()}
+        return {name: entry for name, entry in entries.items() if entry and not _NO_STRUCTURE.search(name)}
+    if isinstance(value, dict | list | tuple | set):
+        entries_of_layers = value.values() if isinstance(value, dict) else value
+        if LAYER_LISTS.search(key) and len(value) != layers and all(type(entry) is int for entry in value):
+            return bool(value)
+        return sorted({json.dumps(_structure(entry, "", layers), sort_keys=True) for entry in entries_of_layers})
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if key == "max_window_layers":  # the first one with a window: none of the layers, or some, or all
+        return (value > 0) + (value >= layers)
+    return max(0, min(value, 2)) if STEPS.search(key) else value > 0

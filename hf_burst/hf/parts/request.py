@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
@@ -41,6 +42,7 @@ class Request(Part):
             "gradients": torch.is_grad_enabled(),
             "fused_lm_head": bool(batch.get("fused_lm_head")),
             "BurstConfig": str(run.config),
+            "transformers": transformers.__version__,
         }
 
 
