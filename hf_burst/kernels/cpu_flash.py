@@ -41,7 +41,6 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`PiecewiseKernel.forward_piece`]."""
         tensors, causal = map(_heads_first, (q, k, v)), _is_causal_square(piece)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *tensors, 0.0, causal, attn_mask=_mask(piece, q), scale=scores.scale
@@ -51,7 +50,6 @@ class CpuFlashKernel(PiecewiseKernel[Piece]):
     def backward_piece(
         self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See [`PiecewiseKernel.backward_piece`]."""
         assert inputs.out is not None, "the capabilities say wants_out"
         tensors = map(_heads_first, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.out))
         mask, causal = _mask(piece, inputs.q), _is_causal_square(piece)

@@ -98,7 +98,6 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
         raise NotImplementedError
 
     def pieces(self, band: Band, q: Tensor, k: Tensor) -> Iterable[FlashCall]:
-        """See [`PiecewiseKernel.pieces`]."""
         if not band.segments:
             return _dense_calls(self, band, q.shape[1], k.shape[1])
         stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
@@ -109,7 +108,6 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
     def forward_piece(
         self, piece: FlashCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`PiecewiseKernel.forward_piece`]."""
         if piece.packed:
             out, lse = self.launch_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), piece, scores)
             return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).permute(1, 2, 0)
@@ -122,7 +120,6 @@ class FlashKernel(PiecewiseKernel[FlashCall]):
     def backward_piece(
         self, piece: FlashCall, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See [`PiecewiseKernel.backward_piece`]."""
         dout, q, k, v, out, lse, delta = inputs
         delta = delta if out is None else None
         if not piece.packed:

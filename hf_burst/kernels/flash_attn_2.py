@@ -30,13 +30,11 @@ class FlashAttn2Kernel(Flash2Kernel):
     capabilities = replace(FLASH, name="flash_attn_2")
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]."""
         return super().unavailable(head_dim, value_dim) or package_refusal("flash-attn", self.module, _SIGNATURES)
 
     def launch_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`FlashKernel.launch_forward`]."""
         library = self.library
         function = library._flash_attn_varlen_forward if call.packed else library._flash_attn_forward
         keywords = {**_UNUSED, **library_keywords(call, scores), "return_softmax": False}
@@ -46,7 +44,6 @@ class FlashAttn2Kernel(Flash2Kernel):
     def launch_backward(
         self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See [`FlashKernel.launch_backward`]."""
         assert inputs.out is not None, "the capabilities say wants_out"
         library = self.library
         function = library._flash_attn_varlen_backward if call.packed else library._flash_attn_backward

@@ -44,7 +44,6 @@ class FlashAttn4Kernel(FlashKernel):
     )
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]."""
         refusal = gpu_refusal((9, 0), (12, 0))
         if refusal is None and max(head_dim, value_dim) > 128 and torch.cuda.get_device_capability() >= (10, 0):
             refusal = f"takes head sizes up to 128 on Blackwell, not {max(head_dim, value_dim)}"

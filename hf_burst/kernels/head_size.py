@@ -28,7 +28,6 @@ class PaddedHeads:
         return self.kernel if all(padded_sizes(capabilities, *sizes, way) == sizes for way in (True, False)) else self
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]."""
         return self.kernel.unavailable(*padded_sizes(self.kernel.capabilities, head_dim, value_dim, shared=True))
 
     def forward(

@@ -59,7 +59,6 @@ class PiecewiseKernel(Generic[AnyPiece]):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`Kernel.forward`]."""
         height, width = q.shape[1], k.shape[1]
         out = lse = None
         for piece in self.pieces(band, q, k):

@@ -37,7 +37,6 @@ class ReferenceKernel(PiecewiseKernel[Piece]):
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`PiecewiseKernel.forward_piece`]."""
         logits = _logits(q, k, piece.band, scores)
         lse = logits.logsumexp(-1)
         weights = _weights(logits, lse)

@@ -47,7 +47,6 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
         self.reference = ReferenceKernel()
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]."""
         refusal = gpu_refusal((8, 0))
         if refusal is not None:
             return refusal
@@ -77,7 +76,6 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
     def forward_piece(
         self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`PiecewiseKernel.forward_piece`]."""
         if min(piece.height, piece.width) == 1:
             out, lse = self.reference.forward(q, k, v, piece.band, scores)
             return out.to(q.dtype), lse
@@ -90,7 +88,6 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
     def backward_piece(
         self, piece: Piece, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See [`PiecewiseKernel.backward_piece`]."""
         dout, q, k, v, out, lse, _ = inputs
         assert out is not None, "the capabilities say wants_out"
         if min(piece.height, piece.width) == 1:

@@ -23,7 +23,6 @@ class Flash2Kernel(FlashKernel):
     """The common part of the FlashAttention-2 kernels in torch and in their package."""
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
-        """See [`Kernel.unavailable`]."""
         refusal = gpu_refusal((8, 0))
         if refusal is None and 192 < head_dim <= 224 and torch.cuda.get_device_capability() in _LITTLE_SHARED_MEMORY:
             return f"has no backward for head size {head_dim} on this GPU, which has too little shared memory"
@@ -51,7 +50,6 @@ class TorchFlashKernel(Flash2Kernel):
     def launch_forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See [`FlashKernel.launch_forward`]."""
         causal, left, right = call.window
         out, lse, *_ = self.library._flash_attention_forward(
             *(aligned(q), aligned(k), aligned(v), *call.lengths, 0.0, causal, False),
@@ -62,7 +60,6 @@ class TorchFlashKernel(Flash2Kernel):
     def launch_backward(
         self, inputs: BackwardInputs, call: FlashCall, scores: Scores, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See [`FlashKernel.launch_backward`]."""
         assert inputs.out is not None, "the capabilities say wants_out"
         causal, left, right = call.window
         no_dropout = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
