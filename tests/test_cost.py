@@ -524,10 +524,9 @@ def test_a_machine_is_text_and_back_and_nothing_else_is_one():
         json.dumps({**values, "p2p": {**values["p2p"], "bandwidth": 0}}),
         json.dumps({**values, "rates": values["rates"][::-1]}),
         json.dumps({**values, "colour": "red"}),
-        json.dumps({**values, "ranks_per_host": True}),
         json.dumps({**values, "gathered_rate": 0}),
         json.dumps({**values, "slice_blocks": -1}),
-        json.dumps({key: value for key, value in values.items() if key != "waiting"}),
+        json.dumps({key: value for key, value in values.items() if key != "p2p"}),
     ]
     for text in broken:
         with pytest.raises(ConfigError, match=r"hf-burst calibrate|rise"):

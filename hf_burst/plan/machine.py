@@ -3,9 +3,8 @@ from them, `hf_burst.calibrate` measures them."""
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
 
 from ..errors import ConfigError
 
@@ -122,24 +121,12 @@ class Machine:
         """Reads what [`Machine.to_json`] wrote, and raises a [`ConfigError`] for anything else."""
         try:
             values = json.loads(text)
-            values["rates"] = tuple(_read(KernelRate, rate) for rate in values["rates"])
+            values["rates"] = tuple(KernelRate(**rate) for rate in values["rates"])
             for name in ("p2p", "between_hosts", "symmetric"):
-                values[name] = None if name == "symmetric" and values[name] is None else _read(Link, values[name])
-            return cast(Machine, _read(cls, values))
+                values[name] = None if name == "symmetric" and values[name] is None else Link(**values[name])
+            return cls(**values)
         except (ValueError, TypeError, KeyError) as problem:
             raise ConfigError(f"This is no machine: {problem}. Write one by hf-burst calibrate.") from problem
-
-
-def _read(kind: Any, values: Any) -> Any:
-    """A dataclass from a mapping that has all of its fields, with values of their types, and nothing else."""
-    names: dict[str, Any] = {field.name: field.type for field in fields(kind)}
-    types: dict[Any, tuple[type, ...]] = {float: (int, float), int: (int,), str: (str,)}
-    if not isinstance(values, dict) or set(values) != set(names):
-        raise ValueError(f"a {kind.__name__} has {', '.join(names)}, got {str(values)[:80]}")
-    for name, wanted in names.items():
-        if not isinstance(values[name], types.get(wanted, (object,))) or isinstance(values[name], bool):
-            raise ValueError(f"{name} of a {kind.__name__} cannot be {values[name]!r}")
-    return kind(**values)
 
 
 def h200(kernel: str = "flash_attn_4") -> Machine:
