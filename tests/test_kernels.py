@@ -21,7 +21,6 @@ from hf_burst.kernels import (
     KERNELS,
     BackwardInputs,
     Band,
-    Capabilities,
     Kernel,
     KernelRequest,
     Scores,
@@ -32,6 +31,7 @@ from hf_burst.kernels import (
     reference,
     select_kernel,
 )
+from hf_burst.kernels.base import Capabilities
 from hf_burst.kernels.flash import aligned
 from hf_burst.kernels.flash_attn_2 import FlashAttn2Kernel
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel

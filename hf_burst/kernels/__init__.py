@@ -1,21 +1,11 @@
 """Kernels that compute one tile of attention. They know tiles, and nothing of ranks."""
 
-from .base import (
-    BackwardInputs,
-    Band,
-    Capabilities,
-    Kernel,
-    KernelRequest,
-    OutputBuffers,
-    Scores,
-    from_host,
-    project_out,
-)
+from .base import BackwardInputs, Band, Kernel, KernelRequest, OutputBuffers, Scores, from_host, project_out
 from .select import KERNELS, explain_kernels, make_kernels, select_kernel
 
 # fmt: off
 __all__ = [
-    "KERNELS", "BackwardInputs", "Band", "Capabilities", "Kernel", "KernelRequest", "OutputBuffers", "Scores",
+    "KERNELS", "BackwardInputs", "Band", "Kernel", "KernelRequest", "OutputBuffers", "Scores",
     "explain_kernels", "from_host", "make_kernels", "project_out", "select_kernel",
 ]
 # fmt: on
