@@ -179,17 +179,20 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
     ("words", "said"),
     [
         (["--documents", "10", "20", "--length", "64"], "have 30 tokens together and --length is 64; give one"),
-        (["--documents", "10", "0"], "give lengths of at least 1"),
+        (["--documents", "10", "0"], "(0, 10, 10) do not fit a sequence of 10 tokens"),
         (["--length", "3"], "too short for 4 ranks"),
-        (["--length", "0"], "--length is 0; it must be at least 1"),
+        (["--length", "0"], "at least 1 token, got length=0"),
         (["--ranks", "0"], "--ranks is 0; it must be 1 to 256"),
         (["--ranks", "1000"], "--ranks is 1000; it must be 1 to 256"),
         (["--ranks", "65", "--out", "plan.png"], "--ranks is 65; it must be 1 to 256, for --out to 64"),
-        (["--out", "folder.png"], "--out is folder.png, where no picture can be written: it is a folder"),
-        (["--out", "folder"], "--out is folder, where no picture can be written: it is a folder"),
-        (["--window", "-2"], "--window is -2; give the tokens"),
-        (["--out", "plan.nothing"], "--out is plan.nothing; its name must end with one of ."),
-        (["--out", "plan"], "--out is plan; its name must end with one of ."),
+        (
+            ["--out", "folder.png"],
+            "--out is folder.png, where no picture can be drawn by matplotlib: [Errno 21] Is a directory",
+        ),
+        (["--out", "folder"], "--out is folder, where no picture can be drawn by matplotlib: Format '' is not"),
+        (["--window", "-2"], "window=-2 is negative; give the tokens"),
+        (["--out", "plan.nothing"], "by matplotlib: Format 'nothing' is not supported"),
+        (["--out", "plan"], "by matplotlib: Format '' is not supported"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(words, said, capsys, monkeypatch, tmp_path):

@@ -50,49 +50,36 @@ def run(arguments: argparse.Namespace) -> int:
     most = _MOST_RANKS if arguments.out is None else _MOST_DRAWN
     if not 1 <= arguments.ranks <= most:
         raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}, for --out to {_MOST_DRAWN}.")
-    if arguments.out is not None:
-        _check_picture(arguments.out)
     mask = _mask(arguments)
     plan = make_plan((mask,), cut(mask.length, assign((mask,), arguments.ranks, arguments.chunking)))
+    if arguments.out is not None:
+        _write_picture(arguments.out, plan, arguments.rotating)
     print(describe(plan, arguments.rotating))
-    if arguments.out is None:
-        return 0
-    figure = draw(plan, arguments.rotating)
-    try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(arguments.out, dpi=150)
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"--out is {arguments.out}, where no picture can be written: {problem}") from problem
-    print(f"picture in {arguments.out}")
+    if arguments.out is not None:
+        print(f"picture in {arguments.out}")
     return 0
+
+
+def _write_picture(out: Path, plan: Plan, rotating: Rotating) -> None:
+    try:
+        figure = draw(plan, rotating)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150, format=out.suffix[1:])
+    except (ImportError, OSError, ValueError) as problem:
+        advice = "Name another file, or install matplotlib."
+        raise ConfigError(
+            f"--out is {out}, where no picture can be drawn by matplotlib: {problem}. {advice}"
+        ) from problem
 
 
 def _mask(arguments: argparse.Namespace) -> Mask:
     """The mask that is asked for."""
     length, sizes = arguments.length, arguments.documents or ()
-    if length is not None and length < 1:
-        raise ConfigError(f"--length is {length}; it must be at least 1.")
-    if arguments.window is not None and arguments.window < 0:
-        raise ConfigError(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
-    if any(size < 1 for size in sizes):
-        raise ConfigError(f"--documents are {arguments.documents}; give lengths of at least 1.")
     if sizes and length not in (None, sum(sizes)):
         raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
+    length = sum(sizes) if sizes else _LENGTH if length is None else length
     documents = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    return Mask(sum(sizes) or length or _LENGTH, arguments.mask == "causal", arguments.window, documents)
-
-
-def _check_picture(out: Path) -> None:
-    """Raises if matplotlib cannot write a file of this name."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as problem:
-        raise ConfigError(f"A picture needs matplotlib ({problem}): pip install matplotlib") from problem
-    if out.is_dir():
-        raise ConfigError(f"--out is {out}, where no picture can be written: it is a folder. Name a file.")
-    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
-    if out.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"--out is {out}; its name must end with one of .{', .'.join(kinds)}.")
+    return Mask(length, arguments.mask == "causal", arguments.window, documents)
 
 
 def describe(plan: Plan, rotating: Rotating) -> str:
