@@ -14,25 +14,17 @@ from ..mesh import ContextGroup
 def launched() -> tuple[int, int]:
     """How many processes there are, and the number of this one; without a launcher one process, number 0. Raises a
     [`ConfigError`] if the variables cannot be those of a launcher."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        if not os.environ.get(name, "0").isdecimal():
-            raise ConfigError(
-                f"The environment variable {name} is {os.environ[name]!r}; torchrun and accelerate launch set a number "
-                "there. Unset it, or start with one of them."
-            )
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if size > 1 and missing:
-        raise ConfigError(
-            f"The environment variable WORLD_SIZE is {size} without {', '.join(missing)}: start all processes with "
-            "torchrun or accelerate launch, or unset WORLD_SIZE."
-        )
-    if rank >= size:
-        raise ConfigError(
-            f"The environment variables say RANK {rank} of WORLD_SIZE {size}; ranks are counted from 0. Unset both, or "
-            "start with torchrun or accelerate launch."
-        )
-    return size, rank
+    variables = {name: os.environ[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK") if name in os.environ}
+    complete = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    if all(number.isdecimal() for number in variables.values()):
+        size, rank = int(variables.get("WORLD_SIZE", "1")), int(variables.get("RANK", "0"))
+        if rank < size and (size == 1 or complete):
+            return size, rank
+    raise ConfigError(
+        f"The environment variables {' '.join(f'{name}={value}' for name, value in variables.items())} cannot be those "
+        "of a launcher: they are numbers, ranks are counted from 0, several need RANK, MASTER_ADDR and MASTER_PORT. "
+        "Unset them, or start with torchrun or accelerate launch."
+    )
 
 
 @contextmanager

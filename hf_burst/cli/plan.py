@@ -66,9 +66,8 @@ def _write_picture(out: Path, plan: Plan, rotating: Rotating) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=150, format=out.suffix[1:])
     except (ImportError, OSError, ValueError) as problem:
-        advice = "Name another file, or install matplotlib."
         raise ConfigError(
-            f"--out is {out}, where no picture can be drawn by matplotlib: {problem}. {advice}"
+            f"--out is {out}, where matplotlib draws no picture: {problem}. Name another file, or install matplotlib."
         ) from problem
 
 
