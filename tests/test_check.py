@@ -352,9 +352,9 @@ def test_a_config_without_a_language_model_head_is_named(tmp_path: Path) -> None
     [
         ("nonsense", "batch.json' holds no batch"),
         ("[1, 2]", "holds no batch"),
-        ('{"input_ids": [[1, 2]]}', "it has no labels, only input_ids"),
+        ('{"input_ids": [[1, 2]]}', "it lacks input_ids, or labels"),
         ('{"input_ids": [[1, 2], [3]], "labels": [[1]]}', "holds no batch"),
-        ('{"input_ids": [1, 2], "labels": [1, 2]}', r"its labels have shape \(2,\)"),
+        ('{"input_ids": [1, 2], "labels": [1, 2]}', r"labels of shape \(batch, tokens\)"),
     ],
 )
 def test_a_file_that_holds_no_batch_is_named(tmp_path: Path, content: str, why: str) -> None:

@@ -113,18 +113,15 @@ def read_batch(path: Path) -> dict[str, torch.Tensor]:
             values = torch.load(path, map_location="cpu", weights_only=True)
     except (*_UNREADABLE, SafetensorError, pickle.UnpicklingError) as problem:
         raise _no_batch(path, str(problem).strip().split("\n")[0]) from problem
-    if not isinstance(values, Mapping):
-        raise _no_batch(path, f"it holds a {type(values).__name__}")
-    tensors = {str(key): value for key, value in values.items() if value is not None}
+    tensors = (
+        {str(key): value for key, value in values.items() if value is not None} if isinstance(values, Mapping) else {}
+    )
+    labels = tensors.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or not {"input_ids", "inputs_embeds"} & set(tensors):
+        raise _no_batch(path, "it lacks input_ids, or labels of shape (batch, tokens)")
     wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor | int)]
     if wrong:
         raise _no_batch(path, f"of its values, {', '.join(wrong)} are no tensors")
-    missing = [] if {"input_ids", "inputs_embeds"} & set(tensors) else ["input_ids"]
-    missing += [] if isinstance(tensors.get("labels"), torch.Tensor) else ["labels"]
-    if missing:
-        raise _no_batch(path, f"it has no {' and no '.join(missing)}, only {', '.join(tensors) or 'nothing'}")
-    if tensors["labels"].ndim != 2:
-        raise _no_batch(path, f"its labels have shape {tuple(tensors['labels'].shape)}, not (batch, tokens)")
     return tensors
 
 

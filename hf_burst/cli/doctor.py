@@ -73,8 +73,6 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-    if arguments.window is not None and arguments.window < 0:
-        problems.append(f"--window is {arguments.window}; give the tokens visible backwards, or leave it out.")
     if any(size < 1 for size in arguments.documents or ()):
         problems.append(f"--documents are {arguments.documents}; give lengths of at least 1.")
     if not problems:
@@ -82,9 +80,7 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
     if not problems and arguments.q_heads % arguments.kv_heads:
         shared = f"{arguments.q_heads} query heads cannot share {arguments.kv_heads} key heads"
         problems.append(f"{shared}: give a whole multiple.")
-    if not dist.is_available():
-        problems.append("this torch has no torch.distributed; install one that has.")
-    elif device.type == "cuda" and not dist.is_nccl_available():
+    if device.type == "cuda" and not dist.is_nccl_available():
         problems.append("this torch has GPUs and no NCCL; install a CUDA build of torch, or set ACCELERATE_USE_CPU=1.")
     if not problems:
         refusals = _explained(arguments, device)
@@ -97,15 +93,13 @@ def _problems(arguments: argparse.Namespace, device: torch.device) -> list[str]:
 def _too_large(arguments: argparse.Namespace) -> list[str]:
     """Why the example would take minutes to go through; empty if it does not."""
     documents, ranks = arguments.documents or [arguments.length], arguments.ranks or 1
-    if ranks > _MOST_RANKS:
-        return [f"--ranks is {ranks}; it must be at most {_MOST_RANKS}."]
     count = len(documents) * -(-arguments.length // sum(documents))
-    if arguments.batch * (count + ranks) > _MOST_PARTS:
-        return [
-            f"--batch {arguments.batch} times --length {arguments.length} in {count} documents over {ranks} ranks is "
-            f"too much to go through; sequences times documents and ranks may be {_MOST_PARTS}. Give fewer."
-        ]
-    return []
+    if ranks <= _MOST_RANKS and arguments.batch * (count + ranks) <= _MOST_PARTS:
+        return []
+    return [
+        f"--batch {arguments.batch} times --length {arguments.length} in {count} documents over {ranks} ranks is too "
+        f"much to go through; ranks may be {_MOST_RANKS}, sequences times documents and ranks {_MOST_PARTS}. Give fewer."
+    ]
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -137,7 +131,7 @@ def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: 
         lines.append(f"  cuda:{index} {name} (sm_{major}{minor}), {_gib(free)} of {_gib(total)} GiB free")
     if not torch.cuda.is_available():
         lines.append(f"  no GPU; {os.cpu_count()} processors, {torch.get_num_threads()} threads a rank")
-    backends = [name for name in ("nccl", "gloo") if dist.is_available() and dist.is_backend_available(name)]
+    backends = [name for name in ("nccl", "gloo") if dist.is_backend_available(name)]
     lines.append(f"messages: {', '.join(backends) or 'none'}; {_symmetric_memory()}")
     lines.append(f"kernels for {_dtype(device)} and heads of {arguments.head_dim}, the fastest first:")
     lines += [f"  {name}: {refusal or 'can'}" for name, refusal in _explained(arguments, device)]
