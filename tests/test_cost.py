@@ -38,8 +38,9 @@ from hf_burst.plan import (
 )
 from hf_burst.plan.choose import fetched_share
 from hf_burst.plan.machine import cpu, h200
+from hf_burst.plan.mask import band_pairs
 from hf_burst.plan.tiles import Tile
-from hf_burst.plan.work import band_pairs, busiest, gathered_rows, lag, pairs_of_ranks, tile_pairs
+from hf_burst.plan.work import busiest, gathered_rows, lag, pairs_of_ranks, tile_pairs
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention
 from recipes.benchmarks.documents import Documents
 from tests.oracle import admitted_pairs

@@ -106,12 +106,19 @@ class Mask:
     @property
     def pairs(self) -> int:
         """How many (query, key) pairs are admitted."""
-        total = 0
-        low, high = self.distances
-        for start, stop in pairwise(self.documents):
-            size = stop - start
-            back = size - 1 if high is None else min(high, size - 1)
-            ahead = size - 1 if low is None else min(-low, size - 1)
-            # sum over rows of min(row, back) + min(size - 1 - row, ahead) + 1
-            total += size + sum(reach * (size - 1 - reach) + reach * (reach + 1) // 2 for reach in (back, ahead))
-        return total
+        sizes = (stop - start for start, stop in pairwise(self.documents))
+        return sum(band_pairs(size, size, *self.distances) for size in sizes)
+
+
+def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
+    """How many pairs of a block have `low <= row - column <= high`; `None` is no bound."""
+
+    def triangle(side: int) -> int:
+        return side * (side + 1) // 2 if side > 0 else 0
+
+    def at_least(distance: int) -> int:
+        side = rows - distance
+        return triangle(side) - triangle(side - rows) - triangle(side - columns) + triangle(side - rows - columns)
+
+    admitted = rows * columns if low is None else at_least(low)
+    return admitted if high is None else admitted - at_least(high + 1)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from ..config import Schedule
-from .mask import Mask
+from .mask import Mask, band_pairs
 from .sharding import Sharding
 from .steps import Plan, Rotating, make_plan
 from .tiles import Tile
@@ -38,20 +38,6 @@ class Layer:
     def plan(self, ulysses: int) -> Plan:
         """The plan of the ring in which `ulysses` neighbouring ranks, which exchange heads, are one ring rank."""
         return make_plan(self.masks, self.sharding.joined(ulysses))
-
-
-def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
-    """How many pairs of a block have `low <= row - column <= high`; `None` is no bound."""
-
-    def triangle(side: int) -> int:
-        return side * (side + 1) // 2 if side > 0 else 0
-
-    def at_least(distance: int) -> int:
-        side = rows - distance
-        return triangle(side) - triangle(side - rows) - triangle(side - columns) + triangle(side - rows - columns)
-
-    admitted = rows * columns if low is None else at_least(low)
-    return admitted if high is None else admitted - at_least(high + 1)
 
 
 def tile_pairs(tile: Tile) -> int:
