@@ -25,7 +25,6 @@ from hf_burst.plan import (
 )
 from hf_burst.plan.sharding import pattern
 from hf_burst.plan.steps import goes_ahead
-from hf_burst.plan.traffic import step_traffic
 from tests.oracle import admitted_pairs
 
 ROTATING = ("kv", "q")
@@ -160,8 +159,6 @@ def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rota
     for rank in range(plan.ranks):
         steps = plan.steps(rank, rotating)
         traffic = rank_traffic(plan, rank, direction, rotating, shapes)
-        parts = [step_traffic(step, direction, rotating, batch, shapes) for step in steps]
-        assert traffic == sum(parts, Traffic())
         messages = total = 0
         for step in steps:
             if step.send:

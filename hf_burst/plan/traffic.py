@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .steps import Plan, Rotating, Step
+from .steps import Plan, Rotating
 
 Pass = Literal["forward", "backward"]
 
@@ -33,25 +33,20 @@ class Traffic:
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
 
-def step_traffic(step: Step, direction: Pass, rotating: Rotating, batch: int, shapes: Shapes) -> Traffic:
-    """What one rank sends in one step: its rotating block (`step.send`) and the gradients it returns (`step.recv`)."""
-    block, returned = row_bytes(direction, rotating, shapes, lone=step.recv is not None and step.recv.lone)
-    sent = Traffic()
-    if step.send:
-        sent += Traffic(len(block), batch * step.send.rows * sum(block))
-    if step.recv and returned:
-        sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
-    return sent
-
-
 def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, shapes: Shapes) -> Traffic:
     """What one rank sends in one pass through one layer.
 
     For K and V (design of ring attention) these are 2·n·Hkv·D elements a step forward, and as many more gradients
     backward; for the burst backward Q, dO, dQ and two accumulator scalars a head (arXiv 2403.09347, section 3).
     """
-    steps = plan.steps(rank, rotating)
-    return sum((step_traffic(step, direction, rotating, len(plan.masks), shapes) for step in steps), start=Traffic())
+    sent, batch = Traffic(), len(plan.masks)
+    for step in plan.steps(rank, rotating):
+        block, returned = row_bytes(direction, rotating, shapes, lone=step.recv is not None and step.recv.lone)
+        if step.send:
+            sent += Traffic(len(block), batch * step.send.rows * sum(block))
+        if step.recv:
+            sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
+    return sent
 
 
 def row_bytes(direction: Pass, rotating: Rotating, shapes: Shapes, lone: bool) -> tuple[list[int], list[int]]:
