@@ -98,7 +98,7 @@ def _too_large(arguments: argparse.Namespace) -> list[str]:
         return []
     return [
         f"--batch {arguments.batch} times --length {arguments.length} in {count} documents over {ranks} ranks is too "
-        f"much to go through; ranks may be {_MOST_RANKS}, sequences times documents and ranks {_MOST_PARTS}. Give less."
+        f"much to go through; ranks may be {_MOST_RANKS}, sequences x (documents + ranks) {_MOST_PARTS}. Give fewer."
     ]
 
 
