@@ -36,7 +36,7 @@ class PaddedHeads:
         """See [`Kernel.forward`]; padded results are written elsewhere."""
         size, value_size = self._sizes(q, v)
         out, lse = self.kernel.forward(_pad(q, size), _pad(k, size), _pad(v, value_size), band, scores)
-        return _cut(out, v.shape[3]), lse
+        return out[..., : v.shape[3]], lse
 
     def backward(
         self, inputs: BackwardInputs, band: Band, scores: Scores, buffers: OutputBuffers | None = None
@@ -52,7 +52,7 @@ class PaddedHeads:
             out=None if out is None else _pad(out, value_size),
         )
         dq, dk, dv = self.kernel.backward(padded, band, scores)
-        return _cut(dq, q.shape[3]), _cut(dk, k.shape[3]), _cut(dv, v.shape[3])
+        return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
 
     def _sizes(self, q: Tensor, v: Tensor) -> tuple[int, int]:
         return padded_sizes(self.kernel.capabilities, q.shape[3], v.shape[3], shared=q.shape[2] != v.shape[2])
@@ -76,7 +76,3 @@ def _enough(capabilities: Capabilities, dim: int) -> int:
 
 def _pad(tensor: Tensor, size: int) -> Tensor:
     return tensor if tensor.shape[3] == size else functional.pad(tensor, (0, size - tensor.shape[3]))
-
-
-def _cut(tensor: Tensor, size: int) -> Tensor:
-    return tensor if tensor.shape[3] == size else tensor[..., :size]
