@@ -123,6 +123,15 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
     return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
 
 
+def reaches_peers(device: torch.device) -> bool:
+    """Whether a GPU reads the memory of all others that this process sees, and sees any."""
+    if device.type != "cuda":
+        return False
+    here = torch.cuda.current_device() if device.index is None else device.index
+    others = [index for index in range(torch.cuda.device_count()) if index != here]
+    return bool(others) and all(torch.cuda.can_device_access_peer(here, index) for index in others)
+
+
 def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
     """Where a machine is remembered: a [`cache_file`] named by its device, kernel and ranks (in all and on a host)."""
     versions = (f"torch{torch.__version__}", f"hf_burst{own_version()}")
@@ -257,15 +266,6 @@ def _copies(group: ContextGroup, device: torch.device, largest: int) -> Callable
     return transport
 
 
-def _reaches_peers(device: torch.device) -> bool:
-    """Whether a GPU reads the memory of all others that this process sees, and sees any."""
-    if device.type != "cuda":
-        return False
-    here = torch.cuda.current_device() if device.index is None else device.index
-    others = [index for index in range(torch.cuda.device_count()) if index != here]
-    return bool(others) and all(torch.cuda.can_device_access_peer(here, index) for index in others)
-
-
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """The median time of a call: on the GPU by its own events, elsewhere by the clock."""
     times = []
@@ -306,7 +306,7 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
 
 def _report(device: torch.device) -> dict[str, Any]:
     """What the ranks tell each other of the place where they run."""
-    return {"host": socket.gethostname(), "memory": _memory(device), "reaches": _reaches_peers(device)}
+    return {"host": socket.gethostname(), "memory": _memory(device), "reaches": reaches_peers(device)}
 
 
 def _memory(device: torch.device) -> int:

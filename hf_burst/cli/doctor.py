@@ -5,12 +5,12 @@ import os
 import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from itertools import accumulate, combinations, cycle, takewhile
+from itertools import accumulate, cycle, takewhile
 
 import torch
 import torch.distributed as dist
 
-from ..calibrate import machine_for, machine_of, profile_path
+from ..calibrate import machine_for, machine_of, profile_path, reaches_peers
 from ..config import Schedule
 from ..errors import BurstError, ConfigError
 from ..kernels import KernelRequest, explain_kernels
@@ -132,20 +132,11 @@ def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: 
     if not torch.cuda.is_available():
         lines.append(f"  no GPU; {os.cpu_count()} processors, {torch.get_num_threads()} threads a rank")
     backends = [name for name in ("nccl", "gloo") if dist.is_backend_available(name)]
-    lines.append(f"messages: {', '.join(backends) or 'none'}; {_symmetric_memory()}")
+    reach = "reads" if reaches_peers(device) else "does not read"
+    lines.append(f"messages: {', '.join(backends)}; rank 0 {reach} the memory of other GPUs of its host")
     lines.append(f"kernels for {_dtype(device)} and heads of {arguments.head_dim}, the fastest first:")
     lines += [f"  {name}: {refusal or 'can'}" for name, refusal in _explained(arguments, device)]
     return lines
-
-
-def _symmetric_memory() -> str:
-    """Whether the GPUs of this host read each other's memory."""
-    count = torch.cuda.device_count()
-    if count < 2:
-        return "symmetric memory needs two GPUs on a host"
-    apart = [pair for pair in combinations(range(count), 2) if not torch.cuda.can_device_access_peer(*pair)]
-    shown = ", ".join(f"{first} and {second}" for first, second in apart)
-    return f"GPUs {shown} cannot read each other's memory" if apart else "all GPUs read each other's memory"
 
 
 def describe_machine(machine: Machine, ranks: int) -> list[str]:
