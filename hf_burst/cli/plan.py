@@ -1,7 +1,7 @@
 """`hf-burst plan`: which rank computes which part of a mask in which step of a ring, in numbers and as a picture."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -12,7 +12,6 @@ from ..config import Chunking
 from ..errors import ConfigError
 from ..plan import Mask, Plan, assign, cut, make_plan
 from ..plan.steps import Rotating
-from ..plan.tiles import Tile
 from ..plan.work import tile_pairs
 from .launch import launched
 
@@ -115,7 +114,11 @@ def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple
         rotating (`str`): The rotating block, `"kv"` or `"q"`.
         tokens (sequence of `int`): Rising; queries along the first dimension of both arrays, keys along the second.
     """
-    owners, rows = _homes(plan, tokens)
+    positions, owners, rows = np.asarray(tokens), np.full(len(tokens), _NOBODY), np.full(len(tokens), _NOBODY)
+    for rank in range(plan.ranks):
+        for piece in plan.queries.runs(rank):
+            inside = (positions >= piece.start) & (positions < piece.stop)
+            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
     ranks = np.full((len(tokens), len(tokens)), _NOBODY)
     steps = ranks.copy()
     for host in range(plan.queries.ranks):
@@ -125,27 +128,11 @@ def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple
             for tile in step.tiles:
                 if tile.batch[0] > 0:
                     continue
-                for query, key in _drawn(tile, owners == q_rank, owners == k_rank, rows):
-                    ranks[query, key], steps[query, key] = host, step.order
+                for query in np.flatnonzero((owners == q_rank) & (rows >= tile.q[0]) & (rows < tile.q[1])):
+                    start, stop = (tile.k[0] + column for column in tile.columns(int(rows[query]) - tile.q[0]))
+                    keys = np.flatnonzero((owners == k_rank) & (rows >= start) & (rows < stop))
+                    ranks[query, keys], steps[query, keys] = host, step.order
     return ranks, steps
-
-
-def _homes(plan: Plan, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The rank that holds each token, and its row there."""
-    positions = np.asarray(tokens)
-    owners, rows = np.full(len(positions), _NOBODY), np.full(len(positions), _NOBODY)
-    for rank in range(plan.queries.ranks):
-        for piece in plan.queries.runs(rank):
-            inside = (positions >= piece.start) & (positions < piece.stop)
-            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
-    return owners, rows
-
-
-def _drawn(tile: Tile, queries: np.ndarray, keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """The pairs of a tile among the drawn tokens: each query with its keys."""
-    for query in np.flatnonzero(queries & (rows >= tile.q[0]) & (rows < tile.q[1])):
-        start, stop = tile.columns(int(rows[query]) - tile.q[0])
-        yield int(query), np.flatnonzero(keys & (rows >= tile.k[0] + start) & (rows < tile.k[0] + stop))
 
 
 def draw(plan: Plan, rotating: Rotating) -> "Figure":
