@@ -94,10 +94,6 @@ def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[in
     loads = [0] * (max(owners) + 1)
     for owner, work in zip(owners, _work(masks, weights, len(owners)), strict=True):
         loads[owner] += work
-    return _above_mean(loads)
-
-
-def _above_mean(loads: Sequence[int]) -> float:
     return max(loads) * len(loads) / sum(loads) - 1
 
 
@@ -114,11 +110,10 @@ def _unevenness(
     """Owners, possibly after swaps for even steps, with their imbalance (at least 2 %, below which it does not count)
     and that of the steps (infinite where it is not known)."""
     steps = _Steps.of(masks, weights, owners) if max(owners) < _MOST_STEPS else None
-    if steps is None:
-        return owners, (max(imbalance(masks, owners, weights), _EVEN), math.inf)
-    if swaps:
+    if steps is not None and swaps:
         steps.even_out(masks[0].length // _TOKENS_OF_A_TRY)
-    return tuple(steps.owners), (max(_above_mean(steps.loads), _EVEN), steps.imbalance)
+        owners = tuple(steps.owners)
+    return owners, (max(imbalance(masks, owners, weights), _EVEN), math.inf if steps is None else steps.imbalance)
 
 
 class _Steps:
