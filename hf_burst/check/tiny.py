@@ -62,13 +62,7 @@ _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
 def tiny_copy(
     model_class: Callable[..., PreTrainedModel], config: PreTrainedConfig, batch_length: int | None = None
 ) -> PreTrainedModel:
-    """A tiny model of the structure of a config; with its vocabulary, and with positions enough, for a real batch.
-
-    Args:
-        model_class (`type`): The class.
-        config (`PreTrainedConfig`): Of the model as it is.
-        batch_length (`int`, *optional*): Tokens of a sequence of the user's; by default the vocabulary shrinks, too.
-    """
+    """The [`tiny_model`] of a config that is made small by [`shrink`]."""
     return tiny_model(model_class, shrink(config, batch_length))
 
 

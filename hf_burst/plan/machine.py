@@ -94,14 +94,13 @@ class Machine:
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks]
         least += [number for link in links for number in (link.latency, link.drag)]
-        if not self.rates or not all(map(math.isfinite, above + least)) or min(above) <= 0 or min(least) < 0:
-            raise ConfigError(
-                f"A machine has rates, bandwidths and memory above 0 and times of at least 0, got {self}. Measure it "
-                "anew: hf-burst calibrate."
-            )
         sizes = [rate.scores for rate in self.rates]
-        if sizes != sorted(set(sizes)):
-            raise ConfigError(f"The sizes of the kernel's rates must rise, got {sizes}. Sort them, one rate a size.")
+        numbers = all(map(math.isfinite, above + least)) and min(above) > 0 and min(least) >= 0
+        if not numbers or not sizes or sizes != sorted(set(sizes)):
+            raise ConfigError(
+                "A machine has rates of rising sizes, bandwidths and memory above 0 and times of at least 0, got "
+                f"{self}. Measure it anew: hf-burst calibrate."
+            )
 
     def kernel_seconds(self, scores: float, flops: float, backward: bool) -> float:
         """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP."""
