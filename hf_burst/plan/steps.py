@@ -126,25 +126,6 @@ class Plan:
         spans = (mask.keys(query) for mask in self.masks for query in range(self.queries.start, self.queries.stop))
         return sum(max(0, min(stop, self.keys.stop) - max(start, self.keys.start)) for start, stop in spans)
 
-    def __str__(self) -> str:
-        size = f"{len(self.masks)} x {self.queries.length} tokens over {self.ranks} ranks"
-        lines = [f"{size}, {len(self.queries.owners)} chunks, {self.pairs} pairs"]
-        for rank in range(self.ranks):
-            runs = ", ".join(f"{run.start}-{run.stop}" for run in self.queries.runs(rank))
-            lines.append(f"rank {rank}: tokens {runs}")
-            for step in self.steps(rank, "kv"):
-                tiles = ", ".join(_describe(tile) for tile in step.tiles) or "nothing"
-                source = f" of rank {step.source}" if step.recv else ""
-                to = f"; sends {step.send.start}:{step.send.stop} to rank {step.send.peer}" if step.send else ""
-                lines.append(f"  step {step.order}: {tiles}{source}{to}")
-        return "\n".join(lines)
-
-
-def _describe(tile: Tile) -> str:
-    band = "" if tile.low is None and tile.high is None else f" band {tile.low}..{tile.high}"
-    parts = f" in {len(tile.segments) - 1} segments" if tile.segments else ""
-    return f"q {tile.q[0]}:{tile.q[1]} x k {tile.k[0]}:{tile.k[1]}{band}{parts}"
-
 
 @lru_cache(maxsize=64)
 def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None) -> Plan:
