@@ -117,13 +117,8 @@ class HeadBlock:
         return tensor[:, slice(*self.rows), slice(*self.heads)]
 
 
-@dataclass(frozen=True)
-class HeadMove:
-    """A block, and the rows and heads of the destination of the same index to which it goes."""
-
-    source: HeadBlock
-    rows: tuple[int, int]
-    heads: tuple[int, int]
+# A block of what a peer has published, and the one of the destination of the same index to which it goes.
+HeadMove = tuple[HeadBlock, HeadBlock]
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,9 +273,8 @@ class PeerToPeer:
         own = self.group.rank
         sends = [(block.of(tensors[block.index]), block.peer) for block in this_round.outgoing if block.peer != own]
         into_parts, receives = [], []
-        for move in this_round.incoming:
-            block = move.source
-            destination = into[block.index][:, slice(*move.rows), slice(*move.heads)]
+        for block, place in this_round.incoming:
+            destination = place.of(into[block.index])
             if block.peer == own:
                 destination.copy_(block.of(tensors[block.index]))
                 continue
