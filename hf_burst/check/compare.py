@@ -132,9 +132,8 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[0, :6] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
-        if (
-            task_of(model).causal and model.config._attn_implementation == "eager"
-        ):  # lets padding on the left see all tokens
+        # eager attention lets padding on the left see all tokens
+        if task_of(model).causal and model.config._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
         return batch
     batch = {"input_ids": ids, "labels": ids.clone()}
