@@ -14,7 +14,7 @@ from ..config import Schedule
 from ..kernels import BackwardInputs, project_out
 from ..plan import head_slices
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
-from .loop import RingAttention
+from .loop import Keys, RingAttention, Rows, add_tiles
 from .merge import Merged, Summed, accumulation_dtype
 
 # for each part of a round where it goes: which tensor, its first token or row, how many
@@ -61,20 +61,9 @@ def gather_backward(
         q_slice = q[:, :, heads]
         dq = Summed(tuple(q_slice.shape), q.dtype, q.device)
         dk, dv = (Summed(tuple(tensor.shape), q.dtype, q.device) for tensor in (all_k, all_v))
-        for tile in attention.gathered:
-            batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
-            tile_inputs = BackwardInputs(
-                dout=dout[batch, rows, heads],
-                q=q_slice[batch, rows],
-                k=all_k[batch, columns],
-                v=all_v[batch, columns],
-                out=None if out is None else out[batch, rows, heads],
-                lse=inputs.lse[batch, rows, heads],
-                delta=None if delta is None else delta[batch, rows, heads],
-            )
-            gradients = attention.kernel.backward(tile_inputs, attention.band(tile), attention.scores)
-            for total, gradient, span in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):
-                total.add(tile.batch, span, gradient)
+        delta_slice, out_slice = (None if tensor is None else tensor[:, :, heads] for tensor in (delta, out))
+        rows = Rows(q_slice, dout[:, :, heads], inputs.lse[:, :, heads], delta_slice, out_slice, 0, dq)
+        add_tiles(attention, attention.gathered, rows, Keys(all_k, all_v, 0, dk, dv))
         dqs.append(dq.result())
         home.send(index, kv_heads, (dk.wide, dv.wide))
     dk_home, dv_home = home.finish()
