@@ -89,11 +89,7 @@ def forward(
 
     Args:
         attention ([`RingAttention`]): What to compute.
-        exchange ([`Exchange`]): The messages.
-        q (`torch.Tensor` of shape `(B, n, Hq, D)`): This rank's queries.
-        k (`torch.Tensor` of shape `(B, m, Hkv, D)`): This rank's keys.
-        v (`torch.Tensor` of shape `(B, m, Hkv, Dv)`): This rank's values.
-        sinks (`torch.Tensor` of shape `(Hq,)`, *optional*): A further score of every row, whose value is 0.
+        exchange, q, k, v, sinks: As in [`ShardedAttention.forward`].
         buffers (sequence of `torch.Tensor`, *optional*): Where `out` and `lse` may be written, if one tile is all.
 
     Returns:
