@@ -6,7 +6,7 @@ to the same round at both of its ends. So no rank waits for a round that its pee
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -87,14 +87,6 @@ class Round:
         return [
             torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (rows.shape for rows in self.incoming)
         ]
-
-    def among(self, peers: frozenset[int]) -> "Round":
-        """The part of the round that these peers have in it: what one of several transports carries."""
-        return replace(
-            self,
-            outgoing=tuple(rows for rows in self.outgoing if rows.peer in peers),
-            incoming=tuple(rows for rows in self.incoming if rows.peer in peers),
-        )
 
 
 @dataclass(frozen=True)
