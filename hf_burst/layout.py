@@ -85,7 +85,13 @@ class SequenceLayout:
             masks = tuple(pattern.mask(length + padding, row) for row in filled for pattern in layers)
             owners = assign(masks, ranks, chunking, tuple(layers.values()) * len(filled), stretches)
         else:
-            owners = _checked(tuple(chunking), ranks)
+            owners = tuple(chunking)
+            counts = {owners.count(rank) for rank in range(ranks)}
+            if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
+                raise ShardingError(
+                    f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name "
+                    f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
+                )
         cut(length, owners)  # raises for sequences shorter than the chunks
         return cls(length + padding, owners, filled, padding, real)
 
@@ -185,14 +191,3 @@ class SequenceLayout:
         sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
         documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
         return cls(length, owners, documents, padding, real)
-
-
-def _checked(owners: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Owners that give every rank as many chunks."""
-    counts = {owners.count(rank) for rank in range(ranks)}
-    if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
-        raise ShardingError(
-            f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name the rank, "
-            f"0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
-        )
-    return owners
