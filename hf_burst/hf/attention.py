@@ -240,13 +240,13 @@ def _attend_whole(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Transformers' sdpa of query, key and value; the eager attention of the model's own file for soft-capping and
     sinks, which sdpa lacks."""
+    query, key, value = states
     if softcap is None and s_aux is None:
         built = mask.built if isinstance(mask, LazyMask) else mask
-        out, weights = sdpa_attention_forward(module, *states, built, **options)
-    else:
-        added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, states[0].dtype)
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        out, weights = eager(module, *states, added, softcap=softcap, s_aux=s_aux, **options)
+        return sdpa_attention_forward(module, query, key, value, built, **options)
+    added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, query.dtype)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    out, weights = eager(module, query, key, value, added, softcap=softcap, s_aux=s_aux, **options)
     return out, weights
 
 
