@@ -347,11 +347,8 @@ def _return_rounds(
     """How the gradients of each step go home, if those of a whole shard have these shapes and dtypes."""
 
     def returned(transfer: Transfer) -> tuple[Shape, ...]:
-        wide = [accumulation_dtype(dtype) for _, dtype in shapes]
-        dtypes = [lone_dtype if transfer.lone and lone_dtype else dtype for dtype in wide]
-        return tuple(
-            ((batch, transfer.rows, *rest), dtype) for ((batch, _, *rest), _), dtype in zip(shapes, dtypes, strict=True)
-        )
+        lone, rows = lone_dtype if transfer.lone else None, transfer.rows
+        return tuple(((batch, rows, *rest), lone or accumulation_dtype(dtype)) for (batch, _, *rest), dtype in shapes)
 
     rounds = {}
     for step in attention.plan.steps(attention.ring_rank, rotating):

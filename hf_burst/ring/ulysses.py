@@ -87,10 +87,8 @@ class TokensToHeads:
         self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
         degree = self.owners[0].degree
         self.heads = tuple(tensor.shape[2] // degree // slices for tensor in tensors)
-        capacity = sum(
-            tensor.nbytes // tensor.shape[1] * owner.most_tokens[0]
-            for tensor, owner in zip(tensors, owners, strict=True)
-        )
+        owned = zip(tensors, self.owners, strict=True)
+        capacity = sum(tensor.nbytes // tensor.shape[1] * owner.most_tokens[0] for tensor, owner in owned)
         exchange.publish("tokens to heads", tensors, capacity)
 
     def fetch(self, index: int, into: Sequence[Tensor], beside_kernel: bool) -> Pending:
@@ -120,11 +118,8 @@ class HeadsToTokens:
     ) -> None:
         self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
         self.pending: list[Pending] = []
-        parts = self.owners[0].degree * slices
-        self.capacity = sum(
-            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1]
-            for result, owner in zip(results, owners, strict=True)
-        )
+        parts, owned = self.owners[0].degree * slices, zip(results, self.owners, strict=True)
+        self.capacity = sum(x.nbytes // (x.shape[1] * parts) * owner.most_tokens[1] for x, owner in owned)
 
     def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the results of the next slice, of these shapes."""
