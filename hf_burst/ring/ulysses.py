@@ -119,7 +119,9 @@ class HeadsToTokens:
         self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
         self.pending: list[Pending] = []
         parts, owned = self.owners[0].degree * slices, zip(results, self.owners, strict=True)
-        self.capacity = sum(x.nbytes // (x.shape[1] * parts) * owner.most_tokens[1] for x, owner in owned)
+        self.capacity = sum(
+            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1] for result, owner in owned
+        )
 
     def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the results of the next slice, of these shapes."""
