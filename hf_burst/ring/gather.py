@@ -154,7 +154,6 @@ class _ScatteredGradients:
 def _round(attention: RingAttention, index: int, shapes: tuple[Shape, ...], gradients: bool) -> tuple[Round, _Targets]:
     """How K and V of a slice are fetched, if all slices of this rank have these shapes; or how their `gradients`, of
     these shapes on every rank, go home. And where what comes is put: at columns, or rows.
-
     The next rank is first, so that no two ranks read from the same one at the same time.
     """
     own, ranks, first = attention.ring_rank, len(attention.peers), 0 if gradients else 2 * index
