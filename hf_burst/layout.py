@@ -85,7 +85,13 @@ class SequenceLayout:
             masks = tuple(pattern.mask(length + padding, row) for row in filled for pattern in layers)
             owners = assign(masks, ranks, chunking, tuple(layers.values()) * len(filled), stretches)
         else:
-            owners = _checked(tuple(chunking), ranks)
+            owners = tuple(chunking)
+            counts = {owners.count(rank) for rank in range(ranks)}
+            if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
+                raise ShardingError(
+                    f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name "
+                    f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
+                )
         cut(length, owners)  # raises for sequences shorter than the chunks
         return cls(length + padding, owners, filled, padding, real)
 
@@ -108,14 +114,23 @@ class SequenceLayout:
     def batch_size(self) -> int:
         return len(self.documents)
 
+    @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def beginning(self, share: float) -> "SequenceLayout | None":
         """The layout of the first part of the sequence, of which every rank holds as many tokens, its first ones;
         `None` if it cannot be cut there."""
-        return _beginning(self, share)
+        chunks = round(len(self.owners) * share)
+        owners = self.owners[:chunks]
+        even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
+        if chunks != len(self.owners) * share or not owners or not even:
+            return None
+        length = self.length // len(self.owners) * chunks
+        rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
+        return SequenceLayout(length, owners, rows, 0, tuple((min(a, length), min(b, length)) for a, b in self.real))
 
+    @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
         """The mask of every row for layers with this pattern."""
-        return _masks(self, pattern)
+        return tuple(pattern.mask(self.length, row) for row in self.documents)
 
     def indices(self, rank: int) -> Tensor:
         """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
@@ -157,58 +172,22 @@ class SequenceLayout:
         pieces = [shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs]
         return torch.cat(pieces, dim=1)[:, : self.length - self.padding]
 
+    @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
     def encode(self) -> Tensor:
         """The layout as the operator takes it: a `torch.LongTensor` of 1 dimension on the CPU."""
-        return _encode(self)
+        numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
+        numbers += [2 * len(self.real), *chain.from_iterable(self.real)]
+        numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
+        with torch.inference_mode(False):  # a later pass may save it for its backward
+            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     @classmethod
+    @lru_cache(maxsize=64)
     def decode(cls, encoded: bytes) -> "SequenceLayout":
         """The layout that [`SequenceLayout.encode`] wrote, from the bytes of its tensor."""
-        return _decode(encoded)
-
-
-def _checked(owners: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Owners that give every rank as many chunks."""
-    counts = {owners.count(rank) for rank in range(ranks)}
-    if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
-        raise ShardingError(
-            f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name the rank, "
-            f"0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
-        )
-    return owners
-
-
-@lru_cache(maxsize=64)
-def _beginning(layout: SequenceLayout, share: float) -> SequenceLayout | None:
-    chunks = round(len(layout.owners) * share)
-    owners = layout.owners[:chunks]
-    even = len({owners.count(rank) for rank in range(layout.ranks)}) == 1
-    if chunks != len(layout.owners) * share or not owners or not even:
-        return None
-    length = layout.length // len(layout.owners) * chunks
-    rows = tuple((*(bound for bound in row if bound < length), length) for row in layout.documents)
-    return SequenceLayout(length, owners, rows, 0, tuple((min(a, length), min(b, length)) for a, b in layout.real))
-
-
-@lru_cache(maxsize=64)
-def _masks(layout: SequenceLayout, pattern: MaskPattern) -> tuple[Mask, ...]:
-    return tuple(pattern.mask(layout.length, row) for row in layout.documents)
-
-
-@lru_cache(maxsize=64)
-def _encode(layout: SequenceLayout) -> Tensor:
-    numbers = [layout.length, layout.padding, layout.batch_size, len(layout.owners), *layout.owners]
-    numbers += [2 * len(layout.real), *chain.from_iterable(layout.real)]
-    numbers += [*map(len, layout.documents), *chain.from_iterable(layout.documents)]
-    with torch.inference_mode(False):  # a later pass may save it for its backward
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-@lru_cache(maxsize=64)
-def _decode(encoded: bytes) -> SequenceLayout:
-    length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
-    owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
-    real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
-    sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
-    documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-    return SequenceLayout(length, owners, documents, padding, real)
+        length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
+        owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
+        real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
+        sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
+        documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
+        return cls(length, owners, documents, padding, real)

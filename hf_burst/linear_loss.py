@@ -58,11 +58,13 @@ def linear_loss_sum(
     Returns:
         `torch.Tensor`: A scalar in fp32 (fp64 for fp64). It has no second derivative.
     """
-    learns, learned = torch.is_grad_enabled(), list[Tensor]()
-    if learns:
+    learned, rows = list[Tensor](), max(1, _LOGITS // vocabulary)
+    if torch.is_grad_enabled():
         own = _learned(score, hidden) if linear is None else [linear.weight, linear.bias]
         learned = [tensor for tensor in own if tensor is not None and tensor.requires_grad]
-    total: Tensor = _LinearLoss.apply(hidden, targets, score, vocabulary, linear, learns, *learned)
+    else:
+        hidden = hidden.detach()
+    total: Tensor = _LinearLoss.apply(hidden, targets, score, rows, linear, *learned)
     return total
 
 
@@ -84,22 +86,15 @@ def _learned(score: Score, hidden: Tensor) -> list[Tensor]:
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        score: Score,
-        vocabulary: int,
-        linear: Linear | None,
-        learns: bool,
-        *parameters: Tensor,
+        ctx: Any, hidden: Tensor, targets: Tensor, score: Score, rows: int, linear: Linear | None, *parameters: Tensor
     ) -> Tensor:
-        wanted = learns and ctx.needs_input_grad[0]
+        wanted = ctx.needs_input_grad[0]
         flat, labels = hidden.detach().flatten(0, -2), targets.flatten().to(hidden.device)
         liger = _liger(hidden.device.type, hidden.dtype) if linear is not None and wanted else None
         if liger is not None and linear is not None:
             total, gradients = _by_liger(liger, flat, labels, linear, parameters)
         else:
-            total, gradients = _by_chunks(flat, labels, score, vocabulary, parameters, wanted)
+            total, gradients = _by_chunks(flat, labels, score, rows, parameters, wanted)
         ctx.has_gradient = [gradient is not None for gradient in gradients]
         ctx.shape = hidden.shape
         ctx.save_for_backward(*(gradient for gradient in gradients if gradient is not None))
@@ -110,17 +105,16 @@ class _LinearLoss(torch.autograd.Function):
         refuse_second_derivative()
         saved = iter(ctx.saved_tensors)
         dhidden, *dparameters = [next(saved) * factor if exists else None for exists in ctx.has_gradient]
-        return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, None, *dparameters
+        return None if dhidden is None else dhidden.view(ctx.shape), None, None, None, None, *dparameters
 
 
 def _by_chunks(
-    hidden: Tensor, targets: Tensor, score: Score, vocabulary: int, parameters: Sequence[Tensor], wanted: bool
+    hidden: Tensor, targets: Tensor, score: Score, rows: int, parameters: Sequence[Tensor], wanted: bool
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss and the gradients, of hidden states if `wanted`, by autograd over one chunk of tokens after another."""
+    """The loss and the gradients, of hidden states if `wanted`, by autograd over so many tokens after one another."""
     sums = [torch.zeros_like(parameter, dtype=accumulation_dtype(parameter.dtype)) for parameter in parameters]
     dhidden = torch.empty_like(hidden) if wanted else None
     total = torch.zeros((), dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
-    rows = max(1, _LOGITS // vocabulary)
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
         with torch.set_grad_enabled(wanted or bool(parameters)):

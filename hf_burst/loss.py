@@ -77,12 +77,9 @@ def gather_kept(tensor: Tensor, kept: Sequence[Sequence[int]], group: ContextGro
     """
     most = max(len(places) for places in kept)
     shards = _AllGather.apply(functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1])), group)
-    rows = [
-        (place, shard[:, index])
-        for shard, places in zip(shards, kept, strict=True)
-        for index, place in enumerate(places)
-    ]
-    return torch.stack([row for _, row in sorted(rows, key=lambda row: row[0])], dim=1)
+    parts = zip(shards, kept, strict=True)
+    rows = {place: shard[:, index] for shard, places in parts for index, place in enumerate(places)}
+    return torch.stack([rows[place] for place in sorted(rows)], dim=1)
 
 
 def refuse_second_derivative() -> None:

@@ -47,33 +47,23 @@ class GroupResources:
 
     @contextmanager
     def messages(self, device: torch.device, transport: str) -> Iterator[Exchange]:
-        """As [`GroupResources.exchange`], for a whole pass. A failure in its middle is noted down: ranks need not agree
-        then on what was sent."""
-        exchange = self.exchange(device, transport)
-        try:
-            yield exchange
-        except BaseException as problem:  # also when the user interrupts
-            if isinstance(exchange, Symmetric):
-                exchange.pool.failure = repr(problem).splitlines()[0]
-            raise
-
-    def exchange(self, device: torch.device, transport: str) -> Exchange:
-        """The messages of one pass, by a transport of [`BurstConfig`].
+        """The messages of one pass, by a transport of [`BurstConfig`]. A failure in its middle is noted down: ranks
+        need not agree then on what was sent.
 
         Raises:
             ConfigError: If the ranks cannot read each other's memory although that was asked for; if an attention ended
                 in the middle; or if the caller records a CUDA graph, which would not take part in the turns in which
                 ranks publish.
         """
-        if self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda"):
-            return PeerToPeer(self.group, device)
-        pool = self.pool(device)
+        direct = self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda")
+        pool = "" if direct else self.pool(device)
         if isinstance(pool, str):
-            if transport == "symmetric":
+            if pool and transport == "symmetric":
                 raise ConfigError(
                     f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
                 )
-            return PeerToPeer(self.group, device)
+            yield PeerToPeer(self.group, device)
+            return
         if pool.failure:
             raise ConfigError(
                 f"An attention over these ranks ended in the middle ({pool.failure}), so that they no longer agree on "
@@ -85,7 +75,11 @@ class GroupResources:
                 "Set BurstConfig(transport='p2p'), or leave it out of the graph."
             )
         pool.settle()
-        return Symmetric(pool)
+        try:
+            yield Symmetric(pool)
+        except BaseException as problem:  # also when the user interrupts
+            pool.failure = repr(problem).splitlines()[0]
+            raise
 
     def close(self) -> None:
         """Frees the symmetric memory and forgets the machine; the next use makes them anew, on all ranks."""

@@ -169,6 +169,6 @@ def test_closed_shared_memory_is_made_anew(ranks: Ranks, schedule: str, tmp_path
 
 
 def test_one_process_owns_nothing() -> None:
-    exchange = resources_of(ContextGroup()).exchange(torch.device("cpu"), "symmetric")
-    assert exchange.sent.messages == 0
+    with resources_of(ContextGroup()).messages(torch.device("cpu"), "symmetric") as exchange:
+        assert exchange.sent.messages == 0
     resources_of(ContextGroup()).close()

@@ -278,7 +278,10 @@ class TwoTransports:
         pending = []
         for transport, peers in zip(self.transports, self.peers, strict=True):
             own = [target for target, rows in zip(into, this_round.incoming, strict=True) if rows.peer in peers]
-            pending.append(transport.fetch(channel, this_round.among(peers), tensors, own))
+            outgoing = tuple(rows for rows in this_round.outgoing if rows.peer in peers)
+            incoming = tuple(rows for rows in this_round.incoming if rows.peer in peers)
+            part = replace(this_round, outgoing=outgoing, incoming=incoming)
+            pending.append(transport.fetch(channel, part, tensors, own))
         return Both(pending, into)
 
     def fetch_heads(

@@ -71,18 +71,14 @@ class AttentionCache:
         out: Tensor
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
         if tracked and self.position is None:
-            self.entries.append(self._entry(out.detach(), lse.detach(), q.shape, encoded, request))
+            kept_out, kept_lse, beginning = out.detach(), lse.detach(), None
+            if request.pattern.causal and self.share < 1:
+                beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share)
+            if beginning is not None:
+                rows = beginning.length // beginning.ranks
+                kept_out, kept_lse = kept_out[:, rows:].clone(), kept_lse[:, rows:].clone()
+            self.entries.append(CachedAttention(kept_out, kept_lse, beginning, q.shape, request, kept_out._version))
         return out
-
-    def _entry(
-        self, out: Tensor, lse: Tensor, shape: torch.Size, encoded: Tensor, request: AttentionRequest
-    ) -> CachedAttention:
-        partial = request.pattern.causal and self.share < 1
-        beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share) if partial else None
-        if beginning is not None:
-            rows = beginning.length // beginning.ranks
-            out, lse = out[:, rows:].clone(), lse[:, rows:].clone()
-        return CachedAttention(out, lse, beginning, shape, request, out._version)
 
 
 def _check_unchanged(entry: CachedAttention, q: Tensor, request: AttentionRequest) -> None:

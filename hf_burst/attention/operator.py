@@ -17,10 +17,10 @@ from ..resources import resources_of
 from ..ring import HeadSizes, accumulation_dtype, kept_shapes, row_products
 from .choice import machine_of_group, schedule_of
 from .prepare import InputKind, head_sizes, sharded_attention
-from .request import SCHEMA, AttentionRequest
+from .request import SCHEMA, AttentionRequest, Flat
 
-# From q, k, v, sinks and the encoded layout to the results of the operator, which are known already.
-Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
+# From q, k, v, sinks and the encoded layout to the results of the operator, where they are known already.
+Recall = Callable[..., tuple[Tensor, Tensor, list[Tensor]]] | None
 
 _before = globals().get("_library")
 if _before is not None:  # this module is loaded anew, as notebooks do
@@ -107,14 +107,7 @@ class TrackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        layout: Tensor,
-        flat: Sequence[Any],
-        recall: Recall | None,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, flat: Flat, recall: Recall
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         with torch._C._AutoDispatchBelowAutograd():
             if recall is None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..errors import BurstError
 from ..hf.documents import documents_of
 from ..hf.patch import patch_under_check, unpatch_model
-from ..hf.support import check_model, is_causal
+from ..hf.support import check_model
 from ..hf.task import task_of
 from ..hf.verdicts import Verdict, fingerprint
 from ..loss import IGNORE_INDEX
@@ -110,7 +110,7 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
     patch_under_check(model)
     over_ranks = _loss_and_norm(model, model(**batch).loss, dist.get_world_size())
     unpatch_model(model)
-    counted = batch["labels"][:, 1:] if is_causal(model) else batch["labels"]
+    counted = batch["labels"][:, 1:] if task_of(model).causal else batch["labels"]
     documents = documents_of(batch, task_of(model))
     count = sum(len(cuts) - 1 for cuts in documents)
     results = []
@@ -132,7 +132,8 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         mask[0, :6] = 0
         mask[1, -7:] = 0
         batch = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
-        if is_causal(model) and model.config._attn_implementation == "eager":  # lets padding on the left see all tokens
+        # eager attention lets padding on the left see all tokens
+        if task_of(model).causal and model.config._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
         return batch
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -179,7 +180,7 @@ def _plain_loss(
     model: PreTrainedModel, batch: Mapping[str, torch.Tensor], documents: list[tuple[int, ...]] | None
 ) -> torch.Tensor:
     """The loss of the unpatched model in one process: its own, or that of `documents` that it is given one by one."""
-    options = {"use_cache": False} if is_causal(model) else {}
+    options = {"use_cache": False} if task_of(model).causal else {}
     if documents is None:
         whole: torch.Tensor = model(**batch, **options).loss
         return whole
@@ -195,7 +196,7 @@ def _plain_loss(
         ]
         rows.append(torch.cat([model(**piece, **options).logits for piece in pieces], dim=1))
     logits, labels = torch.cat(rows), batch["labels"]
-    if is_causal(model):
+    if task_of(model).causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
     return loss / batch.get("num_items_in_batch", (labels != IGNORE_INDEX).sum())

@@ -1,7 +1,7 @@
 """Attention and mask as Transformers knows them: two functions registered under the name `"hf_burst"`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
@@ -151,7 +151,7 @@ def attention_forward(
         burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
     if burst_call is None:
         kwargs |= {"scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
-        return _attend_whole(module, query, key, value, attention_mask, softcap, s_aux, **kwargs)
+        return _attend_whole(module, (query, key, value), attention_mask, softcap, s_aux, **kwargs)
     if kwargs.get("dropout"):
         raise UnsupportedModelError(
             f"{type(module).__name__} drops attention weights (p={kwargs['dropout']}); that is not served in training. "
@@ -163,14 +163,8 @@ def attention_forward(
     dtype = value.dtype  # under peft or autocast, norms may leave q and k in fp32
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
-    request = AttentionRequest(
-        group=group,
-        pattern=pattern,
-        scores=Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0),
-        kernel=config.kernel,
-        schedule=config.schedule,
-        transport=config.transport,
-    )
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
+    request = AttentionRequest(group, pattern, scores, config.kernel, config.schedule, config.transport)
     cache = None if torch.compiler.is_compiling() or burst_call.cache is None else burst_call.cache()
     out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)
     if burst_call.fully_masked is not None:
@@ -242,23 +236,17 @@ def _parts(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def _attend_whole(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: Mask,
-    softcap: float | None,
-    s_aux: torch.Tensor | None,
-    **options: Any,
+    module: nn.Module, states: Sequence[torch.Tensor], mask: Mask, softcap: float | None, s_aux: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Transformers' sdpa; the eager attention of the model's own file for soft-capping and sinks, which sdpa lacks."""
+    """Transformers' sdpa of query, key and value; the eager attention of the model's own file for soft-capping and
+    sinks, which sdpa lacks."""
+    query, key, value = states
     if softcap is None and s_aux is None:
         built = mask.built if isinstance(mask, LazyMask) else mask
-        out, weights = sdpa_attention_forward(module, query, key, value, built, **options)
-    else:
-        added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, query.dtype)
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        out, weights = eager(module, query, key, value, added, softcap=softcap, s_aux=s_aux, **options)
+        return sdpa_attention_forward(module, query, key, value, built, **options)
+    added = mask.added if isinstance(mask, LazyMask) else None if mask is None else _additive(mask, query.dtype)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    out, weights = eager(module, query, key, value, added, softcap=softcap, s_aux=s_aux, **options)
     return out, weights
 
 

@@ -59,11 +59,6 @@ def check_adapters(model: nn.Module) -> None:
             )
 
 
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether a model is a causal language model, or else a masked one (`...ForMaskedLM`), by its loss function."""
-    return task_of(model).causal
-
-
 def check_model(model: PreTrainedModel) -> None:
     """Raises for layers and settings that are never served, whatever a comparison of the class would find.
 

@@ -6,7 +6,7 @@ to the same round at both of its ends. So no rank waits for a round that its pee
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -88,14 +88,6 @@ class Round:
             torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (rows.shape for rows in self.incoming)
         ]
 
-    def among(self, peers: frozenset[int]) -> "Round":
-        """The part of the round that these peers have in it: what one of several transports carries."""
-        return replace(
-            self,
-            outgoing=tuple(rows for rows in self.outgoing if rows.peer in peers),
-            incoming=tuple(rows for rows in self.incoming if rows.peer in peers),
-        )
-
 
 @dataclass(frozen=True)
 class HeadBlock:
@@ -117,13 +109,8 @@ class HeadBlock:
         return tensor[:, slice(*self.rows), slice(*self.heads)]
 
 
-@dataclass(frozen=True)
-class HeadMove:
-    """A block, and the rows and heads of the destination of the same index to which it goes."""
-
-    source: HeadBlock
-    rows: tuple[int, int]
-    heads: tuple[int, int]
+# A block of what a peer has published, and the one of the destination of the same index to which it goes.
+HeadMove = tuple[HeadBlock, HeadBlock]
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,9 +265,8 @@ class PeerToPeer:
         own = self.group.rank
         sends = [(block.of(tensors[block.index]), block.peer) for block in this_round.outgoing if block.peer != own]
         into_parts, receives = [], []
-        for move in this_round.incoming:
-            block = move.source
-            destination = into[block.index][:, slice(*move.rows), slice(*move.heads)]
+        for block, place in this_round.incoming:
+            destination = place.of(into[block.index])
             if block.peer == own:
                 destination.copy_(block.of(tensors[block.index]))
                 continue

@@ -4,7 +4,7 @@ Every row of the output has one kernel call. The next heads are under way while 
 gradients of the heads before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -14,7 +14,7 @@ from ..config import Schedule
 from ..kernels import BackwardInputs, project_out
 from ..plan import head_slices
 from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
-from .loop import RingAttention
+from .loop import Keys, RingAttention, Rows, add_tiles
 from .merge import Merged, Summed, accumulation_dtype
 
 # for each part of a round where it goes: which tensor, its first token or row, how many
@@ -61,20 +61,9 @@ def gather_backward(
         q_slice = q[:, :, heads]
         dq = Summed(tuple(q_slice.shape), q.dtype, q.device)
         dk, dv = (Summed(tuple(tensor.shape), q.dtype, q.device) for tensor in (all_k, all_v))
-        for tile in attention.gathered:
-            batch, rows, columns = slice(*tile.batch), slice(*tile.q), slice(*tile.k)
-            tile_inputs = BackwardInputs(
-                dout=dout[batch, rows, heads],
-                q=q_slice[batch, rows],
-                k=all_k[batch, columns],
-                v=all_v[batch, columns],
-                out=None if out is None else out[batch, rows, heads],
-                lse=inputs.lse[batch, rows, heads],
-                delta=None if delta is None else delta[batch, rows, heads],
-            )
-            gradients = attention.kernel.backward(tile_inputs, attention.band(tile), attention.scores)
-            for total, gradient, span in zip((dq, dk, dv), gradients, (tile.q, tile.k, tile.k), strict=True):
-                total.add(tile.batch, span, gradient)
+        delta_slice, out_slice = (None if tensor is None else tensor[:, :, heads] for tensor in (delta, out))
+        rows = Rows(q_slice, dout[:, :, heads], inputs.lse[:, :, heads], delta_slice, out_slice, 0, dq)
+        add_tiles(attention, attention.gathered, rows, Keys(all_k, all_v, 0, dk, dv))
         dqs.append(dq.result())
         home.send(index, kv_heads, (dk.wide, dv.wide))
     dk_home, dv_home = home.finish()
@@ -119,7 +108,7 @@ class _GatheredKeys:
             for column, row, size in _key_spans(attention, own, own):
                 landed[:, column : column + size].copy_(block[:, row : row + size])
         shapes = tuple((block.shape, block.dtype) for block in self.blocks)
-        this_round, targets = _key_round(attention, index, shapes)
+        this_round, targets = _round(attention, index, shapes, gradients=False)
         into = [landing[tensor][:, column : column + size] for tensor, column, size in targets]
         return self.exchange.fetch("blocks", this_round, self.blocks, into), landing
 
@@ -142,7 +131,7 @@ class _ScatteredGradients:
             for column, row, size in _key_spans(self.attention, own, own):
                 home[:, row : row + size, heads].add_(total[:, column : column + size])
         shapes = tuple((total.shape, total.dtype) for total in totals)
-        this_round, targets = _gradient_round(self.attention, index, shapes)
+        this_round, targets = _round(self.attention, index, shapes, gradients=True)
         pending = self.exchange.fetch("gradients", this_round, totals)
         self._add_pending()
         self.pending = heads, pending, targets
@@ -162,41 +151,26 @@ class _ScatteredGradients:
 
 
 @lru_cache(maxsize=128)
-def _key_round(attention: RingAttention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Targets]:
-    """How K and V of a slice are fetched, if all slices of this rank have these shapes; and the columns they go to."""
+def _round(attention: RingAttention, index: int, shapes: tuple[Shape, ...], gradients: bool) -> tuple[Round, _Targets]:
+    """How K and V of a slice are fetched, if all slices of this rank have these shapes; or how their `gradients`, of
+    these shapes on every rank, go home. And where what comes is put: at columns, or rows.
+    The next rank is first, so that no two ranks read from the same one at the same time.
+    """
+    own, ranks, first = attention.ring_rank, len(attention.peers), 0 if gradients else 2 * index
     outgoing, incoming, targets = [], [], []
-    for ring_rank, peer in _others(attention):
-        rows = attention.plan.keys.tokens(ring_rank)
-        theirs = tuple(((shape[0], rows, *shape[2:]), dtype) for shape, dtype in shapes)
+    for ring_rank in ((own + ahead) % ranks for ahead in range(1, ranks)):
+        peer, tokens = attention.peers[ring_rank], attention.plan.keys.tokens(ring_rank)
+        theirs = tuple(((batch, tokens, *rest), dtype) for (batch, _, *rest), dtype in shapes)
+        leaving = [(row, size) for _, row, size in _key_spans(attention, ring_rank, own)]
+        coming = [(row, column, size) for column, row, size in _key_spans(attention, own, ring_rank)]
+        if gradients:
+            theirs = shapes
+            leaving, coming = [(column, size) for _, column, size in coming], _key_spans(attention, ring_rank, own)
         for tensor in range(2):
-            for _, row, size in _key_spans(attention, ring_rank, attention.ring_rank):
-                outgoing.append(Outgoing(peer, 2 * index + tensor, row, row + size))
-            for column, row, size in _key_spans(attention, attention.ring_rank, ring_rank):
-                incoming.append(Incoming(peer, theirs, 2 * index + tensor, row, row + size))
-                targets.append((tensor, column, size))
-    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index), targets
-
-
-@lru_cache(maxsize=128)
-def _gradient_round(attention: RingAttention, index: int, shapes: tuple[Shape, ...]) -> tuple[Round, _Targets]:
-    """How dK and dV of a slice, of these shapes on every rank, go home; and the rows they go to."""
-    outgoing, incoming, targets = [], [], []
-    for ring_rank, peer in _others(attention):
-        for tensor in range(2):
-            for column, _, size in _key_spans(attention, attention.ring_rank, ring_rank):
-                outgoing.append(Outgoing(peer, tensor, column, column + size))
-            for column, row, size in _key_spans(attention, ring_rank, attention.ring_rank):
-                incoming.append(Incoming(peer, shapes, tensor, column, column + size))
-                targets.append((tensor, row, size))
-    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index + 1), targets
-
-
-def _others(attention: RingAttention) -> Iterator[tuple[int, int]]:
-    """Ring rank and rank of the others, the next one first: no two ranks read from the same one at the same time."""
-    ranks = len(attention.peers)
-    for ahead in range(1, ranks):
-        ring_rank = (attention.ring_rank + ahead) % ranks
-        yield ring_rank, attention.peers[ring_rank]
+            outgoing += [Outgoing(peer, first + tensor, start, start + size) for start, size in leaving]
+            incoming += [Incoming(peer, theirs, first + tensor, start, start + size) for start, _, size in coming]
+            targets += [(tensor, target, size) for _, target, size in coming]
+    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index + gradients), targets
 
 
 @lru_cache(maxsize=1024)

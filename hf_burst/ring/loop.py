@@ -89,11 +89,7 @@ def forward(
 
     Args:
         attention ([`RingAttention`]): What to compute.
-        exchange ([`Exchange`]): The messages.
-        q (`torch.Tensor` of shape `(B, n, Hq, D)`): This rank's queries.
-        k (`torch.Tensor` of shape `(B, m, Hkv, D)`): This rank's keys.
-        v (`torch.Tensor` of shape `(B, m, Hkv, Dv)`): This rank's values.
-        sinks (`torch.Tensor` of shape `(Hq,)`, *optional*): A further score of every row, whose value is 0.
+        exchange, q, k, v, sinks: As in [`ShardedAttention.forward`].
         buffers (sequence of `torch.Tensor`, *optional*): Where `out` and `lse` may be written, if one tile is all.
 
     Returns:
@@ -145,23 +141,23 @@ def backward(
     buffers = buffers if attention.single_tile else None
     q, k, v = inputs.q, inputs.k, inputs.v
     dq, dk, dv = (Summed(tuple(tensor.shape), tensor.dtype, q.device) for tensor in (q, k, v))
-    rows, keys = _Rows(q, inputs.dout, inputs.lse, inputs.delta, inputs.out, 0, dq), _Keys(k, v, 0, dk, dv)
+    rows, keys = Rows(q, inputs.dout, inputs.lse, inputs.delta, inputs.out, 0, dq), Keys(k, v, 0, dk, dv)
     if inputs.out is None:
         assert inputs.delta is not None, "there is out or delta"
         rows = _rows_without_out(attention.kernel, (q, inputs.dout, inputs.lse, inputs.delta), 0, dq)
 
     def compute(step: Step, block: Sequence[Tensor], returning: OutputBuffers) -> Sequence[Tensor]:
         if step.recv is None:
-            _add_tiles(attention, step, rows, keys, buffers)
+            add_tiles(attention, step.tiles, rows, keys, buffers)
             return ()
         first, lone = step.recv.start, step.recv.lone
         sums = [Summed(tuple(tensor.shape), tensor.dtype, q.device) for tensor in block[: len(home)]]
         if rotating == "kv":
-            block_keys = _Keys(block[0], block[1], first, sums[0], sums[1])
-            _add_tiles(attention, step, rows, block_keys, (None, *returning) if lone else None)
+            block_keys = Keys(block[0], block[1], first, sums[0], sums[1])
+            add_tiles(attention, step.tiles, rows, block_keys, (None, *returning) if lone else None)
         else:
             block_rows = _rows_without_out(attention.kernel, block, first, sums[0])
-            _add_tiles(attention, step, block_rows, keys, (*returning, None, None) if lone else None)
+            add_tiles(attention, step.tiles, block_rows, keys, (*returning, None, None) if lone else None)
         return [total.only_part if lone else total.wide for total in sums]
 
     home: tuple[Summed, ...] = (dk, dv)
@@ -174,7 +170,7 @@ def backward(
     return dq.result(), dk.result(), dv.result()
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Queries and all that belongs to them in the backward pass, `out` as the kernel wants it. Row 0 is row `first` of
     its shard."""
 
@@ -187,7 +183,7 @@ class _Rows(NamedTuple):
     dq: Summed
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Keys and values, and the sums of their gradients. Row 0 is row `first` of its shard."""
 
     k: Tensor
@@ -197,18 +193,18 @@ class _Keys(NamedTuple):
     dv: Summed
 
 
-def _rows_without_out(kernel: Kernel, block: Sequence[Tensor], first: int, dq: Summed) -> _Rows:
+def _rows_without_out(kernel: Kernel, block: Sequence[Tensor], first: int, dq: Summed) -> Rows:
     """Rows whose output is elsewhere, or does not have the product `delta`."""
     q, dout, lse, delta = block
     dout, out = project_out(dout, delta) if kernel.capabilities.wants_out else (dout, None)
-    return _Rows(q, dout, lse, delta, out, first, dq)
+    return Rows(q, dout, lse, delta, out, first, dq)
 
 
-def _add_tiles(
-    attention: RingAttention, step: Step, rows: _Rows, keys: _Keys, buffers: OutputBuffers | None = None
+def add_tiles(
+    attention: RingAttention, tiles: Sequence[Tile], rows: Rows, keys: Keys, buffers: OutputBuffers | None = None
 ) -> None:
-    """Adds the gradients of a step's tiles to the sums of its blocks; those of a lone tile may go to the buffers."""
-    for tile in step.tiles:
+    """Adds the gradients of tiles to the sums of their blocks; those of a lone tile may go to the buffers."""
+    for tile in tiles:
         q_place, k_place = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
         inputs = BackwardInputs(
             dout=_cut(rows.dout, *q_place),
@@ -351,11 +347,8 @@ def _return_rounds(
     """How the gradients of each step go home, if those of a whole shard have these shapes and dtypes."""
 
     def returned(transfer: Transfer) -> tuple[Shape, ...]:
-        wide = [accumulation_dtype(dtype) for _, dtype in shapes]
-        dtypes = [lone_dtype if transfer.lone and lone_dtype else dtype for dtype in wide]
-        return tuple(
-            ((batch, transfer.rows, *rest), dtype) for ((batch, _, *rest), _), dtype in zip(shapes, dtypes, strict=True)
-        )
+        lone, rows = lone_dtype if transfer.lone else None, transfer.rows
+        return tuple(((batch, rows, *rest), lone or accumulation_dtype(dtype)) for (batch, _, *rest), dtype in shapes)
 
     rounds = {}
     for step in attention.plan.steps(attention.ring_rank, rotating):

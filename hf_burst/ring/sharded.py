@@ -116,7 +116,7 @@ class ShardedAttention:
             instead of q, k and v: none, or all of this rank's heads, a slice each.
         """
         if self.schedule.ulysses == 1:
-            return *self._ring_forward(exchange, q, k, v, sinks), []
+            return *self._ring_forward(exchange, q, k, v, sinks, None), []
         kept, heads, pending = self._fetch_heads(exchange, q, k, v, waits=True)
         owner, slices = self._query_owner, len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -225,13 +225,7 @@ class ShardedAttention:
         return sends_delta or not self.kernel.capabilities.derives_delta
 
     def _ring_forward(
-        self,
-        exchange: Exchange,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        buffers: OutputBuffers | None = None,
+        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, buffers: OutputBuffers | None
     ) -> tuple[Tensor, Tensor]:
         if self._gathers:
             return gather_forward(self._ring, exchange, q, k, v, sinks)

@@ -262,11 +262,9 @@ class Symmetric:
         from .fused import Table
 
         pairs = []
-        for move in this_round.incoming:
-            peer, index = move.source.peer, move.source.index
-            published = segments.tensors(peer, turn, this_round.shapes(peer, tensors))[index]
-            target = into[index][:, slice(*move.rows), slice(*move.heads)]
-            pairs.append((move.source.of(published), target, index))
+        for block, place in this_round.incoming:
+            published = segments.tensors(block.peer, turn, this_round.shapes(block.peer, tensors))[block.index]
+            pairs.append((block.of(published), place.of(into[block.index]), block.index))
         blocks = [block for block in this_round.outgoing if block.peer != self.pool.group.rank]
         sent = Traffic(len(blocks), sum(block.of(tensors[block.index]).nbytes for block in blocks))
         return Table(pairs, into, sent)

@@ -87,10 +87,8 @@ class TokensToHeads:
         self.exchange, self.owners, self.tensors, self.slices = exchange, tuple(owners), tensors, slices
         degree = self.owners[0].degree
         self.heads = tuple(tensor.shape[2] // degree // slices for tensor in tensors)
-        capacity = sum(
-            tensor.nbytes // tensor.shape[1] * owner.most_tokens[0]
-            for tensor, owner in zip(tensors, owners, strict=True)
-        )
+        owned = zip(tensors, self.owners, strict=True)
+        capacity = sum(tensor.nbytes // tensor.shape[1] * owner.most_tokens[0] for tensor, owner in owned)
         exchange.publish("tokens to heads", tensors, capacity)
 
     def fetch(self, index: int, into: Sequence[Tensor], beside_kernel: bool) -> Pending:
@@ -101,7 +99,7 @@ class TokensToHeads:
             into (sequence of `torch.Tensor` of shape `(B, N, H / ranks / slices, D)`): Where it goes.
             beside_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
         """
-        this_round = _round_to_heads(self.owners, self.heads, self.slices, index)
+        this_round = _round(self.owners, self.heads, self.slices, index, to_heads=True)
         return self.exchange.fetch_heads("tokens to heads", this_round, self.tensors, into, 2 * index, beside_kernel)
 
 
@@ -120,10 +118,9 @@ class HeadsToTokens:
     ) -> None:
         self.exchange, self.owners, self.results, self.slices = exchange, tuple(owners), results, slices
         self.pending: list[Pending] = []
-        parts = self.owners[0].degree * slices
+        parts, owned = self.owners[0].degree * slices, zip(results, self.owners, strict=True)
         self.capacity = sum(
-            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1]
-            for result, owner in zip(results, owners, strict=True)
+            result.nbytes // (result.shape[1] * parts) * owner.most_tokens[1] for result, owner in owned
         )
 
     def output_buffers(self, shapes: Sequence[Shape]) -> Sequence[Tensor | None]:
@@ -134,7 +131,7 @@ class HeadsToTokens:
         """Sends the results of a slice, each of shape `(B, N, H / ranks / slices, D)`."""
         self.exchange.publish("heads to tokens", tensors, self.capacity)
         heads = tuple(tensor.shape[2] for tensor in tensors)
-        this_round = _round_to_tokens(self.owners, heads, self.slices, index)
+        this_round = _round(self.owners, heads, self.slices, index, to_heads=False)
         beside_kernel, tag = index + 1 < self.slices, 2 * index + 1
         self.pending.append(
             self.exchange.fetch_heads("heads to tokens", this_round, tensors, self.results, tag, beside_kernel)
@@ -148,33 +145,32 @@ class HeadsToTokens:
 
 
 @lru_cache(maxsize=256)
-def _round_to_heads(owners: tuple[UlyssesRanks, ...], heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
-    """Who fetches which rows and heads of a slice, into which there go so many `heads` of each tensor."""
-    own, outgoing, incoming = owners[0], [], []
+def _round(
+    owners: tuple[UlyssesRanks, ...], heads: tuple[int, ...], slices: int, index: int, to_heads: bool
+) -> HeadRound:
+    """Who fetches which rows and heads of a slice, so many `heads` of each tensor: tokens to heads, or back."""
+    own, outgoing, incoming = owners[0], list[HeadBlock](), list[HeadMove]()
     for member, rank in enumerate(own.ranks):
         for tensor, (owner, count) in enumerate(zip(owners, heads, strict=True)):
-            wanted = (own.member * slices + index) * count
-            offered = (member * slices + index) * count
-            for _, row, size in owner.spans(own.rank):
-                outgoing.append(HeadBlock(rank, tensor, (row, row + size), (offered, offered + count)))
-            for row_together, row, size in owner.spans(rank):
-                source = HeadBlock(rank, tensor, (row, row + size), (wanted, wanted + count))
-                incoming.append(HeadMove(source, (row_together, row_together + size), (0, count)))
-    rows = {rank: tuple(owner.sharding.tokens(rank) for owner in owners) for rank in own.ranks}
+            offered, wanted = (member * slices + index) * count, (own.member * slices + index) * count
+            leaving = _moves(owner, own.rank, rank, tensor, (offered, offered + count))
+            coming = _moves(owner, rank, rank, tensor, (wanted, wanted + count))
+            if not to_heads:
+                leaving, coming = ([(whole, shard) for shard, whole in moves] for moves in (coming, leaving))
+            outgoing += [source for source, _ in leaving]
+            incoming += coming
+    rows = {
+        rank: tuple(owner.sharding.tokens(rank) if to_heads else owner.tokens for owner in owners) for rank in own.ranks
+    }
     return HeadRound(tuple(outgoing), tuple(incoming), rows)
 
 
-@lru_cache(maxsize=256)
-def _round_to_tokens(owners: tuple[UlyssesRanks, ...], heads: tuple[int, ...], slices: int, index: int) -> HeadRound:
-    """As [`_round_to_heads`], the other way round."""
-    own, outgoing, incoming = owners[0], [], []
-    for member, rank in enumerate(own.ranks):
-        for tensor, (owner, count) in enumerate(zip(owners, heads, strict=True)):
-            first_head = (member * slices + index) * count
-            for row_together, _, size in owner.spans(rank):
-                outgoing.append(HeadBlock(rank, tensor, (row_together, row_together + size), (0, count)))
-            for row_together, row, size in owner.spans(own.rank):
-                source = HeadBlock(rank, tensor, (row_together, row_together + size), (0, count))
-                incoming.append(HeadMove(source, (row, row + size), (first_head, first_head + count)))
-    rows = {rank: tuple(owner.tokens for owner in owners) for rank in own.ranks}
-    return HeadRound(tuple(outgoing), tuple(incoming), rows)
+def _moves(owner: UlyssesRanks, holder: int, peer: int, tensor: int, heads: tuple[int, int]) -> list[HeadMove]:
+    """These heads of the shard of `holder`, and where they lie among all tokens of a slice."""
+    return [
+        (
+            HeadBlock(peer, tensor, (row, row + size), heads),
+            HeadBlock(peer, tensor, (row_together, row_together + size), (0, heads[1] - heads[0])),
+        )
+        for row_together, row, size in owner.spans(holder)
+    ]

@@ -40,11 +40,8 @@ class Outputs(Part):
             else:
                 self.rows = rows
         self.logits = self._fate(run)
-        run.facts |= {
-            "logits to keep": self.kept,
-            "logits": self.logits,
-            "hidden states": bool(run.batch.get("output_hidden_states")),
-        }
+        hidden_states = bool(run.batch.get("output_hidden_states"))
+        run.facts |= {"logits to keep": self.kept, "logits": self.logits, "hidden states": hidden_states}
 
     def begin(self, run: ForwardPass) -> None:
         self.head = lazy_head(run.model, self.head)
