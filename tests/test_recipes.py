@@ -184,7 +184,6 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--burst", "{schedule: 3}", "no schedule '3'"),
         ("--burst", "{nokey: 1}", "no setting nokey"),
         ("--burst", "{attention_keep: 3}", "attention_keep is 3"),
-        ("--burst", "{record: maybe}", "record is 'maybe'"),
         ("--burst", "{logits_limit_gib: abc}", "logits_limit_gib is 'abc'"),
         ("--burst", "7", "burst is '7'; it must be a mapping"),
         ("--model_config", "7", "model_config is '7'; it must be a mapping"),
