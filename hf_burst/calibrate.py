@@ -93,9 +93,9 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
         error = problem
     group.agree({"kernel": kernel.capabilities.name, "device": name}, error, device)
     reports = _gather(group, {**_report(device), "day": time.strftime("%Y-%m-%d")})
-    per_host, reach = ranks_per_host([report["host"] for report in reports]), all(r["reaches"] for r in reports)
+    per_host, peer_memory = ranks_per_host([report["host"] for report in reports]), all(r["reaches"] for r in reports)
     known = _known(name, kernel.capabilities.name, min(report["memory"] for report in reports), per_host, {})
-    links = _measure_links(group, device, kernel, sizes, per_host, reach)
+    links = _measure_links(group, device, kernel, sizes, per_host, peer_memory)
     source = f"measured on {reports[0]['day']}"
     machine = _slowest(_gather(group, replace(known, **alone, **links, source=source)))
     if group.rank == 0:
@@ -181,10 +181,10 @@ def _kernel_calls(
 
 
 def _measure_links(
-    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, per_host: int, reach: bool
+    group: ContextGroup, device: torch.device, kernel: Kernel, sizes: _Sizes, per_host: int, peer_memory: bool
 ) -> dict[str, Any]:
     """The links that there are, as fields of a [`Machine`]: to the neighbour on the host, to the counterpart on the
-    next host, and to the neighbour's memory if all can `reach` it."""
+    next host, and to the neighbour's memory if all reach it (`peer_memory`)."""
     rank = group.rank
     first = rank - rank % per_host
     work = _kernel_calls(kernel, sizes, sizes.rows[len(sizes.rows) // 2], device)[0]
@@ -195,7 +195,7 @@ def _measure_links(
     if group.size > per_host:
         peers = ((rank + per_host) % group.size, (rank - per_host) % group.size)
         links["between_hosts"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
-    if group.size == per_host > 1 and reach:
+    if group.size == per_host > 1 and peer_memory:
         error = None
         try:
             copies = _copies(group, device, max(sizes.messages))

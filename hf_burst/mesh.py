@@ -17,7 +17,13 @@ CP_DIM = "cp"
 
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The process group that torch.distributed knows by a name, as its functional collectives do."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    try:
+        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    except RuntimeError as problem:
+        raise ConfigError(
+            f"torch.distributed has no process group {name!r} (any more). Make the mesh anew, and pass it anew: "
+            "unpatch_model(model), then patch_model(model, mesh=mesh)."
+        ) from problem
     return group
 
 
@@ -26,7 +32,7 @@ class ContextGroup:
     """The ranks that share one sequence.
 
     Args:
-        rank (`int`): This process's place in the group.
+        rank (`int`): The number of this process in the group.
         size (`int`): How many processes the group has; 1 communicates nothing.
         name (`str`): The name under which torch.distributed knows the process group, empty for one process.
     """
@@ -73,8 +79,14 @@ class ContextGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group; only for `size > 1`."""
-        return group_by_name(self.name)
+        """The process group; only for `size > 1`. Raises a ConfigError if its name belongs to another one by now."""
+        group = group_by_name(self.name)
+        if (group.rank(), group.size()) != (self.rank, self.size):
+            raise ConfigError(
+                f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.size} and "
+                f"is rank {group.rank()} of {group.size()}. Make the ContextGroup anew."
+            )
+        return group
 
     @property
     def members(self) -> list[int]:

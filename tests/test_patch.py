@@ -17,8 +17,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 import hf_burst
 from hf_burst import resources
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
-from hf_burst.hf import verdicts
+from hf_burst.hf import cutting, verdicts
 from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.cutting import CutPoint
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.sharded import checksum
 from hf_burst.plan import MaskPattern, choose, name_of
@@ -267,6 +268,20 @@ def test_unpatch_puts_everything_back(broken: bool) -> None:
     assert hf_burst.unpatch_model(model) is model
     assert snapshot(model) == before
     assert torch.equal(model(**batch).loss, loss)
+
+
+def test_a_patch_that_fails_half_way_leaves_nothing() -> None:
+    model = models.make_model("llama").train()
+    before = snapshot(model)
+    nowhere = mock.patch.object(cutting, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model.elsewhere")})
+    with nowhere, pytest.raises(AttributeError, match="elsewhere"):
+        hf_burst.patch_model(model)
+    assert snapshot(model) == before
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+    hf_burst.patch_model(model)
+    del model._loss_function
+    hf_burst.unpatch_model(model)
+    assert snapshot(model) == before
 
 
 def test_what_would_make_the_loss_wrong_is_refused() -> None:

@@ -16,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hf_burst
 from hf_burst import resources
+from hf_burst.errors import ConfigError
 from hf_burst.mesh import ContextGroup
 from hf_burst.resources import resources_of
+from tests import models
 from tests.ranks import RankPool, forked
 from tests.shared_memory import shared_memory
 from tests.test_ring import Case, assert_exact, attend, context_group, put_together
@@ -65,6 +68,25 @@ def live_twice(number: int, folder: Path, pipe: Connection) -> None:
         assert owned() is None, "resources outlive their group"
     assert len(names) == 1
     pipe.send(every)
+
+
+def train_twice(number: int, folder: Path, pipe: Connection) -> None:
+    """The losses of a model without a patch, and in two groups of the same name after one `patch_model`."""
+    torch.set_num_threads(1)
+    model, batch = models.make_model("llama", torch.float64).train(), models.make_batch("plain")
+    losses = [float(model(**batch).loss.detach())]
+    for life, rank in enumerate((number, SIZE - 1 - number)):
+        with joined(folder, life, rank):
+            if life == 0:
+                hf_burst.patch_model(model, mesh=dist.group.WORLD)
+                group = context_group(SIZE)
+            elif number != rank:
+                with pytest.raises(ConfigError, match="made anew"):
+                    _ = group.process_group
+            losses.append(float(model(**batch).loss.detach()))
+    with pytest.raises(ConfigError, match="no process group"):
+        model(**batch)
+    pipe.send(losses)
 
 
 def attend_to_the_end(rank: int) -> None:
@@ -123,6 +145,11 @@ def test_a_group_made_anew_in_reverse_order_begins_without_resources(tmp_path: P
     every = answers(live_twice, tmp_path, range(SIZE))
     for life in range(2):
         assert_all_exact(dict(lives[life] for lives in every))
+
+
+def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
+    for whole, *sharded in answers(train_twice, tmp_path, range(SIZE)):
+        assert sharded == pytest.approx([whole] * 2, rel=1e-6)  # Transformers computes the loss in fp32
 
 
 def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def run_plan(rank: int, size: int, plan: Plan, way: str, transports: bool) -> li
     return [tensor.numpy() for tensor in (out, lse, *gradients)]
 
 
-def run_schedule(rank: int, size: int, plan: Plan, name: str) -> list:
+def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int = 0) -> list:
     """Results of one rank by a schedule, products and the exchange of heads among them."""
     attention = ShardedAttention(
         schedule=Schedule.parse(name, size),
@@ -167,6 +167,7 @@ def run_schedule(rank: int, size: int, plan: Plan, name: str) -> list:
         keys=plan.keys,
         kernel=select_kernel("cpu_flash", KernelRequest("cpu", torch.float64, 5, 5)),
         scores=Scores(SCALE),
+        slice_blocks=slice_blocks,
     )
     local = local_tensors(plan, rank)
     q, k, v = local["q"], local["k"], local["v"]
@@ -228,8 +229,15 @@ def test_every_schedule_takes_keys_that_are_sharded_otherwise(ranks: Ranks, size
 
 def test_heads_are_not_exchanged_over_other_numbers_of_tokens(ranks: Ranks) -> None:
     plan = make_plan((Mask(16),), part(8, 16, (0, 1)), make_sharding(16, 2))
-    with pytest.raises(Exception, match="as many queries as keys"):
-        ranks(2).run(run_schedule, plan, "ulysses")
+    uneven = Sharding((0, 5, 12), (0, 1), 2)
+    for other in (plan, make_plan((Mask(12),), uneven, uneven)):
+        with pytest.raises(Exception, match="as many queries as keys"):
+            ranks(2).run(run_schedule, other, "ulysses")
+
+
+def test_keys_are_gathered_in_as_many_slices_by_all(ranks: Ranks) -> None:
+    plan = make_plan((Mask(256),), make_sharding(256, 2), Sharding((0, 20, 256), (0, 1), 2))
+    assert_exact(plan, ranks(2).run(run_schedule, plan, "all_gather", 4))
 
 
 @dataclass

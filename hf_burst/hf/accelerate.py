@@ -250,9 +250,12 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
     """The ranks that share a sequence: those of the mesh that the user named, else of accelerate's state, else all.
 
+    Rank and size are asked anew: torch.distributed gives the names of groups that were destroyed to new ones.
+
     Raises:
-        ConfigError: If both name different groups, or accelerate itself shards sequences.
+        ConfigError: If both name different groups, the named one is gone, or accelerate itself shards sequences.
     """
+    named = named and ContextGroup.from_name(named.name)
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")
     if isinstance(config, BurstParallelismConfig):

@@ -77,7 +77,11 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
     check_adapters(model)
     check_model(base)
     patch = _Patch(base, config, group, verdict or verdict_on(base))
-    patch.install(base)
+    try:
+        patch.install(base)
+    except BaseException:
+        patch.remove(base)
+        raise
     setattr(base, PATCH, patch)
     return model
 

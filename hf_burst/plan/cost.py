@@ -268,19 +268,22 @@ class _PassCost:
         shapes, wide, narrow = self.shapes, self.shapes.accumulator_itemsize, self.shapes.itemsize
         ranks, stride, rank, row = self.plan.ranks, self.schedule.ulysses, busiest(self.plan, "kv"), self._key_row
         tiles, sequence = self.plan.gathered(rank), self.batch * self.plan.keys.length
-        fetched, given = (self.batch * rows for rows in gathered_rows(self.plan, rank))
-        slots, size = min(2, self.slices), max(fetched, given) * row / (ranks - 1)  # elements to or from a peer
+        fetched_rows, sent_rows = (self.batch * rows for rows in gathered_rows(self.plan, rank))
+        slots, size = (
+            min(2, self.slices),
+            max(fetched_rows, sent_rows) * row / (ranks - 1),
+        )  # elements to or from a peer
         coming, leaving = self._spread(size * narrow, ranks, stride), _SILENCE
         touched, launches = 2 * self.rows * row * narrow, len(tiles) + 4
-        self.sent, self.received = given * row * narrow, fetched * row * narrow
+        self.sent, self.received = sent_rows * row * narrow, fetched_rows * row * narrow
         self.memory = (self.rows + slots * sequence) * row * narrow
         if self.backward:
             leaving = self._spread(size * wide, ranks, stride)
-            touched += (sequence * wide + _rows(tiles)[1] * (narrow + 2 * wide) + 3 * given * wide) * row
+            touched += (sequence * wide + _rows(tiles)[1] * (narrow + 2 * wide) + 3 * sent_rows * wide) * row
             touched += self.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
             launches += 2 * len(tiles) + 2 * (ranks - 1)
-            self.sent, self.received = self.sent + fetched * row * wide, self.received + given * row * wide
-            self.memory += (slots * sequence + given) * row * wide + sequence * row * narrow
+            self.sent, self.received = self.sent + fetched_rows * row * wide, self.received + sent_rows * row * wide
+            self.memory += (slots * sequence + sent_rows) * row * wide + sequence * row * narrow
         self._stage(self._kernels(tiles) / self.machine.gathered_rate, touched, launches)
         return coming, leaving
 

@@ -126,10 +126,10 @@ def _product(
     some = here[:, None] & (d < dim)[None]
     one = tl.load(dout + b * g_b + s[:, None] * g_s + h * g_h + d[None], mask=some, other=0.0).to(tl.float32)
     other = tl.load(out + b * o_b + s[:, None] * o_s + h * o_h + d[None], mask=some, other=0.0).to(tl.float32)
-    found = tl.sum(one * other, 1)
+    product = tl.sum(one * other, 1)
     if less:
-        found -= tl.load(dlse + b * l_b + s * l_s + h * l_h, mask=here, other=0.0)
-    tl.store(delta + b * d_b + s * d_s + h * d_h, found, mask=here)
+        product -= tl.load(dlse + b * l_b + s * l_s + h * l_h, mask=here, other=0.0)
+    tl.store(delta + b * d_b + s * d_s + h * d_h, product, mask=here)
 
 
 class Table:
@@ -139,7 +139,7 @@ class Table:
     each in turn: one after the other, all ranks would read from one peer, at a fraction of what the links can do.
 
     Args:
-        pairs (sequence of `(source, place, index)`): Tensors of shape `(B, S, H, D)`; each place is a part of the
+        pairs (sequence of `(source, target, index)`): Tensors of shape `(B, S, H, D)`; each target is a part of the
             destination `index`.
         into (sequence of `torch.Tensor`): At most four destinations.
         sent ([`Traffic`]): What peers take in the same round.
@@ -148,8 +148,8 @@ class Table:
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], into: Sequence[Tensor], sent: Traffic) -> None:
         self.sent = sent
         entries = []
-        for source, place, index in pairs:
-            for one, other, outer, inner, *steps in _runs(source, place):
+        for source, target, index in pairs:
+            for one, other, outer, inner, *steps in _runs(source, target):
                 ahead, size = other.data_ptr() - into[index].data_ptr(), source.element_size()
                 numbers = (one.data_ptr(), ahead, *(number * size for number in (inner, *steps)))
                 entries.append((*numbers, outer, index, 0))
@@ -177,13 +177,13 @@ class Table:
             beside_kernel (`bool`): Whether it runs beside other kernels. It then takes few multiprocessors, and each
                 has as much under way as it can: a copy that waits for a peer's memory keeps other kernels out.
         """
-        given = [tensor.data_ptr() for tensor in into]
-        places = [*given, *given[:1] * (4 - len(given))]
+        addresses = [tensor.data_ptr() for tensor in into]
+        targets = [*addresses, *addresses[:1] * (4 - len(addresses))]
         tile = _LARGE_TILE if beside_kernel else _TILE
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
             _copy[(min(work, _FEW) if beside_kernel else work,)](
-                *(self.table, *places, self.count, work),
+                *(self.table, *targets, self.count, work),
                 kind=self.kind,
                 word=self.word,
                 aligned=self.unit,
@@ -193,14 +193,14 @@ class Table:
             )
 
 
-def _runs(source: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int, int, int]]:
+def _runs(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor, int, int, int, int]]:
     """Each copy as runs of adjacent elements: where the first ones begin, how many runs, how long, and both steps."""
     rows, heads, dim = source.shape[1:]
-    pairs = list(zip(source, place, strict=True))
-    if source.stride(3) == place.stride(3) == 1 and source.stride(2) == place.stride(2) == dim:
+    pairs = list(zip(source, target, strict=True))
+    if source.stride(3) == target.stride(3) == 1 and source.stride(2) == target.stride(2) == dim:
         for one, other in pairs:
             yield one, other, rows, heads * dim, one.stride(0), other.stride(0)
-    elif dim == 1 and source.stride(1) == place.stride(1) == 1:
+    elif dim == 1 and source.stride(1) == target.stride(1) == 1:
         for one, other in pairs:
             yield one, other, heads, rows, one.stride(1), other.stride(1)
     else:

@@ -205,19 +205,19 @@ def add_tiles(
 ) -> None:
     """Adds the gradients of tiles to the sums of their blocks; those of a lone tile may go to the buffers."""
     for tile in tiles:
-        q_place, k_place = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
+        q_part, k_part = (tile.batch, tile.q, rows.first), (tile.batch, tile.k, keys.first)
         inputs = BackwardInputs(
-            dout=_cut(rows.dout, *q_place),
-            q=_cut(rows.q, *q_place),
-            k=_cut(keys.k, *k_place),
-            v=_cut(keys.v, *k_place),
-            out=None if rows.out is None else _cut(rows.out, *q_place),
-            lse=_cut(rows.lse, *q_place),
-            delta=None if rows.delta is None else _cut(rows.delta, *q_place),
+            dout=_cut(rows.dout, *q_part),
+            q=_cut(rows.q, *q_part),
+            k=_cut(keys.k, *k_part),
+            v=_cut(keys.v, *k_part),
+            out=None if rows.out is None else _cut(rows.out, *q_part),
+            lse=_cut(rows.lse, *q_part),
+            delta=None if rows.delta is None else _cut(rows.delta, *q_part),
         )
         gradients = attention.kernel.backward(inputs, attention.band(tile), attention.scores, buffers)
         for total, gradient, (batch, (start, stop), first) in zip(
-            (rows.dq, keys.dk, keys.dv), gradients, (q_place, k_place, k_place), strict=True
+            (rows.dq, keys.dk, keys.dv), gradients, (q_part, k_part, k_part), strict=True
         ):
             total.add(batch, (start - first, stop - first), gradient)
 

@@ -93,10 +93,11 @@ class ShardedAttention:
     slice_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if self.schedule.ulysses > 1 and self._query_owner.tokens != self._key_owner.tokens:
+        queries, keys = ([who.tokens(rank) for rank in range(self.group.size)] for who in (self.queries, self.keys))
+        if self.schedule.ulysses > 1 and len({*queries, *keys}) > 1:
             raise ShardingError(
-                f"The {self.schedule.ulysses} ranks that exchange heads hold {self._query_owner.tokens} queries and "
-                f"{self._key_owner.tokens} keys; they need as many queries as keys. Take a schedule without 'ulysses'."
+                f"The ranks that exchange heads hold {queries} queries and {keys} keys; each needs as many as the "
+                "others, and as many queries as keys. Take a schedule without 'ulysses'."
             )
 
     def forward(

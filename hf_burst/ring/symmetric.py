@@ -303,18 +303,18 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     """
     refusal = _refusal(device)
     mine = (socket.gethostname(), device.index, refusal)
-    places: list[tuple[str, int, str | None]] = [mine] * group.size
-    dist.all_gather_object(places, mine, group=group.process_group)
-    problems = _by_rank(problem for _, _, problem in places)
-    if len({host for host, _, _ in places}) > 1:
+    reports: list[tuple[str, int, str | None]] = [mine] * group.size
+    dist.all_gather_object(reports, mine, group=group.process_group)
+    problems = _by_rank(problem for _, _, problem in reports)
+    if len({host for host, _, _ in reports}) > 1:
         problems.append("the ranks are on several hosts")
-    elif len({index for _, index, _ in places}) < group.size and not problems:
+    elif len({index for _, index, _ in reports}) < group.size and not problems:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
     limit = group.process_group._get_backend(device).options._timeout  # after which the process group gives up, too
     pool = SymmetricPool(group, device, int(1000 * limit.total_seconds()))
-    failure = _trial(pool, [index for _, index, _ in places])
+    failure = _trial(pool, [index for _, index, _ in reports])
     failures: list[str | None] = [failure] * group.size
     dist.all_gather_object(failures, failure, group=group.process_group)
     problems = _by_rank(failures)

@@ -70,7 +70,8 @@ class Part:
     def prepare(self, run: ForwardPass) -> None:
         """Checks the batch, makes this rank's inputs of it, and adds the facts on which the ranks must agree.
 
-        Every error here reaches all ranks. Parts do not communicate, and change nothing that outlives the pass.
+        Every error here reaches all ranks. Parts do not communicate, and what they change in the model
+        `remove` puts back.
         """
 
     def begin(self, run: ForwardPass) -> None:

@@ -55,17 +55,17 @@ class SavedAttention(Part):
 
     def wrap(self, model: nn.Module) -> str | None:
         """Sees to all modules that checkpoint by now, and returns how many they are; `None` for none."""
-        places = [
+        wrapped = [
             (module, name)
             for module in model.modules()
             for name in (_OF_LAYERS, _OF_WRAPPERS)
             if name in vars(module) and (name == _OF_WRAPPERS or module.gradient_checkpointing)
         ]
-        for module, name in places:
+        for module, name in wrapped:
             if self.share and not isinstance(vars(module)[name], _Remembering):
                 setattr(module, name, _Remembering(vars(module)[name], self))
-        keep = [vars(module)[name].options.get("use_reentrant") is False for module, name in places if self.share]
-        return f"{len(places)} modules, {sum(keep)} of which keep attention" if places else None
+        keep = [vars(module)[name].options.get("use_reentrant") is False for module, name in wrapped if self.share]
+        return f"{len(wrapped)} modules, {sum(keep)} of which keep attention" if wrapped else None
 
     def cache(self) -> AttentionCache | None:
         """That of the layer that this thread runs, if it is checkpointed."""

@@ -86,7 +86,7 @@ class Loss(Part):
         if self.was_set:
             model.loss_function = self.plain
         else:
-            del model._loss_function
+            vars(model).pop("_loss_function", None)
 
     def compute(
         self, logits: torch.Tensor | LazyLogits, labels: torch.Tensor, *args: Any, **kwargs: Any

@@ -15,7 +15,7 @@ from .base import ForwardPass, Part
 
 logger = logging.getLogger(__name__)
 
-Places = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
+KeptRows = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
 
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -27,7 +27,7 @@ class Outputs(Part):
     def __init__(self) -> None:
         self.head: LazyHead | None = None  # which the loss asks for the scores of some tokens at a time
         self.logits = "keep"  # as they are, or "gather", or "drop"
-        self.kept: Places | None = None  # of `logits_to_keep`
+        self.kept: KeptRows | None = None  # of `logits_to_keep`
         self.rows: torch.Tensor | None = None  # this rank's rows of them, if the model does not choose them
 
     def prepare(self, run: ForwardPass) -> None:
@@ -116,7 +116,7 @@ def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:
             outputs[name] = outputs[name][:, :-1]
 
 
-def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[Places, torch.Tensor]:
+def keep_rows(keep: int | torch.Tensor, layout: SequenceLayout, rank: int) -> tuple[KeptRows, torch.Tensor]:
     """For `logits_to_keep`: for each rank, the places of its rows in the result; and this rank's rows."""
     length = layout.length - layout.padding
     if isinstance(keep, torch.Tensor):
