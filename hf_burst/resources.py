@@ -45,6 +45,15 @@ class GroupResources:
             pool = self._pools[device] = open_pool(self.group, device)
         return pool
 
+    def check(self) -> None:
+        """Raises a ConfigError if an attention ended in the middle on this rank."""
+        for pool in self._pools.values():
+            if isinstance(pool, SymmetricPool) and pool.failure:
+                raise ConfigError(
+                    f"An attention over these ranks ended in the middle ({pool.failure}), so that they no longer agree "
+                    "on what was sent. Start the job anew, with smaller batches if memory was short."
+                )
+
     @contextmanager
     def messages(self, device: torch.device, transport: str) -> Iterator[Exchange]:
         """The messages of one pass, by a transport of [`BurstConfig`]. A failure in its middle is noted down: ranks
@@ -64,11 +73,7 @@ class GroupResources:
                 )
             yield PeerToPeer(self.group, device)
             return
-        if pool.failure:
-            raise ConfigError(
-                f"An attention over these ranks ended in the middle ({pool.failure}), so that they no longer agree on "
-                "what was sent. Start the job anew, with smaller batches if memory was short."
-            )
+        self.check()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise ConfigError(
                 "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hf_burst
 from hf_burst import resources
-from hf_burst.errors import ConfigError
+from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.mesh import ContextGroup
 from hf_burst.resources import resources_of
 from tests import models
@@ -193,6 +193,27 @@ def test_closed_shared_memory_is_made_anew(ranks: Ranks, schedule: str, tmp_path
     every = ranks(SIZE).run(close_shared_memory, tmp_path, case, timeout=SECONDS)
     for life in range(2):
         assert_exact(case, put_together([[lives[life]] for lives in every], SIZE, [case])[0])
+
+
+def fail_alone(rank: int, size: int, folder: Path) -> str:
+    """The error of a pass after one in whose middle only the last rank failed."""
+    group, device = context_group(size), torch.device("cpu")
+    config = hf_burst.BurstConfig(transport="symmetric", kernel="reference", schedule="kv_ring")
+    model, batch = models.make_model("llama").train(), models.make_batch("plain")
+    hf_burst.patch_model(model, config)
+    with shared_memory(folder, group):
+        model(**batch).loss.backward()
+        pool: Any = resources_of(group).pool(device)
+        pool.failure = "out of memory" if rank == size - 1 else ""
+        with pytest.raises((ConfigError, RankMismatchError)) as problem:
+            model(**batch)
+    return str(problem.value)
+
+
+def test_a_rank_that_failed_alone_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    *others, own = ranks(SIZE).run(fail_alone, tmp_path, timeout=SECONDS)
+    assert "ended in the middle (out of memory)" in own
+    assert all(f"Rank {SIZE - 1} of the group stopped before any communication" in text for text in others)
 
 
 def test_one_process_owns_nothing() -> None:

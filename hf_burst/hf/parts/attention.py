@@ -8,6 +8,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import machine_of_group
 from ...errors import ConfigError, UnsupportedModelError
+from ...resources import resources_of
 from ..attention import CALL_KEY, NAME, LazyMask, register
 from .base import ForwardPass, Handles, Part
 
@@ -45,6 +46,7 @@ class Attention(Part):
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
+        resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
         machine_of_group(run.group, run.device, run.config.kernel)
