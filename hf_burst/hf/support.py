@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
 from .task import CAUSAL, Task, forwards_of, task_of
-from .verdicts import served_by
+from .verdicts import own_classes, served_by
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +112,17 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def verdict_on(model: PreTrainedModel) -> str:
-    """By which comparison a model is served, see [`served_by`]; warns of a `forward` that it does not cover."""
+    """By which comparison a model is served, see [`served_by`]; warns of classes that it does not cover."""
     served = served_by(model)
-    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
+    own = [kind.__qualname__ for kind in own_classes(model)] if served == "shipped" else []
+    if served == "shipped" and not (own or type(model).forward.__module__.startswith("transformers.")):
+        own = [f"{type(model).__qualname__}.forward"]
+    if own:
         logger.warning(
-            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
-            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
-            type(model).__name__,
+            "%s comes from outside of Transformers and was not compared with one process. What it computes over "
+            "tokens, beside what it calls in Transformers, is computed over the tokens of one rank only. Compare it: "
+            "run hf-burst check or, in Python, hf_burst.check_model(model).",
+            ", ".join(own),
         )
     return served
 

@@ -33,6 +33,12 @@ _NO_STRUCTURE = re.compile(
     r"^_|drop|jitter|vocab_size$|token_ids?$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
     r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
 )
+# libraries whose classes treat each token by itself, or are compared by the tests: no verdict depends on their source
+_LIBRARIES = re.compile(
+    r"builtins|abc|typing|collections|transformers|torch|peft|accelerate|trl|liger_kernel|hf_burst|deepspeed|torchao|"
+    r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
+    r"vptq|quark|sinq|fouroversix|fp_quant"
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,13 @@ def source_hash(module: str) -> str | None:
         return None
 
 
+def own_classes(model: PreTrainedModel) -> list[type]:
+    """The classes of a model and its layers that come from none of the known libraries, by their names."""
+    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    own = [kind for kind in classes if not _LIBRARIES.fullmatch(kind.__module__.partition(".")[0])]
+    return sorted(own, key=lambda kind: kind.__qualname__)
+
+
 def fingerprint(model: PreTrainedModel) -> str | None:
     """A hash of all that a verdict on a model holds for: the source of its class, its layers and the modules beside
     them, the settings of its config that are no sizes, and the versions of Transformers, torch and hf_burst.
@@ -71,13 +84,14 @@ def fingerprint(model: PreTrainedModel) -> str | None:
     Returns:
         `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
     """
-    root = type(model).__module__.partition(".")[0]
-    pending = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    own = own_classes(model)
+    roots = {kind.__module__.partition(".")[0] for kind in own}
+    pending = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
     hashes: dict[str, str | None] = {}
     while pending:
         name = pending.pop()
         in_transformers = name.startswith("transformers.models.")
-        if name in hashes or not (in_transformers or name.partition(".")[0] == root != "transformers"):
+        if name in hashes or not (in_transformers or name.partition(".")[0] in roots):
             continue
         hashes[name] = source_hash(name)
         names = vars(sys.modules[name]) if name in sys.modules and not in_transformers else {}
@@ -87,7 +101,7 @@ def fingerprint(model: PreTrainedModel) -> str | None:
         return None
     sources, settings = sorted(map(str, {*hashes.values()})), _structure(model.config.to_dict())
     versions = [transformers.__version__, torch.__version__, own_version()]
-    parts = [type(model).__qualname__, sources, settings, versions]
+    parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, settings, versions]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
@@ -122,19 +136,19 @@ def served_by(model: PreTrainedModel) -> str:
     shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
-    if shipped is type(model) and unchanged:
-        return "shipped"
     verdict: Verdict | None = None
     with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
         verdict = Verdict(**json.loads(cache_file("check", fingerprint(model) or "").read_text()))
-    if verdict is not None and verdict.result == "exact":
-        return f"checked {verdict.fingerprint}"
-    if verdict is not None:
+    if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
             f"{name} was compared with one process by hf-burst check and found {verdict.result} over several ranks "
             f"({reasons}), so it is refused. Once its source is changed, {command} compares it anew."
         )
+    if shipped is type(model) and unchanged and not own_classes(model):
+        return "shipped"
+    if verdict is not None:
+        return f"checked {verdict.fingerprint}"
     if shipped is None:
         raise UnsupportedModelError(
             f"{name} has not been checked to be exact over several ranks, so it is refused. To compare it with one "
