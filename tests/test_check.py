@@ -31,10 +31,11 @@ from transformers import (
 import hf_burst
 from hf_burst.check.ranks import run_on_ranks
 from hf_burst.check.run import check_batch, find_target, read_batch
-from hf_burst.check.tiny import LAYERS, WINDOW, shrink, tiny_copy
+from hf_burst.check.tiny import shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf import support, verdicts
+from hf_burst.hf.sizes import LAYERS, WINDOW
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -181,6 +182,10 @@ def test_a_verdict_holds_for_source_config_and_versions(
         {"max_window_layers": 2},
         {"num_local_experts": 8},
         {"num_local_experts": 8, "router_aux_loss_coef": 0.01},
+        {"conv_kernel": 1},
+        {"conv_kernel": 4},
+        {"dilations": [1, 4]},
+        {"dilations": [1, 2]},
     ]
     others = [fingerprint(**changed) for changed in settings]
     for package in (verdicts.transformers, verdicts.torch):
@@ -234,7 +239,7 @@ def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
     assert len({first, swapped, verdicts.fingerprint(model)}) == 3
 
     assert support.verdict_on(model) == "shipped"
-    assert "Mixer comes from outside of Transformers" in caplog.text
+    assert "not compared with one process: Mixer" in caplog.text
     assert "hf-burst check" in caplog.text
     caplog.clear()
     verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(model) or ""))

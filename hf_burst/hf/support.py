@@ -114,14 +114,13 @@ def check_model(model: PreTrainedModel) -> None:
 def verdict_on(model: PreTrainedModel) -> str:
     """By which comparison a model is served, see [`served_by`]; warns of classes that it does not cover."""
     served = served_by(model)
-    own = [kind.__qualname__ for kind in own_classes(model)] if served == "shipped" else []
-    if served == "shipped" and not (own or type(model).forward.__module__.startswith("transformers.")):
-        own = [f"{type(model).__qualname__}.forward"]
-    if own:
+    own = [kind.__qualname__ for kind in own_classes(model)]
+    if not type(model).forward.__module__.startswith("transformers."):
+        own = own or [f"{type(model).__qualname__}.forward"]
+    if own and served == "shipped":
         logger.warning(
-            "%s comes from outside of Transformers and was not compared with one process. What it computes over "
-            "tokens, beside what it calls in Transformers, is computed over the tokens of one rank only. Compare it: "
-            "run hf-burst check or, in Python, hf_burst.check_model(model).",
+            "From outside of Transformers, and not compared with one process: %s. Whatever it computes over tokens is "
+            "computed over those of one rank only. Compare it: run hf-burst check, or hf_burst.check_model(model).",
             ", ".join(own),
         )
     return served
