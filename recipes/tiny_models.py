@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_burst.check import tiny
-from hf_burst.check.tiny import LAYERS, VOCABULARY, WINDOW
+from hf_burst.hf.sizes import LAYERS, VOCABULARY, WINDOW
 
 SIZES: dict[str, Any] = {**tiny.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}

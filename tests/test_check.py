@@ -31,10 +31,11 @@ from transformers import (
 import hf_burst
 from hf_burst.check.ranks import run_on_ranks
 from hf_burst.check.run import check_batch, find_target, read_batch
-from hf_burst.check.tiny import LAYERS, WINDOW, shrink, tiny_copy
+from hf_burst.check.tiny import shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf import support, verdicts
+from hf_burst.hf.sizes import LAYERS, WINDOW
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -181,6 +182,10 @@ def test_a_verdict_holds_for_source_config_and_versions(
         {"max_window_layers": 2},
         {"num_local_experts": 8},
         {"num_local_experts": 8, "router_aux_loss_coef": 0.01},
+        {"conv_kernel": 1},
+        {"conv_kernel": 4},
+        {"dilations": [1, 4]},
+        {"dilations": [1, 2]},
     ]
     others = [fingerprint(**changed) for changed in settings]
     for package in (verdicts.transformers, verdicts.torch):
@@ -214,6 +219,43 @@ def test_a_verdict_holds_for_the_modules_that_a_class_imports_from_beside_it(
     assert verdicts.fingerprint(model) == first
     (package / "layers.py").write_text("def mixed(x):\n    return x.cumsum(1)\n")
     assert verdicts.fingerprint(model) != first
+
+
+def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = "from torch import nn\n\nclass Mixer(nn.Identity):\n    pass\n"
+    (tmp_path / "mixing_layers.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    from mixing_layers import Mixer  # type: ignore[import-not-found]
+
+    model = models.make_model("llama")
+    hf_burst.unpatch_model(hf_burst.patch_model(model))
+    assert not caplog.records
+    first = verdicts.fingerprint(model)
+    model.model.layers[0].post_attention_layernorm = Mixer()
+    swapped = verdicts.fingerprint(model)
+    (tmp_path / "mixing_layers.py").write_text(source + "# changed\n")
+    assert len({first, swapped, verdicts.fingerprint(model)}) == 3
+
+    assert support.verdict_on(model) == "shipped"
+    assert "not compared with one process: Mixer" in caplog.text
+    assert "hf-burst check" in caplog.text
+    caplog.clear()
+    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(model) or ""))
+    assert support.verdict_on(model).startswith("checked ")
+    assert not caplog.records
+
+
+def test_a_wrong_verdict_goes_before_the_shipped_one() -> None:
+    model = models.make_model("llama")
+    digest = verdicts.fingerprint(model) or ""
+    for result in ("exact", "wrong"):
+        verdicts.remember(verdicts.Verdict(result, {"packed": 0.9}, fingerprint=digest))
+        if result == "exact":
+            assert verdicts.served_by(model) == "shipped"
+    with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
+        hf_burst.patch_model(model)
 
 
 def test_what_is_remembered_must_be_a_verdict(unseen: ModuleType) -> None:

@@ -25,7 +25,7 @@ WITHIN = {
     "cli": ["launch", "check", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
-        *("verdicts", "support", "attention", "head", "positions", "parts", "patch"),
+        *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch"),
     ],
     "hf/parts": [
         *("base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "outputs", "dropout"),

@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import BurstError
 from ..hf.documents import documents_of
 from ..hf.patch import patch_under_check, unpatch_model
+from ..hf.sizes import VOCABULARY
 from ..hf.support import check_model
 from ..hf.task import task_of
 from ..hf.verdicts import Verdict, fingerprint
 from ..loss import IGNORE_INDEX
-from .tiny import VOCABULARY, first_position, note
+from .tiny import first_position, note
 
 KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
@@ -71,12 +72,12 @@ class BatchComparison:
         return self.error <= BATCH_TOLERANCE
 
 
-def compare(make: Maker) -> Verdict:
+def compare(make: Maker, config: PreTrainedConfig | None = None) -> Verdict:
     """The verdict on a tiny model, in fp64: the loss and all gradients, as a data-parallel wrapper averages them.
 
     Three batches are compared: two sequences of odd length, packed documents beside the documents one by one (not every
     model keeps them apart), and sequences padded at either end. Which classes are served is not asked; every other
-    check of [`patch_model`] is.
+    check of [`patch_model`] is. The verdict is for `config`, of which the model is a tiny one.
     """
     with ExitStack() as settings:
         torch.set_default_dtype(torch.float64)
@@ -93,7 +94,7 @@ def compare(make: Maker) -> Verdict:
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
-        return Verdict("exact" if exact else "wrong", errors, note(model), fingerprint(model) or "")
+        return Verdict("exact" if exact else "wrong", errors, note(model), fingerprint(model, config) or "")
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:

@@ -1,6 +1,5 @@
 """Tiny models with random weights: a config whose sizes shrink and whose structure stays."""
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,52 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..hf.parts.tokens import numbers_tokens
-from ..hf.verdicts import LAYER_COUNTS, LAYER_LISTS, STEPS
+from ..hf.sizes import EXTENDED, HEAD_COUNTS, LAYER_COUNTS, LAYER_LISTS, LAYERS, POSITION_COUNTS, POSITIONS, small_size
 
-VOCABULARY = 67
-LAYERS = 4
-WINDOW = 7
-_POSITIONS = 128
-_EXTENDED = 20  # positions of the pretraining that scaled rotary positions extend: fewer than a batch has
-_POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
-_HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads")
-# config attributes that mean the same in every family, and their sizes
-SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "dff", "hidden_dim"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
-    **dict.fromkeys((*LAYER_COUNTS, *_HEAD_COUNTS, "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 12),
-    **dict.fromkeys(_POSITION_COUNTS, _POSITIONS),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "qk_rope_head_dim"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "type_vocab_size"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"), 1),
-    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim"), 8),
-    **dict.fromkeys(("num_key_value_heads", "max_window_layers", "eos_token_id"), 2),
-    "vocab_size": VOCABULARY,
-    "v_head_dim": 6,
-    "pad_token_id": 0,
-}
-# attributes of some families
-_MORE_SIZES: dict[str, int] = {
-    **dict.fromkeys(("d_inner", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 24),
-    **dict.fromkeys(("dim_head", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_size"), 8),
-    **dict.fromkeys(("swa_num_attention_heads", "num_attention_heads_per_layer", "rotary_dim"), 4),
-    **dict.fromkeys(("swa_num_key_value_heads", "kv_n_heads", "moe_top_k", "zero_expert_num"), 2),
-    **dict.fromkeys(("mask_token_id", "sep_token_id", "cls_token_id"), VOCABULARY - 1),
-    **dict.fromkeys(("num_kv_shared_layers", "num_layers_per_stack", "n_group"), 2),
-    **dict.fromkeys(("word_embed_proj_dim", "prediction_head_size"), 32),
-    **dict.fromkeys(("floor_scale", "laurel_rank"), 8),
-    "original_max_position_embeddings": _EXTENDED,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 6,
-    "local_attention": 2 * WINDOW,
-}
-_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"}
-_WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
 _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
 
 
@@ -130,15 +85,15 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
         elif isinstance(value, dict):
             small[key] = _shrunk(value, batch_length)
         elif isinstance(value, list) and len(value) == count:
-            small[key] = [_size(key, value[layer]) for layer in layers]
+            small[key] = [small_size(key, value[layer]) for layer in layers]
         elif _lists_layers(key, value, count):
             small[key] = [place for place, layer in enumerate(layers) if layer in value]
-        elif batch_length is not None and key in _POSITION_COUNTS and isinstance(value, int):
-            small[key] = min(max(_POSITIONS, batch_length + 2), value)
+        elif batch_length is not None and key in POSITION_COUNTS and isinstance(value, int):
+            small[key] = min(max(POSITIONS, batch_length + 2), value)
         elif batch_length is not None and ("vocab_size" in key or key.endswith("token_id")):
             small[key] = value
         else:
-            small[key] = len(layers) if key in LAYER_COUNTS and value == count else _size(key, value)
+            small[key] = len(layers) if key in LAYER_COUNTS and value == count else small_size(key, value)
     if "max_window_layers" in values:
         all_whole = values["max_window_layers"] >= count
         small["max_window_layers"] = len(layers) if all_whole else min(values["max_window_layers"], len(layers) // 2)
@@ -175,27 +130,9 @@ def _twice(sizes: dict[str, Any]) -> dict[str, Any]:
     return {key: 2 * size if type(size) is int else size for key, size in sizes.items()}
 
 
-def _size(key: str, value: Any) -> Any:
-    """A small size in the place of one that is set; other values stay."""
-    if isinstance(value, list) and key.endswith("token_id") and value:  # several ends of a sequence
-        return SIZES.get(key, VOCABULARY - 1)
-    if isinstance(value, float) and ("drop" in key or "jitter" in key):
-        return 0.0
-    if isinstance(value, float) and key in ("partial_rotary_factor", "rotary_pct"):
-        return max(2, round(4 * value)) / 4  # of heads of 8
-    if type(value) is not int or (value <= 0 and not key.endswith("token_id")):
-        return value
-    if key.endswith("_offset"):
-        return min(value, 1)
-    if STEPS.search(key) and "heads" not in key:
-        return min(value, 2)
-    size = {**SIZES, **_MORE_SIZES}.get(key, WINDOW if _WINDOW.search(key) else value)
-    return min(value, size) if key in _AT_MOST else size
-
-
 def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
     """Heads of keys stay as many as those of queries, or one, or fewer; heads of MLA keep their parts."""
-    heads = next((values[key] for key in _HEAD_COUNTS if isinstance(values.get(key), int)), 0)
+    heads = next((values[key] for key in HEAD_COUNTS if isinstance(values.get(key), int)), 0)
     for key in {"num_key_value_heads", "swa_num_key_value_heads", "kv_n_heads"} & set(values):
         if isinstance(values[key], int) and values[key] > 0:
             small[key] = 4 if values[key] == heads else min(values[key], 2)
@@ -209,7 +146,7 @@ def _shrink_positions(small: dict[str, Any]) -> None:
     parts = [value for key, value in small.items() if "rope" in key and isinstance(value, dict)]
     ropes = [*parts, *(rope for part in parts for rope in part.values() if isinstance(rope, dict))]
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
-        small.update(dict.fromkeys(set(_POSITION_COUNTS) & set(small), _EXTENDED))
+        small.update(dict.fromkeys(set(POSITION_COUNTS) & set(small), EXTENDED))
     width = small.get("qk_rope_head_dim") or small.get("head_dim") or 8
     for rope in ropes:
         share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0

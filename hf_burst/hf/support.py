@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
 from .task import CAUSAL, Task, forwards_of, task_of
-from .verdicts import served_by
+from .verdicts import own_classes, served_by
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +112,16 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def verdict_on(model: PreTrainedModel) -> str:
-    """By which comparison a model is served, see [`served_by`]; warns of a `forward` that it does not cover."""
+    """By which comparison a model is served, see [`served_by`]; warns of classes that it does not cover."""
     served = served_by(model)
-    if served == "shipped" and not type(model).forward.__module__.startswith("transformers."):
+    own = [kind.__qualname__ for kind in own_classes(model)]
+    if not type(model).forward.__module__.startswith("transformers."):
+        own = own or [f"{type(model).__qualname__}.forward"]
+    if own and served == "shipped":
         logger.warning(
-            "%s has a forward of its own, and what that computes over tokens, beside what it calls in Transformers, is "
-            "computed over the tokens of one rank only. hf_burst.check_model(model) compares it with one process.",
-            type(model).__name__,
+            "From outside of Transformers, and not compared with one process: %s. Whatever it computes over tokens is "
+            "computed over those of one rank only. Compare it: run hf-burst check, or hf_burst.check_model(model).",
+            ", ".join(own),
         )
     return served
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..cache import cache_file, own_version, write_whole
 from ..errors import ConfigError, UnsupportedModelError
+from .sizes import LAYER_COUNTS, LAYER_LISTS, STEPS, is_size
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +27,15 @@ _TABLE = json.loads(Path(__file__).with_name("served.json").read_text())
 TESTED: str = _TABLE["transformers"]
 SERVED: dict[str, str] = _TABLE["classes"]
 
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers")
-LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices")  # lists of layers, by their indices
-STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
 _NO_STRUCTURE = re.compile(
     r"^_|drop|jitter|vocab_size$|token_ids?$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
     r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
+)
+# libraries whose classes treat each token by itself, or are compared by the tests: no verdict depends on their source
+_LIBRARIES = re.compile(
+    r"builtins|abc|typing|collections|transformers|torch|peft|accelerate|trl|liger_kernel|hf_burst|deepspeed|torchao|"
+    r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
+    r"vptq|quark|sinq|fouroversix|fp_quant"
 )
 
 
@@ -61,23 +65,32 @@ def source_hash(module: str) -> str | None:
         return None
 
 
-def fingerprint(model: PreTrainedModel) -> str | None:
+def own_classes(model: PreTrainedModel) -> list[type]:
+    """The classes of a model and its layers that come from none of the known libraries, by their names."""
+    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    own = [kind for kind in classes if not _LIBRARIES.fullmatch(kind.__module__.partition(".")[0])]
+    return sorted(own, key=lambda kind: kind.__qualname__)
+
+
+def fingerprint(model: PreTrainedModel, config: PreTrainedConfig | None = None) -> str | None:
     """A hash of all that a verdict on a model holds for: the source of its class, its layers and the modules beside
     them, the settings of its config that are no sizes, and the versions of Transformers, torch and hf_burst.
 
     Args:
         model (`PreTrainedModel`): The model, of any size.
+        config (`PreTrainedConfig`, *optional*): The config before it was made tiny; that of the model if left out.
 
     Returns:
         `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
     """
-    root = type(model).__module__.partition(".")[0]
-    pending = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    own = own_classes(model)
+    roots = {kind.__module__.partition(".")[0] for kind in own}
+    pending = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
     hashes: dict[str, str | None] = {}
     while pending:
         name = pending.pop()
         in_transformers = name.startswith("transformers.models.")
-        if name in hashes or not (in_transformers or name.partition(".")[0] == root != "transformers"):
+        if name in hashes or not (in_transformers or name.partition(".")[0] in roots):
             continue
         hashes[name] = source_hash(name)
         names = vars(sys.modules[name]) if name in sys.modules and not in_transformers else {}
@@ -85,9 +98,9 @@ def fingerprint(model: PreTrainedModel) -> str | None:
             pending |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in names.values()}
     if None in hashes.values():
         return None
-    sources, settings = sorted(map(str, {*hashes.values()})), _structure(model.config.to_dict())
+    sources, settings = sorted(map(str, {*hashes.values()})), _structure((config or model.config).to_dict())
     versions = [transformers.__version__, torch.__version__, own_version()]
-    parts = [type(model).__qualname__, sources, settings, versions]
+    parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, settings, versions]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
@@ -122,19 +135,19 @@ def served_by(model: PreTrainedModel) -> str:
     shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
     newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
-    if shipped is type(model) and unchanged:
-        return "shipped"
     verdict: Verdict | None = None
     with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
         verdict = Verdict(**json.loads(cache_file("check", fingerprint(model) or "").read_text()))
-    if verdict is not None and verdict.result == "exact":
-        return f"checked {verdict.fingerprint}"
-    if verdict is not None:
+    if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
             f"{name} was compared with one process by hf-burst check and found {verdict.result} over several ranks "
             f"({reasons}), so it is refused. Once its source is changed, {command} compares it anew."
         )
+    if shipped is type(model) and unchanged and not own_classes(model):
+        return "shipped"
+    if verdict is not None:
+        return f"checked {verdict.fingerprint}"
     if shipped is None:
         raise UnsupportedModelError(
             f"{name} has not been checked to be exact over several ranks, so it is refused. To compare it with one "
@@ -154,7 +167,7 @@ def _digest(data: bytes) -> str:
 
 
 def _structure(value: Any, key: str = "", layers: int = 0) -> Any:
-    """A config without its sizes: numbers count as set or not, steps also as one or more, lists by kinds of entries."""
+    """A config without its sizes: they and floats count as set or not, steps as one or more, lists by their kinds."""
     if isinstance(value, dict) and not all(str(name).isdecimal() for name in value):
         layers = next((value[name] for name in LAYER_COUNTS if isinstance(value.get(name), int)), layers)
         entries = {str(name): _structure(entry, str(name), layers) for name, entry in value.items()}
@@ -163,9 +176,12 @@ def _structure(value: Any, key: str = "", layers: int = 0) -> Any:
         entries_of_layers = value.values() if isinstance(value, dict) else value
         if LAYER_LISTS.search(key) and len(value) != layers and all(type(entry) is int for entry in value):
             return bool(value)
-        return sorted({json.dumps(_structure(entry, "", layers), sort_keys=True) for entry in entries_of_layers})
+        kinds = [_structure(each, key if isinstance(each, int) else "", layers) for each in entries_of_layers]
+        return sorted({json.dumps(kind, sort_keys=True) for kind in kinds})
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if key == "max_window_layers":  # the first one with a window: none of the layers, or some, or all
         return (value > 0) + (value >= layers)
-    return max(0, min(value, 2)) if STEPS.search(key) else value > 0
+    if STEPS.search(key):
+        return max(0, min(value, 2))
+    return value if isinstance(value, int) and not is_size(key) else value > 0

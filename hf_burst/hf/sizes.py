@@ -1,0 +1,70 @@
+"""Which numbers of a config are sizes: those that a tiny model shrinks, and that no verdict depends on."""
+
+import re
+from typing import Any
+
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers")
+LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices")  # lists of layers, by their indices
+STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
+VOCABULARY, LAYERS, WINDOW, POSITIONS = 67, 4, 7, 128
+EXTENDED = 20  # positions of the pretraining that scaled rotary positions extend: fewer than a batch has
+POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
+HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads")
+# config attributes that mean the same in every family, and their sizes
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "decoder_ffn_dim", "dff", "hidden_dim"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
+    **dict.fromkeys((*LAYER_COUNTS, *HEAD_COUNTS, "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim"), 12),
+    **dict.fromkeys(POSITION_COUNTS, POSITIONS),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "qk_rope_head_dim"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "type_vocab_size"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "bos_token_id"), 1),
+    **dict.fromkeys(("topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("num_key_value_heads", "max_window_layers", "eos_token_id"), 2),
+    "vocab_size": VOCABULARY,
+    "v_head_dim": 6,
+    "pad_token_id": 0,
+    # attributes of some families
+    **dict.fromkeys(("d_inner", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("dim_head", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_size"), 8),
+    **dict.fromkeys(("swa_num_attention_heads", "num_attention_heads_per_layer", "rotary_dim"), 4),
+    **dict.fromkeys(("swa_num_key_value_heads", "kv_n_heads", "moe_top_k", "zero_expert_num"), 2),
+    **dict.fromkeys(("mask_token_id", "sep_token_id", "cls_token_id"), VOCABULARY - 1),
+    **dict.fromkeys(("num_kv_shared_layers", "num_layers_per_stack", "n_group"), 2),
+    **dict.fromkeys(("word_embed_proj_dim", "prediction_head_size"), 32),
+    **dict.fromkeys(("floor_scale", "laurel_rank"), 8),
+    "original_max_position_embeddings": EXTENDED,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 6,
+    "local_attention": 2 * WINDOW,
+}
+_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"}
+_WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
+
+
+def is_size(key: str) -> bool:
+    """Whether a tiny model has a size of its own in the place of an attribute of a config."""
+    return key in SIZES or _WINDOW.search(key) is not None or key.endswith("_offset")
+
+
+def small_size(key: str, value: Any) -> Any:
+    """A small size in the place of one that is set; other values stay."""
+    if isinstance(value, list) and key.endswith("token_id") and value:  # several ends of a sequence
+        return SIZES.get(key, VOCABULARY - 1)
+    if isinstance(value, float) and ("drop" in key or "jitter" in key):
+        return 0.0
+    if isinstance(value, float) and key in ("partial_rotary_factor", "rotary_pct"):
+        return max(2, round(4 * value)) / 4  # of heads of 8
+    if type(value) is not int or (value <= 0 and not key.endswith("token_id")):
+        return value
+    if key.endswith("_offset"):
+        return min(value, 1)
+    if STEPS.search(key) and "heads" not in key:
+        return min(value, 2)
+    size = SIZES.get(key, WINDOW if _WINDOW.search(key) else value)
+    return min(value, size) if key in _AT_MOST else size
