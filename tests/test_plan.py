@@ -121,21 +121,6 @@ def test_zigzag_balances_a_causal_mask():
     assert max(work) == min(work)
 
 
-def test_a_plan_prints_what_every_rank_does():
-    assert str(one_document(8, 2)) == (
-        "1 x 8 tokens over 2 ranks, 4 chunks, 36 pairs\n"
-        "rank 0: tokens 0-2, 6-8\n"
-        "  step 0: q 0:4 x k 0:4 band 0..None\n"
-        "  step 1: q 2:4 x k 0:4 of rank 1; sends 0:2 to rank 1\n"
-        "rank 1: tokens 2-6\n"
-        "  step 0: q 0:4 x k 0:4 band 0..None\n"
-        "  step 1: q 0:4 x k 0:2 of rank 0; sends 0:4 to rank 0"
-    )
-    packed = make_plan((Mask(8, True, None, (0, 3, 8)),), make_sharding(8, 2, "contiguous"))
-    assert "in 2 segments" in str(packed)
-    assert "step 1: nothing; sends 3:4 to rank 1" in str(packed)
-
-
 def test_plans_are_values():
     mask, sharding = Mask(13, True, None, (0, 5, 13)), make_sharding(13, 3)
     plan = make_plan((mask,), sharding)
