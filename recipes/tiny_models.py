@@ -1,6 +1,6 @@
 """A tiny model with random weights for every causal and masked LM class of Transformers, by its own config class.
 
-`hf_burst.check.tiny.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single
+`hf_burst.hf.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single
 families need besides, and switches on what their configs leave out.
 """
 
@@ -17,9 +17,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_burst.check import tiny
+from hf_burst.hf import sizes
 from hf_burst.hf.sizes import LAYERS, VOCABULARY, WINDOW
 
-SIZES: dict[str, Any] = {**tiny.SIZES, "use_sliding_window": True, "is_decoder": True}
+SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
