@@ -11,7 +11,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -130,6 +130,10 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
+        if accelerator.distributed_type is DistributedType.DEEPSPEED:  # whose data loaders know this dimension alone
+            members = accelerator.torch_device_mesh[CP_DIM].get_group()
+            tensor_parallel = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
+            accelerator.state.ds_device_mesh = tensor_parallel
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
