@@ -1,0 +1,280 @@
+"""DeepSpeed ZeRO-1, 2 and 3 through accelerate, beside one process: training, evaluation, saving and resuming."""
+
+import importlib.util
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, TrainingArguments
+
+import hf_burst
+from tests import models, trainers
+from tests.ranks import RankPool, reset_accelerate
+from tests.test_training import EVALUATED, Speaker, evaluate, stream
+from tests.trainers import Case, make_trainer
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install deepspeed==0.19.8"
+)
+Ranks = Callable[[int], RankPool]
+STAGES = (1, 2, 3)
+SWITCH = (False, True)
+
+
+@pytest.fixture(scope="module")
+def zero() -> Iterator[Ranks]:
+    """`zero(size)` is a pool of that many processes of its own: DeepSpeed keeps state for as long as a process runs."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools or not pools[size].alive:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()
+
+
+def launch(stage: int, clip: float | str = "auto", **settings: Any) -> None:
+    """What `accelerate launch` sets for DeepSpeed on CPUs. All weights of stage 3 are partitioned, however small."""
+    reset_accelerate()
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    partition = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": clip,
+        "zero_optimization": partition | settings.pop("zero_optimization", {}),
+        "bf16": {"enabled": "auto"},
+        **settings,
+    }
+    os.environ.update(
+        DS_ACCELERATOR="cpu", ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=json.dumps(config)
+    )
+
+
+ON_CPUS: dict[str, Any] = {"use_cpu": False, "ddp_backend": "gloo"}
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """All weights. Those of ZeRO-3 are gathered, and only the first rank has them."""
+    assert trainer.accelerator.distributed_type is DistributedType.DEEPSPEED
+    weights = trainer.accelerator.get_state_dict(trainer.deepspeed) or {}
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+def train(rank: int, size: int, folder: str, case: Case, stage: int, data: str | None = None) -> dict[str, Any]:
+    """Runs a case under DeepSpeed. `data` is a kind of stream."""
+    if case.trainer == "raw":
+        launch(stage, clip=trainers.CLIP)
+        group = InitProcessGroupKwargs(backend="gloo")
+        return trainers.train_raw(case, cpu=False, kwargs_handlers=[group])
+    launch(stage)
+    trainer = make_trainer(case, folder, data and stream(data), **ON_CPUS)
+    return {**trainers.finish(trainer), "weights": weights_of(trainer)}
+
+
+def compare(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    """All ranks have the losses and norms of one process, and those that gathered the weights its weights."""
+    assert found[0]["weights"], "the first rank has the weights"
+    for mine in found:
+        trainers.compare(mine if mine["weights"] else {**mine, "weights": wanted["weights"]}, wanted)
+
+
+@cache
+def alone(case: Case) -> dict[str, Any]:
+    """One process without DeepSpeed and not patched."""
+    return trainers.train(0, 1, "/tmp", case.alone)
+
+
+SUBSET = [
+    (1, Case("Trainer", data=2)),
+    (2, Case("Trainer", "packed", checkpointing=True, data=2)),
+    (2, Case("SFTTrainer", "packed", lora=True)),
+    (2, Case("raw")),
+    (2, Case("DPOTrainer", lora=True)),
+    (3, Case("Trainer", "packed", checkpointing=True, data=2)),
+    (3, Case("Trainer", explicit=True)),
+    (3, Case("Trainer", lora=True, checkpointing=True)),
+    (3, Case("SFTTrainer", "padding_free")),
+    (3, Case("SFTTrainer", "packed", lora=True, checkpointing=True, data=2)),
+    (3, Case("raw", "packed", data=2)),
+    (3, Case("DPOTrainer")),
+    (3, Case("Trainer", model="gpt2")),  # its head is the table of its tokens
+    (3, Case("Trainer", model="bert")),
+]
+KINDS = {"SFTTrainer": ("padded", "packed", "padding_free"), "DPOTrainer": ("padded",)}
+ALL = [
+    (stage, Case(trainer, kind, lora, checkpointing, explicit, data))
+    for trainer in ("raw", "Trainer", "SFTTrainer", "DPOTrainer")
+    for kind in KINDS.get(trainer, ("padded", "packed"))
+    for stage, lora, checkpointing, explicit, data in itertools.product(STAGES, SWITCH, SWITCH, SWITCH, (1, 2))
+    if not (explicit and trainer == "DPOTrainer")
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "case"),
+    [*SUBSET, *(pytest.param(*row, marks=pytest.mark.full) for row in ALL if row not in SUBSET)],
+    ids=str,
+)
+def test_three_steps_equal_one_process(zero: Ranks, tmp_path: Path, stage: int, case: Case) -> None:
+    compare(zero(case.ranks).run(train, str(tmp_path), case, stage), alone(case.alone))
+
+
+@pytest.mark.parametrize("kind", ["torch", "datasets"])
+def test_iterable_datasets(zero: Ranks, tmp_path: Path, kind: str) -> None:
+    case = Case(data=2)
+    wanted = trainers.finish(make_trainer(case.alone, str(tmp_path), stream(kind)))
+    compare(zero(4).run(train, str(tmp_path), case, 2, kind), wanted)
+
+
+def evaluate_under_deepspeed(rank: int, size: int, folder: str, case: Case, stage: int, count: int) -> dict[str, Any]:
+    launch(stage)
+    return evaluate(rank, size, folder, case, count, **ON_CPUS)
+
+
+@pytest.mark.parametrize("case", [Case(data=2), Case("SFTTrainer")], ids=str)
+def test_evaluation_and_prediction(zero: Ranks, tmp_path: Path, case: Case) -> None:
+    """Before any training, for which the Trainer asks for ZeRO-3. SFTTrainer's loss is a mean over the groups."""
+    count = 8
+    wanted = evaluate(0, 1, str(tmp_path), case.alone, count)
+    for found in zero(case.ranks).run(evaluate_under_deepspeed, str(tmp_path), case, 3, count):
+        for mine, metrics in zip(found["metrics"], wanted["metrics"], strict=True):
+            for name in EVALUATED & metrics.keys():
+                assert mine[name] == pytest.approx(metrics[name], rel=1e-6), name
+        real = wanted["labels"] != -100
+        assert np.array_equal(found["labels"], wanted["labels"])
+        np.testing.assert_allclose(found["logits"][real], wanted["logits"][real], rtol=0, atol=1e-6)
+
+
+def resume(rank: int, size: int, folder: str, case: Case, stage: int) -> list[Any]:
+    """Trains by AdamW with a falling rate and shuffled batches, then once more from the checkpoint after two steps, then
+    saves. Returns losses, evaluations and weights of both."""
+    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "linear", "save_strategy": "steps"}
+    options |= {"save_steps": 2, "train_sampling_strategy": "random", "eval_dataset": trainers.samples("padded", 8)}
+    found = []
+    for checkpoint in (None, f"{folder}/checkpoint-2"):
+        launch(stage)
+        trainer = make_trainer(case, folder, **options, **ON_CPUS)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        steps = [(entry["loss"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry]
+        found.append((steps, trainer.evaluate()["eval_loss"], weights_of(trainer)))
+    trainer.save_model(f"{folder}/saved")
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_goes_on_from_a_checkpoint(zero: Ranks, tmp_path: Path, stage: int) -> None:
+    found = zero(4).run(resume, str(tmp_path), Case(data=2), stage)
+    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    for whole, resumed in found:
+        assert resumed[:2] == whole[:2]  # the log of the first two steps is in the checkpoint
+        assert len(whole[0]) == trainers.STEPS
+        for name, value in whole[2].items():
+            assert torch.equal(resumed[2][name], value)
+    assert saved.keys() == found[0][1][2].keys()
+    assert all(torch.equal(saved[name], value) for name, value in found[0][1][2].items())
+
+
+def load_partitioned(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    """Training arguments first: then `from_pretrained` partitions the weights as it reads them."""
+    launch(3)
+    arguments = TrainingArguments(folder, report_to=[], **ON_CPUS)
+    model = LlamaForCausalLM.from_pretrained(f"{folder}/base")
+    assert arguments.deepspeed_plugin.zero_stage == 3
+    assert {parameter.numel() for parameter in model.parameters()} == {0}
+    trainer = make_trainer(case, folder, model=hf_burst.patch_model(model), **ON_CPUS)
+    return {**trainers.finish(trainer), "weights": weights_of(trainer)}
+
+
+@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
+def test_weights_that_were_partitioned_when_loaded(zero: Ranks, tmp_path: Path, trainer: str) -> None:
+    case = Case(trainer)
+    models.make_model("llama").save_pretrained(tmp_path / "base")
+    compare(zero(2).run(load_partitioned, str(tmp_path), case), alone(case.alone))
+
+
+def accelerator_for(case: Case, **options: Any) -> Accelerator:
+    """That of a raw loop on CPUs."""
+    group = InitProcessGroupKwargs(backend="gloo")
+    return Accelerator(parallelism_config=trainers.mesh(case), kwargs_handlers=[group], **options)
+
+
+def call_anywhere(rank: int, size: int) -> list[float]:
+    """The losses of a pass in training, of one after a step, and of one outside of DeepSpeed's engine."""
+    launch(3)
+    accelerator, model = accelerator_for(Case()), trainers.make_model(Case()).train()
+    loader = DataLoader(trainers.samples("padded"), batch_size=2, collate_fn=trainers.collate)
+    engine, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    batch = next(iter(loader))
+    losses = []
+    for _ in range(2):
+        loss = engine(**batch).loss
+        accelerator.backward(loss)
+        assert model.lm_head.weight.numel() == 0, "gathered for no longer than it is needed"
+        losses.append(float(loss.detach()))
+    assert not model.lm_head._external_params
+    assert not model._external_params, "DeepSpeed would gather it for the whole pass"
+    with torch.no_grad():
+        outside = float(accelerator.unwrap_model(engine)(**batch).loss)
+        assert outside == float(engine(**batch).loss)
+    return [*losses, outside]
+
+
+def test_the_head_is_gathered_when_the_loss_is_computed(zero: Ranks) -> None:
+    for first, second, third in zero(2).run(call_anywhere):
+        assert first > second > third
+
+
+def keep_the_head(rank: int, size: int, folder: str, case: Case, stage: int) -> dict[str, Any]:
+    """LoRA that trains a copy of the head beside its adapters."""
+    from peft import get_peft_model
+
+    if case.burst:
+        launch(stage)
+    config = trainers.lora_config()
+    config.modules_to_save = ["lm_head"]
+    model = get_peft_model(trainers.make_model(case), config)
+    trainer = make_trainer(replace(case, lora=False), folder, model=model, **(ON_CPUS if case.burst else {}))
+    found = trainers.finish(trainer)
+    return {**found, "weights": weights_of(trainer)} if case.burst else found
+
+
+def test_a_head_inside_of_an_adapter(zero: Ranks, tmp_path: Path) -> None:
+    wanted = keep_the_head(0, 1, str(tmp_path), Case().alone, 0)
+    compare(zero(2).run(keep_the_head, str(tmp_path), Case(), 3), wanted)
+
+
+def train_and_generate(rank: int, size: int, folder: str, case: Case, stage: int) -> dict[str, Any]:
+    if case.burst:
+        launch(stage)
+    trainer, speaker = make_trainer(case, folder, learning_rate=1.0, **(ON_CPUS if case.burst else {})), Speaker()
+    trainer.add_callback(speaker)
+    found = trainers.finish(trainer)
+    return {**found, "weights": weights_of(trainer) if case.burst else found["weights"], "said": speaker.said}
+
+
+def test_generation_between_steps(zero: Ranks, tmp_path: Path) -> None:
+    wanted = train_and_generate(0, 1, str(tmp_path), Case().alone, 0)
+    found = zero(2).run(train_and_generate, str(tmp_path), Case(), 3)
+    compare(found, wanted)
+    assert [mine["said"] for mine in found] == [wanted["said"]] * 2
