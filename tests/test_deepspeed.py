@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, DummyOptim, DummyScheduler, InitProcessGroupKwargs
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM, TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments, get_linear_schedule_with_warmup
 
 import hf_burst
+from hf_burst.errors import ConfigError
 from tests import models, trainers
-from tests.ranks import RankPool, reset_accelerate
+from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.test_training import EVALUATED, Speaker, evaluate, stream
+from tests.test_wrappers import assert_as_close, flat
 from tests.trainers import Case, make_trainer
 
 pytest.importorskip("trl")
@@ -278,3 +280,112 @@ def test_generation_between_steps(zero: Ranks, tmp_path: Path) -> None:
     found = zero(2).run(train_and_generate, str(tmp_path), Case(), 3)
     compare(found, wanted)
     assert [mine["said"] for mine in found] == [wanted["said"]] * 2
+
+
+def moves_in_bfloat16(rank: int, size: int, case: Case, stage: int, half: bool) -> torch.Tensor:
+    """How far three steps move DeepSpeed's fp32 copies of the weights, which begin as numbers of bf16."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    launch(stage, clip=trainers.CLIP)
+    accelerator = accelerator_for(case, mixed_precision="bf16" if half else "no")
+    model = models.make_model("llama").bfloat16().float().train()
+    start = flat([value.detach().clone() for value in model.parameters()])
+    if case.burst:
+        hf_burst.patch_model(model)
+    model.config.use_cache = False
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    loader = DataLoader(trainers.samples(case.kind), batch_size=case.rows, collate_fn=trainers.collate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in itertools.islice(loader, trainers.STEPS):
+        accelerator.backward(engine(**batch).loss)
+        optimizer.step()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16 if half else torch.float32}
+    return flat([safe_get_full_fp32_param(parameter) for parameter in model.parameters()]) - start
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bfloat16(zero: Ranks, stage: int) -> None:
+    case = Case(kind="packed", checkpointing=True)
+    exact, rough = (zero(1).run(moves_in_bfloat16, case.alone, stage, half)[0] for half in (False, True))
+    for found in zero(2).run(moves_in_bfloat16, case, stage, True):
+        assert_as_close(found, rough, exact)
+
+
+def rates(rank: int, size: int, burst: int | None, kind: str) -> list[float]:
+    """The learning rates of a raw loop with accumulation. `"config"` is a scheduler of DeepSpeed's own."""
+    own: dict[str, Any] = {
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+        },
+    }
+    launch(2, clip=0.0, **(own if kind == "config" else {}))
+    accelerator = accelerator_for(Case(burst=burst or 0), gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 1)
+    steps, warmup = 16, 3
+    if kind == "config":
+        optimizer: Any = DummyOptim(model.parameters(), lr=1.0)
+        scheduler: Any = DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=warmup)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = get_linear_schedule_with_warmup(optimizer, warmup, steps)
+    loader = DataLoader([torch.ones(2)] * 48, batch_size=1)
+    engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    found = []
+    for batch in itertools.islice(loader, 12):
+        with accelerator.accumulate(engine):
+            accelerator.backward(engine(batch).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(accelerator._optimizers[0].param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["prepared", "config"])
+def test_a_scheduler_steps_once_for_each_batch(zero: Ranks, kind: str) -> None:
+    """As in stock accelerate over as many processes as there are groups."""
+    alone, two = (zero(size).run(rates, None, kind)[0] for size in (1, 2))
+    assert len(set(alone)) > 4
+    assert two != alone
+    assert zero(2).run(rates, 2, kind) == [alone] * 2
+    assert zero(4).run(rates, 2, kind) == [two] * 4
+
+
+def share_otherwise(rank: int, size: int, settings: dict[str, Any], parallel: dict[str, int]) -> None:
+    launch(2, **settings)
+    group = InitProcessGroupKwargs(backend="gloo")
+    Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(**parallel), kwargs_handlers=[group])
+
+
+@pytest.mark.parametrize(
+    ("settings", "parallel", "name"),
+    [
+        ({}, {"sp_size": 2}, "sp_size=2"),
+        ({"sequence_parallel_size": 2}, {}, "sequence_parallel_size=2"),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel.autotp_size=2"),
+    ],
+)
+def test_deepspeeds_own_parallelism_is_refused(
+    zero: Ranks, settings: dict[str, Any], parallel: dict[str, int], name: str
+) -> None:
+    with pytest.raises(RankError) as caught:
+        zero(2).run(share_otherwise, settings, parallel)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(ConfigError, match=f"{name} beside").matches(error)
+
+
+def offload(rank: int, size: int, folder: str, case: Case, stage: int) -> dict[str, Any]:
+    """The optimizer in the host's memory, and torch's own one, for which no compiler is needed."""
+    launch(stage, zero_optimization={"offload_optimizer": {"device": "cpu"}}, zero_force_ds_cpu_optimizer=False)
+    trainer = make_trainer(case, folder, **ON_CPUS)
+    return {**trainers.finish(trainer), "weights": weights_of(trainer)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_in_the_hosts_memory(zero: Ranks, tmp_path: Path, stage: int) -> None:
+    compare(zero(2).run(offload, str(tmp_path), Case(), stage), alone(Case().alone))
