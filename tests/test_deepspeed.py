@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -169,7 +170,7 @@ def test_evaluation_and_prediction(zero: Ranks, tmp_path: Path, case: Case) -> N
 
 
 def resume(rank: int, size: int, folder: str, case: Case, stage: int) -> list[Any]:
-    """Trains by AdamW with a falling rate and shuffled batches, then once more from the checkpoint after two steps, then
+    """Trains by AdamW with a falling rate and shuffled batches, once more from the checkpoint after two steps, and
     saves. Returns losses, evaluations and weights of both."""
     options = {"optim": "adamw_torch", "learning_rate": 1e-3, "lr_scheduler_type": "linear", "save_strategy": "steps"}
     options |= {"save_steps": 2, "train_sampling_strategy": "random", "eval_dataset": trainers.samples("padded", 8)}
@@ -226,7 +227,7 @@ def call_anywhere(rank: int, size: int) -> list[float]:
     launch(3)
     accelerator, model = accelerator_for(Case()), trainers.make_model(Case()).train()
     loader = DataLoader(trainers.samples("padded"), batch_size=2, collate_fn=trainers.collate)
-    engine, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    engine, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     batch = next(iter(loader))
     losses = []
     for _ in range(2):
@@ -389,3 +390,40 @@ def offload(rank: int, size: int, folder: str, case: Case, stage: int) -> dict[s
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_in_the_hosts_memory(zero: Ranks, tmp_path: Path, stage: int) -> None:
     compare(zero(2).run(offload, str(tmp_path), Case(), stage), alone(Case().alone))
+
+
+SCRIPT = """
+import sys, torch
+from transformers import Trainer, TrainingArguments
+import hf_burst
+from tests import models
+arguments = TrainingArguments(
+    sys.argv[1], max_steps=2, per_device_train_batch_size=1, max_grad_norm=0.5, logging_steps=1, save_strategy="no",
+    report_to=[], use_cpu=False, ddp_backend="gloo", parallelism_config=hf_burst.BurstParallelismConfig(),
+)
+model = hf_burst.patch_model(models.make_model("llama"))
+ids = torch.arange(1, 38)
+trainer = Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 2)
+trainer.train()
+config = trainer.accelerator.deepspeed_config
+assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (int(sys.argv[2]), 0.5)
+assert trainer.accelerator.num_processes == 2
+trainer.save_model()
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_config_files(tmp_path: Path, stage: int) -> None:
+    """A launched script writes weights that `from_pretrained` reads."""
+    script, output = tmp_path / "train.py", tmp_path / "output"
+    script.write_text(SCRIPT)
+    config = f"recipes/configs/accelerate_zero{stage}.yaml"
+    command = ["accelerate", "launch", "--config_file", config, "--main_process_port", "0", script, output, str(stage)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
+    environment.pop("ACCELERATE_USE_CPU", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    trained, start = LlamaForCausalLM.from_pretrained(output), models.make_model("llama")
+    for moved, before in zip(trained.parameters(), start.parameters(), strict=True):
+        assert moved.shape == before.shape
+        assert not torch.equal(moved, before)

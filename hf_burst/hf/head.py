@@ -174,8 +174,9 @@ class LazyHead:
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
         # in fp16, gradients would have to wait for their scale; weights inside of an adapter are gathered there alone
-        if self._is_watched() or any(map(is_partitioned, self.module.children())) or torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None):
+        if half or self._is_watched() or any(map(is_partitioned, self.module.children())):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
