@@ -124,7 +124,7 @@ def test_a_collator_that_masks_tokens_does_not_shift_labels() -> None:
     assert "shift_labels" not in shard
     assert "shift_labels" in hf_burst.BurstCollator(masking_collator(), causal=True)(rows)
     assert "shift_labels" in hf_burst.BurstCollator(trainers.collate)(trainers.samples("padded", 2))
-    model = hf_burst.patch_model(models.make_model("bert").eval())
+    model = models.patch(models.make_model("bert").eval())
     full["attention_mask"] = shard.pop("attention_mask", full["attention_mask"])
     torch.testing.assert_close(model(**shard).loss, model(**full).loss)
 
@@ -133,13 +133,13 @@ def give_shards_of_the_other_kind(rank: int, size: int, name: str, causal: bool,
     batch = models.make_batch("plain")
     if not labelled:
         del batch["labels"]
-    hf_burst.patch_model(models.make_model(name).train())(**hf_burst.shard_batch(batch, causal=causal))
+    models.patch(models.make_model(name).train())(**hf_burst.shard_batch(batch, causal=causal))
 
 
 def give_shift_labels(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     batch["shift_labels"] = models.shifted(batch.pop("labels"))
-    hf_burst.patch_model(models.make_model("bert").train())(**batch)
+    models.patch(models.make_model("bert").train())(**batch)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -160,24 +160,24 @@ def test_shift_labels_are_not_for_masked_language_models(ranks: Ranks) -> None:
 def label_padding(rank: int, size: int) -> None:
     batch = models.make_batch("left")
     batch["labels"][1, 2] = 5
-    hf_burst.patch_model(models.make_model("bert").train())(**batch)
+    models.patch(models.make_model("bert").train())(**batch)
 
 
 def mask_nothing(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     batch["labels"].fill_(-100)
-    hf_burst.patch_model(models.make_model("bert").train())(**batch, num_items_in_batch=7)
+    models.patch(models.make_model("bert").train())(**batch, num_items_in_batch=7)
 
 
 def attend_causally(rank: int, size: int) -> None:
     model = models.make_model("llama").train()
     model.loss_function = ForMaskedLMLoss
-    hf_burst.patch_model(model)(**models.make_batch("plain"))
+    models.patch(model)(**models.make_batch("plain"))
 
 
 def drop_attention_weights(rank: int, size: int) -> None:
     sizes = {**models._SIZES, "attention_probs_dropout_prob": 0.1}
-    hf_burst.patch_model(BertForMaskedLM(BertConfig(**sizes)).train())(**models.make_batch("plain"))
+    models.patch(BertForMaskedLM(BertConfig(**sizes)).train())(**models.make_batch("plain"))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_heads_and_settings_that_are_not_served_are_refused_with_a_sentence() ->
         (ModernBertForMaskedLM(sparse), "sparse_pred_ignore_index is 0"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
-            hf_burst.patch_model(model)
+            models.patch(model)
 
 
 def prepare_unpatched(rank: int, size: int) -> None:
@@ -237,7 +237,7 @@ def test_a_model_that_was_not_patched_is_refused(ranks: Ranks) -> None:
 def test_unpatch_puts_everything_back(name: str) -> None:
     model, batch = models.make_model(name).train(), models.make_batch("plain")
     before, loss = snapshot(model), model(**batch).loss
-    hf_burst.unpatch_model(hf_burst.patch_model(model))
+    hf_burst.unpatch_model(models.patch(model))
     assert snapshot(model) == before
     assert torch.equal(model(**batch).loss, loss)
 
@@ -256,7 +256,7 @@ def wrapped(rank: int, size: int, name: str, how: str) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = models.plain_loss(model.base_model.model if how == "lora" else model, batch)
     expected = torch.autograd.grad(loss, trained)
-    hf_burst.patch_model(model)
+    models.patch(model)
     if how == "checkpointing":
         model.gradient_checkpointing_enable()
     called = torch.compile(model, backend="aot_eager") if how == "compile" else model
@@ -278,7 +278,7 @@ def test_what_is_put_around_a_model(ranks: Ranks, name: str, how: str) -> None:
 def draw_masks(rank: int, size: int) -> None:
     sizes = {**models._SIZES, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.3}
     torch.manual_seed(0)
-    model = hf_burst.patch_model(BertForMaskedLM(BertConfig(**sizes)).train())
+    model = models.patch(BertForMaskedLM(BertConfig(**sizes)).train())
     kept = kept_by(model)
     losses = []
     for _ in range(2):
@@ -328,7 +328,7 @@ def test_under_autocast_the_head_runs_as_in_one_process(name: str) -> None:
     for patched in (False, True):
         model = models.make_model(name).train()
         if patched:
-            hf_burst.patch_model(model)
+            models.patch(model)
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         loss = model(**batch).loss
         loss.backward()

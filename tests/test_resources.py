@@ -78,7 +78,7 @@ def train_twice(number: int, folder: Path, pipe: Connection) -> None:
     for life, rank in enumerate((number, SIZE - 1 - number)):
         with joined(folder, life, rank):
             if life == 0:
-                hf_burst.patch_model(model, mesh=dist.group.WORLD)
+                models.patch(model, mesh=dist.group.WORLD)
                 group = context_group(SIZE)
             elif number != rank:
                 with pytest.raises(ConfigError, match="made anew"):
@@ -200,7 +200,7 @@ def fail_alone(rank: int, size: int, folder: Path) -> str:
     group, device = context_group(size), torch.device("cpu")
     config = hf_burst.BurstConfig(transport="symmetric", kernel="reference", schedule="kv_ring")
     model, batch = models.make_model("llama").train(), models.make_batch("plain")
-    hf_burst.patch_model(model, config)
+    models.patch(model, config)
     with shared_memory(folder, group):
         model(**batch).loss.backward()
         pool: Any = resources_of(group).pool(device)

@@ -1,5 +1,6 @@
 """The loss of the whole batch, weighted by tokens over all ranks."""
 
+import math
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ class Loss(Part):
         self.plain = model.loss_function
         self.was_set = "_loss_function" in vars(model)  # instead of following from the class
         self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
-        self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
         self.run: ForwardPass | None = None
         self.targets: torch.Tensor | None = None
 
@@ -61,7 +61,7 @@ class Loss(Part):
             )
         if items is not None and self.averages and targets is not None:
             items = run.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
-        if targets is not None and tokens == 0 and not items:
+        if run.model.training and targets is not None and tokens == 0 and not items:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
                 "Drop such batches, or check how the labels are masked."
@@ -110,15 +110,10 @@ class Loss(Part):
         total = torch.tensor(run.labels if run.explicit else run.tokens, device=run.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
-        if not run.model.training:
-            return int(total)
-        before = self.accumulated[1] if self.accumulated[0] == items else 0
-        counted = before + int(total)
-        self.accumulated = (items, counted if counted < items else 0)
-        if counted > items:
+        if run.model.training and total > items:
             raise BatchError(
-                f"num_items_in_batch is {items:g}, and the batches that were accumulated have {counted} labels over "
-                "all ranks. Count those of all ranks, as Trainer does unless average_tokens_across_devices=False."
+                f"num_items_in_batch is {items:g}, and this batch alone has {int(total)} labels over all ranks. Count "
+                "those of all ranks, as Trainer does unless average_tokens_across_devices=False."
             )
         return int(total)
 
@@ -126,12 +121,13 @@ class Loss(Part):
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
     """The loss of the whole batch, weighted by tokens over all ranks.
 
-    A token counts 1 / `items` (`num_items_in_batch`), as in Transformers, or else 1 / tokens of the group. `items` are
-    summed over all ranks: each rank of a group counts a full batch, a sharded one is counted once. As in Transformers,
-    the loss is then to be multiplied by the number of processes, whose gradients are averaged.
+    A token counts 1 / `items` (`num_items_in_batch`), as in Transformers, or else 1 / tokens of the group. Without any
+    token the loss is not a number, as in Transformers. `items` are summed over all ranks: each rank of a group counts a
+    full batch, a sharded one is counted once. As in Transformers, the loss is then to be multiplied by the number of
+    processes, whose gradients are averaged.
     """
     if items is None:
-        return group_loss(local_sum, 1 / run.tokens, run.group)
+        return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 over an integer would be fp32
     return group_loss(local_sum, 1 / (items * run.group.size if run.explicit else items), run.group)
