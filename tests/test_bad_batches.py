@@ -17,7 +17,6 @@ from hf_burst.errors import (
     ConfigError,
     KernelError,
     RankMismatchError,
-    ShardingError,
     UnsupportedModelError,
 )
 from tests import models
@@ -48,10 +47,6 @@ def no_labels_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
     if rank:
         del batch["labels"]
     return batch
-
-
-def too_short(rank: int) -> dict[str, torch.Tensor]:
-    return models.make_batch("plain", length=1)
 
 
 def empty(rank: int) -> dict[str, torch.Tensor]:
@@ -226,7 +221,6 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     other_content: (RankMismatchError, r"parallelism_config=hf_burst.BurstParallelismConfig\(burst_size=N\)"),
     other_documents: (RankMismatchError, "documents"),
     no_labels_on_one_rank: (RankMismatchError, "labels: rank 0 has True, rank 1 has False"),
-    too_short: (ShardingError, "1 tokens is too short for 2 ranks.*Pad it to 2"),
     empty: (BatchError, r"input_ids is \(2, 0\)"),
     empty_on_one_rank: (BurstError, r"input_ids is \(2, 0\)"),
     all_ignored: (BatchError, "All labels of the batch are -100"),

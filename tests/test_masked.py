@@ -111,6 +111,27 @@ def test_labels_that_were_not_counted_over_all_ranks_are_noticed(ranks: Ranks, t
         assert pytest.RaisesExc(BatchError, match="accumulated have .* labels over all ranks").matches(error)
 
 
+def give_up_an_accumulation(rank: int, size: int) -> None:
+    """The first of two batches is dropped, for example after a loss that is not finite, and another pair comes."""
+    model = models.patch(models.make_model("bert").train())
+    batch = models.make_batch("plain")
+    items = 2 * int((batch["labels"] != -100).sum()) * size
+    for batches in (1, 2, 2):
+        for _ in range(batches):
+            loss = model(**batch, num_items_in_batch=items).loss
+            loss.backward()
+        model.zero_grad()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_accumulation_may_be_given_up(ranks: Ranks, size: int) -> None:
+    if size == 1:
+        give_up_an_accumulation(0, 1)
+    else:
+        ranks(size).run(give_up_an_accumulation)
+
+
 def masking_collator() -> DataCollatorForLanguageModeling:
     tokenizer = trainers.tokenizer()
     tokenizer.add_special_tokens({"mask_token": "w60"})

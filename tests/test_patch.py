@@ -118,6 +118,56 @@ def test_float32_equals_one_process(ranks: Ranks) -> None:
     ranks(2).run(compare_with_one_process, "llama", list(itertools.product(KINDS, SCHEDULES)), torch.float32)
 
 
+def train_on_short_rows(rank: int, size: int, keep: float) -> None:
+    """Fewer tokens than chunks, down to one, beside one process."""
+    lengths = (1, 2, 3, 5, 6, 7, 10, 13, 15, 26)
+    model = models.make_model("llama", torch.float64).train()
+    model.gradient_checkpointing_enable()
+    for length in lengths if keep == 1 else lengths[-2:]:
+        ids = torch.arange(2 * length).view(2, length) % 50 + 1
+        batch = {"input_ids": ids, "labels": ids}
+        logits = model(input_ids=ids, use_cache=False).logits.detach()
+        if length > 1:
+            model.zero_grad()
+            loss = models.plain_loss(model, batch)
+            loss.backward()
+            expected = [parameter.grad.clone() for parameter in model.parameters()]
+        models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=1e-10, atol=1e-10)
+        for explicit in (False, True) if length > 1 else ():
+            model.zero_grad()
+            config = hf_burst.BurstConfig(attention_keep=keep)
+            ours = model(**(hf_burst.shard_batch(batch, config=config) if explicit else batch)).loss
+            ours.backward()
+            torch.testing.assert_close(ours, loss, rtol=1e-10, atol=1e-10)
+            for gradient, wanted in zip(group_mean(model), expected, strict=True):
+                torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
+        hf_burst.unpatch_model(model)
+
+
+@pytest.mark.parametrize(("size", "keep"), [(2, 1.0), (3, 1.0), (4, 1.0), (4, 0.25)])
+def test_rows_with_fewer_tokens_than_chunks_are_padded(ranks: Ranks, size: int, keep: float) -> None:
+    ranks(size).run(train_on_short_rows, keep)
+
+
+def evaluate_without_labels(rank: int, size: int) -> None:
+    """A batch of prompts alone in an evaluation: its loss is not a number, as in Transformers."""
+    model = hf_burst.patch_model(models.make_model("llama").eval())
+    batch = models.make_batch("plain")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    for given in (batch, hf_burst.shard_batch(batch)):
+        assert model(**given).loss.isnan()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_evaluation_without_any_label_goes_on(ranks: Ranks, size: int) -> None:
+    if size == 1:
+        evaluate_without_labels(0, 1)
+    else:
+        ranks(size).run(evaluate_without_labels)
+
+
 def differentiate_gathered_logits(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float64).train()
     batch = models.make_batch("plain")
@@ -305,6 +355,25 @@ def test_unpatch_keeps_a_loss_function_that_was_set() -> None:
     model.loss_function = model.loss_function
     hf_burst.unpatch_model(models.patch(model))
     assert "_loss_function" in vars(model)
+
+
+def test_models_of_one_config_object_are_patched_each_by_itself() -> None:
+    batch = models.make_batch("plain")
+    first = models.make_model("llama").train()
+    second, third = (type(first)(first.config).train() for _ in range(2))
+    wanted = [model(**batch).loss for model in (first, second, third)]
+    for model in (first, second):
+        hf_burst.patch_model(model)
+    assert torch.equal(third(**batch).loss, wanted[2])
+    hf_burst.unpatch_model(first)
+    torch.testing.assert_close(first(**batch).loss, wanted[0])
+    torch.testing.assert_close(second(**batch).loss, wanted[1])
+    hf_burst.patch_model(first)
+    hf_burst.unpatch_model(second)
+    torch.testing.assert_close(first(**batch).loss, wanted[0])
+    hf_burst.unpatch_model(first)
+    assert first.config._attn_implementation == "sdpa"
+    assert torch.equal(first(**batch).loss, wanted[0])
 
 
 def test_copies_and_saved_models_stay_patched(tmp_path: Path) -> None:

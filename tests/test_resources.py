@@ -1,5 +1,6 @@
 """What the ranks of a process group own together: it ends with the group, and after `close` it is made anew."""
 
+import copy
 import gc
 import os
 import signal
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import hf_burst
-from hf_burst import resources
+from hf_burst import AttentionRequest, burst_attention, resources
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.mesh import ContextGroup
 from hf_burst.resources import resources_of
-from tests import models
+from tests import models, trainers
 from tests.ranks import RankPool, forked
 from tests.shared_memory import shared_memory
 from tests.test_ring import Case, assert_exact, attend, context_group, put_together
@@ -89,6 +90,31 @@ def train_twice(number: int, folder: Path, pipe: Connection) -> None:
     pipe.send(losses)
 
 
+def attend_with_a_group_of_before(number: int, folder: Path, pipe: Connection) -> None:
+    """The errors of an attention whose group was made anew since. The rank in the middle has kept its number."""
+    layout = hf_burst.SequenceLayout.for_batch([(0, 48)], SIZE)
+    q, k, v = (torch.zeros(1, 16, 3, 8) for _ in range(3))
+    for life, rank in enumerate((number, SIZE - 1 - number)):
+        with joined(folder, life, rank):
+            if life == 0:
+                request = AttentionRequest(context_group(SIZE))
+                burst_attention(q, k, v, layout, request)
+            else:
+                with pytest.raises((ConfigError, RankMismatchError), match="was made anew") as problem:
+                    burst_attention(q, k, v, layout, request)
+    pipe.send(str(problem.value))
+
+
+def collate_before_and_after(number: int, folder: Path, pipe: Connection) -> None:
+    """Tokens of the shards of one collator: before a group, in it, by a copy, and after it."""
+    collator, rows = hf_burst.BurstCollator(trainers.collate), trainers.samples("packed", 1)
+    tokens = [collator(rows)["input_ids"].shape[1]]
+    with joined(folder, 0, number):
+        tokens += [use(rows)["input_ids"].shape[1] for use in (collator, copy.deepcopy(collator))]
+    tokens.append(collator(rows)["input_ids"].shape[1])
+    pipe.send(tokens)
+
+
 def attend_to_the_end(rank: int) -> None:
     """Attends until a rank is missing."""
     dist.barrier()
@@ -150,6 +176,17 @@ def test_a_group_made_anew_in_reverse_order_begins_without_resources(tmp_path: P
 def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
     for whole, *sharded in answers(train_twice, tmp_path, range(SIZE)):
         assert sharded == pytest.approx([whole] * 2, rel=1e-6)  # Transformers computes the loss in fp32
+
+
+def test_a_group_of_before_is_refused_on_every_rank(tmp_path: Path) -> None:
+    first, middle, last = answers(attend_with_a_group_of_before, tmp_path, range(SIZE))
+    assert "this process was rank 0 of 3 and is rank 2 of 3" in first
+    assert "this process was rank 2 of 3 and is rank 0 of 3" in last
+    assert "stopped before any communication" in middle
+
+
+def test_a_collator_follows_its_group(tmp_path: Path) -> None:
+    assert answers(collate_before_and_after, tmp_path, range(SIZE)) == [[29, 10, 10, 29]] * SIZE
 
 
 def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class Loss(Part):
         self.plain = model.loss_function
         self.was_set = "_loss_function" in vars(model)  # instead of following from the class
         self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
+        self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
         self.run: ForwardPass | None = None
         self.targets: torch.Tensor | None = None
 
@@ -110,10 +111,15 @@ class Loss(Part):
         total = torch.tensor(run.labels if run.explicit else run.tokens, device=run.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
-        if run.model.training and total > items:
+        if not run.model.training:
+            return int(total)
+        begun = self.accumulated[0] == items and any(parameter.grad is not None for parameter in run.model.parameters())
+        counted = (self.accumulated[1] if begun else 0) + int(total)
+        self.accumulated = (items, counted if counted < items else 0)
+        if counted > items:
             raise BatchError(
-                f"num_items_in_batch is {items:g}, and this batch alone has {int(total)} labels over all ranks. Count "
-                "those of all ranks, as Trainer does unless average_tokens_across_devices=False."
+                f"num_items_in_batch is {items:g}, and the batches that were accumulated have {counted} labels over "
+                "all ranks. Count those of all ranks, as Trainer does unless average_tokens_across_devices=False."
             )
         return int(total)
 
