@@ -148,11 +148,16 @@ def test_a_pre_hook_that_changes_labels_counts_or_is_refused(ranks: Ranks, size:
         ranks(size).run(change_labels)
 
 
-def lazy_under_fsdp(rank: int, size: int) -> list[str]:
-    """The types that the loss function of a model is given, whose head FSDP2 has wrapped."""
+def lazy_under(rank: int, size: int, wrapper: str) -> list[str]:
+    """Whether the head of a model with hooks of a library is put off."""
     model = models.patch(models.make_model("llama").train())
-    fully_shard(model.lm_head)
-    fully_shard(model)
+    if wrapper == "fsdp":
+        fully_shard(model.lm_head)
+        fully_shard(model)
+    else:  # as TRL's offloading of activations leaves the head out
+        own = {"__name__": "trl.models.activation_offloading"}
+        hook = eval("lambda *args: None", own)
+        model.lm_head.register_forward_hook(hook, always_call=True)
     kinds: list[str] = []
     whole = LazyLogits.loss_sum
 
@@ -168,5 +173,6 @@ def lazy_under_fsdp(rank: int, size: int) -> list[str]:
     return kinds
 
 
-def test_the_hooks_of_fsdp_leave_the_head_lazy(ranks: Ranks) -> None:
-    assert ranks(2).run(lazy_under_fsdp) == [["lazy"]] * 2
+@pytest.mark.parametrize("wrapper", ["fsdp", "trl"])
+def test_hooks_that_look_after_memory_leave_the_head_lazy(ranks: Ranks, wrapper: str) -> None:
+    assert ranks(2).run(lazy_under, wrapper) == [["lazy"]] * 2

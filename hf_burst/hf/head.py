@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..linear_loss import Linear, linear_loss_sum
 from ..loss import token_loss_sum
 
-_WRAPPERS = ("torch.distributed.", "deepspeed.")  # whose hooks gather and release weights
+_WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
 _HOOKED = (
     "The head of the model has a forward hook. It is given the logits of this rank's tokens, which are all in memory: "
     "tokens x vocabulary values. Remove the hook for long sequences."
