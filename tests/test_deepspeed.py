@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from transformers import LlamaForCausalLM, TrainingArguments, get_linear_schedul
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.linear_loss import linear_loss_sum
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
-from tests.test_training import EVALUATED, Speaker, evaluate, stream
+from tests.test_training import EVALUATED, KINDS, SWITCH, Speaker, evaluate, stream
 from tests.test_wrappers import assert_as_close, flat
 from tests.test_wrappers import compare as compare_runs
 from tests.trainers import Case, make_trainer
@@ -35,9 +37,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install deepspeed==0.19.8"
 )
 GPUS = torch.cuda.device_count()
+SAVED = {"stage3_gather_16bit_weights_on_model_save": True}
 ON_CPUS = {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu"}
 STAGES = (1, 2, 3)
-SWITCH = (False, True)
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Pools:
             pytest.skip(f"needs {size} GPUs")
         if size not in self.opened or not self.opened[size].alive:
             self.opened[size] = RankPool(size, self.backend)
+            self.opened[size].run(join, timeout=500)
         return self.opened[size]
 
     @property
@@ -59,9 +62,15 @@ class Pools:
         return 1e-6 if self.backend == "gloo" else 1e-5
 
 
-@pytest.fixture(
-    scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.skipif(GPUS < 2, reason="GPUs"))]
-)
+def join(rank: int, size: int) -> None:
+    """On CPUs DeepSpeed compiles its communication the first time that it runs on a machine."""
+    import deepspeed
+
+    os.environ.update(ON_CPUS if dist.get_backend() == "gloo" else {})
+    deepspeed.init_distributed(dist.get_backend())
+
+
+@pytest.fixture(scope="module", params=["gloo", "nccl"] if GPUS > 1 else ["gloo"])
 def zero(request: pytest.FixtureRequest) -> Iterator[Pools]:
     """On CPUs, and on GPUs where there are two."""
     pools = Pools(request.param)
@@ -74,16 +83,13 @@ def launch(stage: int, clip: float | str = "auto", **settings: Any) -> None:
     """What `accelerate launch` sets for DeepSpeed. All weights of stage 3 are partitioned, however small."""
     reset_accelerate()
     os.environ.pop("ACCELERATE_USE_CPU", None)
-    if dist.get_backend() == "gloo":
-        os.environ.update(ON_CPUS)
     partition = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    partition["stage3_gather_16bit_weights_on_model_save"] = True
     config = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": clip,
-        "zero_optimization": partition | settings.pop("zero_optimization", {}),
+        "zero_optimization": partition | {**SAVED, **settings.pop("zero_optimization", {})},
         "bf16": {"enabled": "auto"},
         **settings,
     }
@@ -95,10 +101,10 @@ def arguments() -> dict[str, Any]:
     return {"use_cpu": False, "ddp_backend": dist.get_backend()}
 
 
-def accelerator_for(case: Case, **options: Any) -> Accelerator:
+def accelerator_for(mesh: Any, **options: Any) -> Accelerator:
     """That of a raw loop."""
     group = InitProcessGroupKwargs(backend=dist.get_backend())
-    return Accelerator(parallelism_config=trainers.mesh(case), kwargs_handlers=[group], **options)
+    return Accelerator(parallelism_config=mesh, kwargs_handlers=[group], **options)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -108,14 +114,16 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone() for name, value in weights.items()}
 
 
-def train(rank: int, size: int, folder: str, case: Case, stage: int, data: str | None = None) -> dict[str, Any]:
+def train(
+    rank: int, size: int, folder: str, case: Case, stage: int, data: str | None = None, settings: Any = None
+) -> dict[str, Any]:
     """Runs a case under DeepSpeed. `data` is a kind of stream."""
     if case.trainer == "raw":
         launch(stage, clip=trainers.CLIP)
         group = InitProcessGroupKwargs(backend=dist.get_backend())
         found = trainers.train_raw(case, cpu=False, kwargs_handlers=[group])
         return {**found, "weights": {name: value.cpu() for name, value in found["weights"].items()}}
-    launch(stage)
+    launch(stage, **(settings or {}))
     trainer = make_trainer(case, folder, data and stream(data), **arguments())
     return {**trainers.finish(trainer), "weights": weights_of(trainer)}
 
@@ -149,11 +157,10 @@ SUBSET = [
     (3, Case("Trainer", model="gpt2")),  # its head is the table of its tokens
     (3, Case("Trainer", model="bert")),
 ]
-KINDS = {"SFTTrainer": ("padded", "packed", "padding_free"), "DPOTrainer": ("padded",)}
 ALL = [
     (stage, Case(trainer, kind, lora, checkpointing, explicit, data))
     for trainer in ("raw", "Trainer", "SFTTrainer", "DPOTrainer")
-    for kind in KINDS.get(trainer, ("padded", "packed"))
+    for kind in KINDS.get(trainer, KINDS["raw"])
     for stage, lora, checkpointing, explicit, data in itertools.product(STAGES, SWITCH, SWITCH, SWITCH, (1, 2))
     if not (explicit and trainer == "DPOTrainer")
 ]
@@ -183,9 +190,8 @@ def evaluate_under_deepspeed(rank: int, size: int, folder: str, case: Case, stag
 @pytest.mark.parametrize("case", [Case(data=2), Case("SFTTrainer")], ids=str)
 def test_evaluation_and_prediction(zero: Pools, tmp_path: Path, case: Case) -> None:
     """Before any training, for which the Trainer asks for ZeRO-3. SFTTrainer's loss is a mean over the groups."""
-    count = 8
-    wanted = evaluate(0, 1, str(tmp_path), case.alone, count)
-    for found in zero(case.ranks).run(evaluate_under_deepspeed, str(tmp_path), case, 3, count):
+    wanted = evaluate(0, 1, str(tmp_path), case.alone, 8)
+    for found in zero(case.ranks).run(evaluate_under_deepspeed, str(tmp_path), case, 3, 8):
         for mine, metrics in zip(found["metrics"], wanted["metrics"], strict=True):
             for name in EVALUATED & metrics.keys():
                 assert mine[name] == pytest.approx(metrics[name], rel=zero.tolerance), name
@@ -214,9 +220,8 @@ def resume(rank: int, size: int, folder: str, case: Case, stage: int) -> list[An
 def test_training_goes_on_from_a_checkpoint(zero: Pools, tmp_path: Path, stage: int) -> None:
     found = zero(4).run(resume, str(tmp_path), Case(data=2), stage)
     saved = dict(LlamaForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
-    for whole, resumed in found:
-        for entry, again in zip(whole[0], resumed[0], strict=True):  # the checkpoint has those of the first two steps
-            assert again == pytest.approx(entry, rel=zero.tolerance)
+    for whole, resumed in found:  # the checkpoint has the log of the first two steps
+        np.testing.assert_allclose(resumed[0], whole[0], rtol=zero.tolerance)
         assert resumed[1] == pytest.approx(whole[1], rel=zero.tolerance)
         assert len(whole[0]) == trainers.STEPS
         for name, value in whole[2].items():
@@ -246,13 +251,15 @@ def test_weights_that_were_partitioned_when_loaded(zero: Pools, tmp_path: Path, 
 def call_anywhere(rank: int, size: int) -> list[float]:
     """The losses of a pass in training, of one after a step, and of one outside of DeepSpeed's engine."""
     launch(3)
-    accelerator, model = accelerator_for(Case()), trainers.make_model(Case()).train()
+    accelerator, model = accelerator_for(trainers.mesh(Case())), trainers.make_model(Case()).train()
     loader = DataLoader(trainers.samples("padded"), batch_size=2, collate_fn=trainers.collate)
     engine, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     batch = next(iter(loader))
     losses = []
     for _ in range(2):
-        loss = engine(**batch).loss
+        with mock.patch("hf_burst.hf.head.linear_loss_sum", wraps=linear_loss_sum) as scored:
+            loss = engine(**batch).loss
+        assert scored.called, "by a few tokens at a time"
         accelerator.backward(loss)
         assert model.lm_head.weight.numel() == 0, "gathered for no longer than it is needed"
         losses.append(float(loss.detach()))
@@ -309,7 +316,7 @@ def moves_in_bfloat16(rank: int, size: int, case: Case, stage: int, half: bool) 
     from deepspeed.utils import safe_get_full_fp32_param
 
     launch(stage, clip=trainers.CLIP)
-    accelerator = accelerator_for(case, mixed_precision="bf16" if half else "no")
+    accelerator = accelerator_for(trainers.mesh(case), mixed_precision="bf16" if half else "no")
     model = models.make_model("llama").bfloat16().float().train()
     start = flat([value.detach() for value in model.parameters()])
     if case.burst:
@@ -346,7 +353,7 @@ def rates(rank: int, size: int, burst: int | None, kind: str) -> list[float]:
         },
     }
     launch(2, clip=0.0, **(own if kind == "config" else {}))
-    accelerator = accelerator_for(Case(burst=burst or 0), gradient_accumulation_steps=2)
+    accelerator = accelerator_for(trainers.mesh(Case(burst=burst or 0)), gradient_accumulation_steps=2)
     model = torch.nn.Linear(2, 1)
     steps, warmup = 16, 3
     if kind == "config":
@@ -380,8 +387,7 @@ def test_a_scheduler_steps_once_for_each_batch(zero: Pools, kind: str) -> None:
 
 def share_otherwise(rank: int, size: int, settings: dict[str, Any], parallel: dict[str, int]) -> None:
     launch(2, **settings)
-    group = InitProcessGroupKwargs(backend=dist.get_backend())
-    Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(**parallel), kwargs_handlers=[group])
+    accelerator_for(hf_burst.BurstParallelismConfig(**parallel))
 
 
 @pytest.mark.parametrize(
@@ -401,16 +407,13 @@ def test_deepspeeds_own_parallelism_is_refused(
         assert pytest.RaisesExc(ConfigError, match=f"{name} beside").matches(error)
 
 
-def offload(rank: int, size: int, folder: str, case: Case, stage: int) -> dict[str, Any]:
-    """The optimizer in the host's memory, and torch's own one, for which no compiler is needed."""
-    launch(stage, zero_optimization={"offload_optimizer": {"device": "cpu"}}, zero_force_ds_cpu_optimizer=False)
-    trainer = make_trainer(case, folder, **arguments())
-    return {**trainers.finish(trainer), "weights": weights_of(trainer)}
+# torch's own optimizer, for which no compiler is needed
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_optimizer_in_the_hosts_memory(zero: Pools, tmp_path: Path, stage: int) -> None:
-    compare(zero, zero(2).run(offload, str(tmp_path), Case(), stage), alone(Case().alone))
+    compare(zero, zero(2).run(train, str(tmp_path), Case(), stage, None, OFFLOADED), alone(Case().alone))
 
 
 SCRIPT = """
@@ -427,8 +430,7 @@ ids = torch.arange(1, 38)
 trainer = Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 2)
 trainer.train()
 config = trainer.accelerator.deepspeed_config
-assert (config["zero_optimization"]["stage"], config["gradient_clipping"]) == (int(sys.argv[2]), 0.5)
-assert trainer.accelerator.num_processes == 2
+assert [config["zero_optimization"]["stage"], config["gradient_clipping"]] == [int(sys.argv[2]), 0.5]
 trainer.save_model()
 """
 
@@ -439,10 +441,8 @@ def test_the_config_files(zero: Pools, tmp_path: Path, stage: int) -> None:
     script, output = tmp_path / "train.py", tmp_path / "output"
     script.write_text(SCRIPT)
     config = f"recipes/configs/accelerate_zero{stage}.yaml"
-    command = ["accelerate", "launch", "--config_file", config, "--main_process_port", "0", script, output]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
-    environment |= ON_CPUS if zero.backend == "gloo" else {}
-    command += [str(stage), zero.backend]
+    command = ["accelerate", "launch", "--config_file", config, script, output, str(stage), zero.backend]
+    environment = {**os.environ, "PYTHONPATH": ".", **(ON_CPUS if zero.backend == "gloo" else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     trained, start = LlamaForCausalLM.from_pretrained(output), models.make_model("llama")
