@@ -11,7 +11,8 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, DummyScheduler, recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils.deepspeed import DummyScheduler
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
