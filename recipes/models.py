@@ -107,7 +107,7 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
     if kind not in allowed:
         raise SystemExit(f"rope_scaling has the rope_type {kind!r}; it must be one of {', '.join(allowed)}.")
     with using(f"rope_scaling {scaling}"):
-        if kind == "yarn":
+        if kind == "yarn" and "factor" in merged:  # without it, validate_rope says so
             merged.setdefault("original_max_position_embeddings", original)
             config.max_position_embeddings = round(merged["factor"] * merged["original_max_position_embeddings"])
         config.rope_parameters = merged
