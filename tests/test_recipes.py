@@ -12,7 +12,7 @@ import pytest
 from accelerate.state import PartialState
 
 datasets = pytest.importorskip("datasets")
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import dpo  # noqa: E402
@@ -260,6 +260,34 @@ def make_base(folder: Path, positions: int = 512) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     models.byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
+
+
+@pytest.mark.parametrize(
+    "name", [f"{kind}_{machine}" for kind in RECIPES for machine in ("cpu", "1gpu", "4gpu", "8gpu")]
+)
+def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
+    """Its settings exist, and its comment names the files that it is launched with."""
+    script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
+    trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
+    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path)]
+    model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    settings.prepare(arguments, model, burst)
+    comment = file.read_text().split("model_")[0]
+    assert f"--config recipes/configs/{name}.yaml" in comment
+    assert f"recipes/{Path(script.__file__).name}" in comment
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "2_processes"])
+def test_accelerate_reads_its_files(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "recipes" / "configs" / f"accelerate_{name}.yaml"))
+    assert config.num_processes >= 2
+    assert (config.fsdp_config.get("fsdp_version") == 2) == (name == "fsdp2")
 
 
 def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
