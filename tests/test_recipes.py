@@ -195,7 +195,6 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--dataset", "missing.txt", "dataset ['missing.txt'] cannot be used: Unable to find"),
         ("--dataset_split", "validation", "dataset ['long.txt'] cannot be used: Unknown split \"validation\""),
         ("--eval_share", "1", "eval_share is 1.0; give a share"),
-        ("--eval_share", "0.1", "eval_share 0.1 of 1 rows cannot be used"),
         ("--too_long", "refuse", "1 of 1 rows have more than max_length (512) tokens, the longest 2,401"),
         ("--too_long", "drop", "all rows have more than max_length (512) tokens"),
         ("--load_in_4bit", "true", "Quantized weights cannot be trained; set use_peft"),
