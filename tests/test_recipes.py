@@ -272,7 +272,7 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
     trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
-    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path)]
+    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "rows.jsonl"]
     model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
     settings.prepare(arguments, model, burst)
     comment = file.read_text().split("model_")[0]
