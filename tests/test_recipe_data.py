@@ -275,7 +275,8 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
     assert report.retention(sizes, 9) == (0.0, 0.0)
     report.report_lengths(numpy.array([1000, 40_000, 100_000, 700_000]), 65536, str(tmp_path))
     said = capsys.readouterr().out
-    assert "4 documents, 841,000 tokens; median 70,000, longest 700,000" in said
+    assert "documents: 4, tokens: 841,000; median 70,000, longest 700,000" in said
     for label, documents in (("32K", "25.0%"), ("64K", "50.0%"), ("128K", "75.0%"), ("1M", "100.0%")):
         assert f"{label}: {documents} of documents" in said.replace("  ", " ")
     assert (tmp_path / "lengths.png").exists()
+    assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]
