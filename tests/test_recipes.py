@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
+import merge_adapter  # noqa: E402
 import models  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
@@ -325,6 +326,20 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
         else:
             plain = AutoModelForCausalLM.from_pretrained("out")
             torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_is_merged_by_the_script(
+    recipe: Callable[..., Any], sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(tmp_path / "base")
+    assert "holds no adapter_config.json" in sentence(merge_adapter.main, str(base), "merged")
+    saving = ["--use_peft", "--save_strategy", "steps", "--save_steps", "1"]
+    training.train(*recipe("--model_name_or_path", str(base), *saving))
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", "out/checkpoint-1", "merged", "--dtype", "bfloat16"])
+    merge_adapter.main()
+    assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
+    assert float(reload(tmp_path / "merged")["loss"]) > 0
+    assert Path("merged/tokenizer.json").exists()
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
