@@ -3,8 +3,9 @@
 from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices
-from .machine import KernelRate, Link, Machine, built_in
+from .machine import DATA_SHEETS, KernelRate, Link, Machine, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
+from .model import ModelSize
 from .sharding import Sharding, cut, make_sharding
 from .steps import Plan, Step, Transfer, make_plan
 from .tiles import Tile, tiles_between
@@ -14,9 +15,9 @@ from .work import Layer
 
 # fmt: off
 __all__ = [
-    "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern", "Plan", "Shapes", "Sharding",
-    "Step", "Tile", "Traffic", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
-    "estimate", "head_slices", "imbalance", "imbalance_of_steps", "make_plan", "make_sharding", "name_of",
-    "rank_traffic", "tiles_between", "verify_plan",
+    "DATA_SHEETS", "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern", "ModelSize",
+    "Plan", "Shapes", "Sharding", "Step", "Tile", "Traffic", "Transfer", "assign", "built_in", "candidates", "choose",
+    "chunks_per_rank", "cut", "data_sheet", "estimate", "head_slices", "imbalance", "imbalance_of_steps", "make_plan",
+    "make_sharding", "name_of", "named", "rank_traffic", "tiles_between", "verify_plan",
 ]
 # fmt: on
