@@ -11,7 +11,7 @@ ORDER = [
 WITHIN = {
     "plan": [
         *("mask", "sharding", "tiles", "steps", "traffic", "verify", "model", "machine", "work", "balance", "cost"),
-        *("choose", "__init__"),
+        *("choose", "step", "memory", "__init__"),
     ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
@@ -22,7 +22,7 @@ WITHIN = {
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
-    "cli": ["launch", "check", "doctor", "calibrate", "plan", "__init__"],
+    "cli": ["launch", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch", "model_size", "monitor"),

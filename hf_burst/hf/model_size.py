@@ -4,9 +4,9 @@ from copy import deepcopy
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..plan import ModelSize
+from ..plan import SHAPES, ModelSize
 from .support import layer_patterns
 from .task import task_of
 
@@ -55,6 +55,15 @@ def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, nam
         adapted=sum(module.in_features + module.out_features for module in linear),
         patterns=tuple(layer_patterns(model.config, task_of(model)).items()),
     )
+
+
+def shape_named(name: str) -> PreTrainedConfig | None:
+    """The config of one of [`SHAPES`]; `None` for other names."""
+    if name not in SHAPES:
+        return None
+    model_type, sizes = SHAPES[name]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **sizes)
+    return config
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], default: int) -> int:

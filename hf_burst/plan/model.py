@@ -1,8 +1,13 @@
-"""A model in a few sizes: what a training step has to compute, and what it has to keep."""
+"""A model in a few sizes, and how it is trained: what the seconds and the memory of a step follow from."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
+from ..errors import ConfigError
 from .mask import MaskPattern
+
+Weights = Literal["bf16", "fp32", "4bit"]
+Sharded = Literal["fsdp2", "ddp"]
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,84 @@ class ModelSize:
             trained (`float`, defaults to 1.0): Share of the weights that learn.
         """
         return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: one sequence for each group of GPUs, by AdamW.
+
+    Args:
+        length (`int`): Tokens of a sequence.
+        gpus (`int`): All GPUs.
+        burst_size (`int`): Those that share a sequence.
+        documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries of packed documents.
+        sharded (`str`, defaults to `"fsdp2"`): `"fsdp2"` shards weights, gradients and optimizer over all GPUs,
+            `"ddp"` nothing.
+        weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three,
+            computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under adapters, which no GPU shards.
+        lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
+        checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
+        attention_keep (`float`, defaults to 1.0): As in [`BurstConfig`].
+        fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
+            Liger's are.
+    """
+
+    length: int
+    gpus: int
+    burst_size: int
+    documents: tuple[int, ...] = ()
+    sharded: Sharded = "fsdp2"
+    weights: Weights = "bf16"
+    lora: int = 0
+    checkpointing: bool = True
+    attention_keep: float = 1.0
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
+        if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
+            raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
+        if not 0 <= self.attention_keep <= 1:
+            raise ConfigError(f"attention_keep is {self.attention_keep}; it is the share that is kept, 0 to 1.")
+        if self.weights == "4bit" and not self.lora:
+            raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (--lora).")
+
+    @property
+    def tokens(self) -> int:
+        """Those of one GPU."""
+        return -(-self.length // self.burst_size)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts weights are sharded."""
+        return self.gpus if self.sharded == "fsdp2" else 1
+
+    def trained(self, model: ModelSize) -> int:
+        """The weights that learn."""
+        return self.lora * model.adapted or model.weights
+
+
+def _sizes(hidden: int, inner: int, layers: int, q_heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+_LLAMA_3, _QWEN_3 = {"vocab_size": 128256}, {"vocab_size": 151936, "head_dim": 128}
+# shapes that need no hub: a model type of Transformers, and what its config differs in
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.2-1b": ("llama", {**_LLAMA_3, **_sizes(2048, 8192, 16, 32, 8), "tie_word_embeddings": True}),
+    "llama-3-8b": ("llama", {**_LLAMA_3, **_sizes(4096, 14336, 32, 32, 8)}),
+    "llama-3-70b": ("llama", {**_LLAMA_3, **_sizes(8192, 28672, 80, 64, 8)}),
+    "mistral-7b": ("mistral", {"vocab_size": 32768, **_sizes(4096, 14336, 32, 32, 8), "sliding_window": None}),
+    "qwen3-8b": ("qwen3", {**_QWEN_3, **_sizes(4096, 12288, 36, 32, 8)}),
+    "qwen3-32b": ("qwen3", {**_QWEN_3, **_sizes(5120, 25600, 64, 64, 8)}),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {**_QWEN_3, **_sizes(2048, 6144, 48, 32, 4), "moe_intermediate_size": 768, "num_experts": 128},
+    ),
+}
