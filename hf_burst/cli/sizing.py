@@ -2,7 +2,7 @@
 
 import argparse
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -40,26 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weights", choices=get_args(Weights), default="bf16", help="(default %(default)s)")
     group.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
     group.add_argument("--attention-keep", type=float, default=1.0, help="as in BurstConfig (default %(default)s)")
-    group.add_argument("--no-checkpointing", action="store_true", help="no layer is computed again")
-    group.add_argument("--plain-kernels", action="store_true", help="norms, rotary positions and SwiGLU without Liger")
+    group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
+    plain = "norms, rotary positions and SwiGLU without Liger"
+    group.add_argument("--plain-kernels", dest="fused", action="store_false", help=plain)
     group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) -> int:
     """Prints what is predicted; the exit status is 0 if it fits, 1 if not."""
     model, (machine, gpus) = find_model(arguments.model, arguments.trust_remote_code), find_machine(arguments)
-    training = Training(
-        length=length,
-        gpus=gpus,
-        burst_size=gpus,
-        documents=documents,
-        sharded=arguments.sharded,
-        weights=arguments.weights,
-        lora=arguments.lora,
-        checkpointing=not arguments.no_checkpointing,
-        attention_keep=arguments.attention_keep,
-        fused=not arguments.plain_kernels,
-    )
+    options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
+    training = Training(length, gpus, gpus, documents, attention_keep=arguments.attention_keep, **options)
     rows = divisions(model, training, machine)
     fitting = [row for row in rows if fits(row[2], machine)]
     best = max(fitting, key=lambda row: row[1].tokens_per_second, default=None)
@@ -113,53 +104,37 @@ def fits(memory: MemoryEstimate, machine: Machine) -> bool:
 
 def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None) -> list[str]:
     """What is predicted, in lines."""
-    training, room = rows[0][0], machine.memory / 2**30
-    what = f"adapters of rank {training.lora} on {training.weights} weights" if training.lora else "all weights"
-    layers = (
-        f"layers checkpointed, attention_keep={training.attention_keep:g}" if training.checkpointing else "no layer"
-    )
+    (training, *_), room = rows[0], machine.memory / 2**30
+    what = f"adapters of rank {training.lora} on" if training.lora else "all"
+    again = f"layers checkpointed, attention_keep={training.attention_keep:g}"
+    cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
+    for row in rows:
+        how, step, memory = row
+        cells.append([f"{how.burst_size} x {how.gpus // how.burst_size}", f"{step.total_s:.2f}"])
+        cells[-1] += [f"{step.tokens_per_second:,.0f}", f"{step.mfu(machine):.0%}", f"{memory.total / 2**30:.1f}"]
+        cells[-1] += [name_of(step.schedule, how.burst_size) if how.burst_size > 1 else "-"]
+        cells[-1] += ["fastest that fits" if row is best else "" if fits(memory, machine) else "does not fit"]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    how, step, memory = best or rows[0]
+    seconds = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
     lines = [
         str(model),
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
-        f"{training.length:,} tokens a sequence, {what} ({training.weights}), AdamW, {training.sharded}, {layers}",
+        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {training.sharded}, "
+        + (again if training.checkpointing else "nothing checkpointed"),
         "",
+        *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
+        "",
+        f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
+        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}",
     ]
-    head = ["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]
-    cells = [head]
-    for row in rows:
-        how, step, memory = row
-        mfu = f"{step.mfu(machine):.0%}" if machine.peak else "-"
-        verdict = "fastest that fits" if row is best else "" if fits(memory, machine) else "does not fit"
-        cells.append(
-            [
-                f"{how.burst_size} x {how.gpus // how.burst_size}",
-                f"{step.total_s:.2f}",
-                f"{step.tokens_per_second:,.0f}",
-                mfu,
-                f"{memory.total / 2**30:.1f}",
-                name_of(step.schedule, how.burst_size) if how.burst_size > 1 else "-",
-                verdict,
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines += ["  ".join(map(str.rjust, line, widths)).rstrip() for line in cells]
-    how, step, memory = best or rows[0]
-    shown = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
-    lines += ["", f"burst_size {how.burst_size}, seconds: {_listed(shown, 1.0)}"]
-    lines.append(f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}")
     if best is None:
-        lines.append(_advice(training, room))
+        lines.append(
+            f"None fits into {_ROOM:.0%} of {room:.0f} GiB. Give more --gpus, fewer tokens, --attention-keep 0"
+        )
+        lines[-1] += "." if training.lora else " or --lora."
     return lines
 
 
-def _listed(values: dict[str, Any], unit: float) -> str:
+def _listed(values: dict[str, float], unit: float) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value / unit:.2f}" for name, value in values.items() if value)
-
-
-def _advice(training: Training, room: float) -> str:
-    ways = ["more --gpus", *([] if training.lora else ["--lora"]), "a shorter --length"]
-    if training.checkpointing:
-        ways[1:1] = ["--attention-keep 0"] if training.attention_keep else []
-    else:
-        ways[1:1] = ["checkpointing"]
-    return f"None fits into {_ROOM:.0%} of {room:.0f} GiB. Try {', '.join(ways[:-1])} or {ways[-1]}."

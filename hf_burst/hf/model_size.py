@@ -59,11 +59,7 @@ def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, nam
 
 def shape_named(name: str) -> PreTrainedConfig | None:
     """The config of one of [`SHAPES`]; `None` for other names."""
-    if name not in SHAPES:
-        return None
-    model_type, sizes = SHAPES[name]
-    config: PreTrainedConfig = AutoConfig.for_model(model_type, **sizes)
-    return config
+    return AutoConfig.for_model(**SHAPES[name]) if name in SHAPES else None
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], default: int) -> int:

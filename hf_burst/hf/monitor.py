@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from ..errors import ConfigError
 from ..layout import SequenceLayout
@@ -58,9 +58,7 @@ class BurstCallback(TrainerCallback):
         self.samples = False  # whether the next step's messages are timed
         self.clock: ExchangeClock | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Goes before the callbacks that report, and finds the model."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -80,15 +78,13 @@ class BurstCallback(TrainerCallback):
         self.began, self.first = time.perf_counter(), state.global_step
         self.mark, self.seconds, self.layouts = self.began, 0.0, []
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts to time messages, if this is the step for it."""
         if self.samples and self.group.size > 1:
             self.clock = resources_of(self.group).clock = ExchangeClock(args.device)
         self.samples = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts the time of the step."""
         self._look()
         resources_of(self.group).clock = None
@@ -96,37 +92,25 @@ class BurstCallback(TrainerCallback):
             self.samples = True
             self.began, self.first = time.perf_counter(), state.global_step
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leaves out the time of the evaluation."""
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves out the time of an evaluation, or of a checkpoint."""
         self.mark = time.perf_counter()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leaves out the time of the checkpoint."""
-        self.mark = time.perf_counter()
+    on_save = on_evaluate
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Adds the numbers to the log of a training step."""
-        if logs is None or "loss" not in logs or not self.layouts:
+        if not logs or "loss" not in logs or not self.layouts:
             return
         self._look()  # the loss has made the host wait for the device
         numbers = self._numbers()
         logs.update(numbers)
-        if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(numbers)
+        state.log_history[-1].update(numbers)  # which has a copy
         if self.progress and state.is_world_process_zero:
             tqdm.write(self._line(state, logs))
         self.seconds, self.layouts, self.clock, self.samples = 0.0, [], None, True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leaves the model as it was."""
         resources_of(self.group).clock = None
         self.handle.remove()
@@ -144,9 +128,7 @@ class BurstCallback(TrainerCallback):
     def _numbers(self) -> dict[str, float]:
         """The numbers of all ranks."""
         tokens = sum(tokens_of(layout) for layout in self.layouts)
-        flops = sum(
-            self.size.flops(tokens_of(layout), pairs_of(layout, self.size), self.trained) for layout in self.layouts
-        )
+        flops = self.size.flops(tokens, sum(pairs_of(layout, self.size) for layout in self.layouts), self.trained)
         imbalance = sum(layout.imbalance for layout in self.layouts) / len(self.layouts)
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
@@ -167,14 +149,9 @@ class BurstCallback(TrainerCallback):
         done = state.global_step - self.first
         each = (time.perf_counter() - self.began) / done if done else self.seconds  # evaluation and saving included
         left = timedelta(seconds=round(each * (state.max_steps - state.global_step)))
-        parts = [
-            f"step {state.global_step:,} of {state.max_steps:,}, {left} left",
-            f"loss {logs['loss']:.4g}",
-            f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU",
-            *([f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []),
-            f"{logs['peak_memory_gib']:.1f} GiB",
-        ]
-        return ", ".join(parts)
+        mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
+        speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU{mfu}, {logs['peak_memory_gib']:.1f} GiB"
+        return f"step {state.global_step:,} of {state.max_steps:,}, {left} left, loss {logs['loss']:.4g}, {speed}"
 
 
 def tokens_of(layout: SequenceLayout) -> int:

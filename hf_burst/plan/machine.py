@@ -208,12 +208,12 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
 
 
 def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
-    """A GPU that nobody measured: at the shares of its data sheet that an H200 reached of its own."""
-    measured, own = h200(), DATA_SHEETS["h200"]
-    if kernel is not None and sheet.kernel == own.kernel:  # older kernels do without what is new in these GPUs
-        measured = h200(kernel)
-    computing, reading, sending = sheet.peak / own.peak, sheet.bandwidth / own.bandwidth, sheet.link / own.link
-    rates = (KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates)
+    """A GPU as its data sheet has it: one that nobody measured reaches the shares that an H200 reached of its own."""
+    own, newer = DATA_SHEETS["h200"], sheet.kernel == "flash_attn_4"  # in which older kernels leave something unused
+    measured = h200(kernel if newer and kernel else "flash_attn_4")
+    if sheet is own:
+        return measured
+    computing, sending = sheet.peak / own.peak, sheet.link / own.link
     p2p, symmetric = (
         replace(link, bandwidth=sending * link.bandwidth) for link in (measured.p2p, measured.symmetric or measured.p2p)
     )
@@ -221,8 +221,8 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         measured,
         device=sheet.device,
         kernel=kernel or sheet.kernel,
-        rates=tuple(rates),
-        memory_bandwidth=reading * measured.memory_bandwidth,
+        rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
+        memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory),
         products=computing * measured.products,
         p2p=p2p,
@@ -251,23 +251,17 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
 
 
 def named(name: str) -> Machine:
-    """The machine that a user names: a GPU of [`DATA_SHEETS`], on hosts of 8, or `"cpu"`."""
+    """The machine that a user names: a GPU of [`DATA_SHEETS`], on hosts of 8."""
     sheet = data_sheet(name)
-    if name.lower() != "cpu" and sheet is None:
-        raise ConfigError(f"No machine is called {name!r}. Known are {', '.join([*DATA_SHEETS, 'cpu'])}.")
     if sheet is None:
-        return cpu()
-    return h200() if sheet is DATA_SHEETS["h200"] else by_data_sheet(sheet)
+        raise ConfigError(f"No machine is called {name!r}. Known are {', '.join(DATA_SHEETS)}.")
+    return by_data_sheet(sheet)
 
 
 def built_in(device: str, kernel: str, memory: int, ranks_per_host: int) -> Machine:
     """The machine of a device (`"CPU"` for processors) that was not measured; arguments as in [`Machine`]."""
     sheet = data_sheet(device)
-    if device == "CPU":
-        known = cpu(kernel)
-    elif sheet is None:
-        known = h200(kernel)
+    known = cpu(kernel) if device == "CPU" else by_data_sheet(sheet, kernel) if sheet else h200(kernel)
+    if sheet is None and device != "CPU":
         known = replace(known, peak=0.0, source=f"built in: those of an {known.device}, as this device has none")
-    else:
-        known = h200(kernel) if sheet is DATA_SHEETS["h200"] else by_data_sheet(sheet, kernel)
     return replace(known, device=device, memory=memory, ranks_per_host=ranks_per_host)

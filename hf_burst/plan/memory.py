@@ -61,8 +61,7 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     layers = model.layers if training.checkpointing else 0
-    row = 3 * model.inner + 3 * model.hidden + 2 * (model.queries + model.keys)  # kept by a layer, beside its input
-    row += 0 if training.fused else model.inner + 4 * model.hidden
+    row = kept_by_layer(model, training.fused)
     one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
     every = 2 * tokens * model.layers * (row + model.hidden) if not layers else 0
     unit = 2 * (model.weights - table) / model.layers  # bytes of a layer in bf16
@@ -100,6 +99,13 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
         moment="the backward pass of the first layer",
     )
     return max((at_loss, at_last, at_first), key=lambda estimate: estimate.total)
+
+
+def kept_by_layer(model: ModelSize, fused: bool) -> int:
+    """Elements of a token that a layer keeps for its backward pass, beside its input: what norms and products are
+    given, q, k, v and out, and for SwiGLU both halves; without Liger's kernels also its sigmoid, and norms in fp32."""
+    kept = 3 * model.inner + 3 * model.hidden + 2 * (model.queries + model.keys)
+    return kept if fused else kept + model.inner + 4 * model.hidden
 
 
 def _weights(model: ModelSize, training: Training, number: int) -> float:

@@ -130,27 +130,22 @@ class Training:
         return self.lora * model.adapted or model.weights
 
 
-def _sizes(hidden: int, inner: int, layers: int, q_heads: int, kv_heads: int) -> dict[str, int]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": q_heads,
-        "num_key_value_heads": kv_heads,
-    }
-
-
-_LLAMA_3, _QWEN_3 = {"vocab_size": 128256}, {"vocab_size": 151936, "head_dim": 128}
+_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128}
+# fmt: off
+_SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "llama-3.2-1b": ("llama", (128256, 2048, 8192, 16, 32, 8, 64), {"tie_word_embeddings": True}),
+    "llama-3-8b": ("llama", (128256, 4096, 14336, 32, 32, 8, 128), {}),
+    "llama-3-70b": ("llama", (128256, 8192, 28672, 80, 64, 8, 128), {}),
+    "mistral-7b": ("mistral", (32768, 4096, 14336, 32, 32, 8, 128), {"sliding_window": None}),
+    "qwen3-8b": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 128), {}),
+    "qwen3-32b": ("qwen3", (151936, 5120, 25600, 64, 64, 8, 128), {}),
+    "qwen3-30b-a3b": ("qwen3_moe", (151936, 2048, 6144, 48, 32, 4, 128), _EXPERTS),
+}
+# fmt: on
 # shapes that need no hub: a model type of Transformers, and what its config differs in
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3.2-1b": ("llama", {**_LLAMA_3, **_sizes(2048, 8192, 16, 32, 8), "tie_word_embeddings": True}),
-    "llama-3-8b": ("llama", {**_LLAMA_3, **_sizes(4096, 14336, 32, 32, 8)}),
-    "llama-3-70b": ("llama", {**_LLAMA_3, **_sizes(8192, 28672, 80, 64, 8)}),
-    "mistral-7b": ("mistral", {"vocab_size": 32768, **_sizes(4096, 14336, 32, 32, 8), "sliding_window": None}),
-    "qwen3-8b": ("qwen3", {**_QWEN_3, **_sizes(4096, 12288, 36, 32, 8)}),
-    "qwen3-32b": ("qwen3", {**_QWEN_3, **_sizes(5120, 25600, 64, 64, 8)}),
-    "qwen3-30b-a3b": (
-        "qwen3_moe",
-        {**_QWEN_3, **_sizes(2048, 6144, 48, 32, 4), "moe_intermediate_size": 768, "num_experts": 128},
-    ),
+SHAPES = {
+    name: {"model_type": kind, **dict(zip(_NAMES + _HEADS, sizes, strict=True)), **more}
+    for name, (kind, sizes, more) in _SHAPES.items()
 }

@@ -88,15 +88,15 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
     again = (1 - training.attention_keep) ** 2 if training.checkpointing else 0.0  # of what causal queries see
     kernels = sum(count * (cost.kernels_s + cost.other_s) for count, _, cost in costs)
     repeated = again * sum(count * cost.forward_s for count, _, cost in costs)
-    products = _products(model, training) / machine.products
+    multiplying = products(model, training) / machine.products
     elementwise = _touched(model, training) / machine.memory_bandwidth
-    beside = kernels + products + elementwise
+    beside = kernels + multiplying + elementwise
     exposed = sum(count * cost.exposed_s for count, _, cost in costs) + _sharding(model, training, machine, beside)
     trained = training.trained(model)
     pairs = sum(count * mask.pairs for count, mask in masks_of(model, training))
     return StepEstimate(
         attention_s=kernels + repeated,
-        products_s=products,
+        products_s=multiplying,
         elementwise_s=elementwise,
         exchange_s=exposed,
         optimizer_s=_ADAMW * _number(training) * trained / training.shards / machine.memory_bandwidth,
@@ -111,7 +111,7 @@ def _number(training: Training) -> int:
     return 4 if training.weights == "fp32" else 2
 
 
-def _products(model: ModelSize, training: Training) -> float:
+def products(model: ModelSize, training: Training) -> float:
     """Operations of products of matrices on one GPU. A checkpointed layer computes its products again but for the last
     one, whose result only an adapter behind it needs."""
     layers, last = model.used - model.head, model.layers * model.hidden * model.inner
