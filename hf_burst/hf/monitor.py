@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 
@@ -55,8 +56,9 @@ class BurstCallback(TrainerCallback):
         self.peak = peak_flops or (sheet.peak if sheet else 0.0)
         self.layouts: list[SequenceLayout] = []  # of the training passes since the last log
         self.seconds = self.mark = 0.0  # of the steps since the last log; when the clock was looked at
-        self.samples = False  # whether the next step's messages are timed
+        self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
         self.clock: ExchangeClock | None = None
+        self.handle: RemovableHandle | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Goes before the callbacks that report, and finds the model."""
@@ -74,8 +76,9 @@ class BurstCallback(TrainerCallback):
         self.patch = getattr(model, PATCH)
         self.group = resolve_group(self.patch.group)
         self.trained = _share_that_learns(trained)
+        self.on_train_end()  # of a training that was interrupted
         self.handle = model.register_forward_pre_hook(self._count)
-        self.began, self.first = time.perf_counter(), state.global_step
+        self.began, self.first, self.warm = time.perf_counter(), state.global_step, False
         self.mark, self.seconds, self.layouts = self.began, 0.0, []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -88,9 +91,9 @@ class BurstCallback(TrainerCallback):
         """Counts the time of the step."""
         self._look()
         resources_of(self.group).clock = None
-        if state.global_step == self.first + 1:  # connections are open and kernels compiled from now on
-            self.samples = True
-            self.began, self.first = time.perf_counter(), state.global_step
+        if not self.warm:  # connections are open and kernels compiled from now on
+            self.samples = self.warm = True
+            self.began, self.first = self.mark, state.global_step
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Leaves out the time of an evaluation, or of a checkpoint."""
@@ -110,10 +113,11 @@ class BurstCallback(TrainerCallback):
             tqdm.write(self._line(state, logs))
         self.seconds, self.layouts, self.clock, self.samples = 0.0, [], None, True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leaves the model as it was."""
         resources_of(self.group).clock = None
-        self.handle.remove()
+        if self.handle is not None:
+            self.handle.remove()
 
     @torch.compiler.disable
     def _count(self, module: nn.Module, args: Any) -> None:

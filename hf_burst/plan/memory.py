@@ -109,11 +109,7 @@ def kept_by_layer(model: ModelSize, fused: bool) -> int:
 
 
 def _weights(model: ModelSize, training: Training, number: int) -> float:
-    """Bytes of the weights on one GPU. With 4 bits only layers are quantised, and nothing is sharded but adapters."""
-    learn = training.trained(model) * number / training.shards
-    if not training.lora:
-        return learn
-    if training.weights != "4bit":
-        return learn + model.weights * number / training.shards
+    """Bytes of the weights on one GPU. With 4 bits only layers are quantised."""
+    held = (training.trained(model) + (model.weights if training.lora else 0)) * number / training.shards
     apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
-    return learn + 2 * apart + _NF4 * (model.weights - apart)
+    return held - (number - _NF4) * (model.weights - apart) if training.weights == "4bit" else held

@@ -123,7 +123,7 @@ class Training:
     @property
     def shards(self) -> int:
         """Into how many parts weights are sharded."""
-        return self.gpus if self.sharded == "fsdp2" else 1
+        return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""
