@@ -54,7 +54,7 @@ def patch_over_meshes(rank: int, size: int) -> None:
     everyone = dist.group.WORLD
     hf_burst.patch_model(model, mesh=everyone)
     assert hf_burst.patch_model(model, mesh=everyone) is model
-    with pytest.raises(ConfigError, match="a mesh of 2 ranks; now .* and no mesh"):
+    with pytest.raises(ConfigError, match=r"a mesh of 2 ranks; now .* and no mesh"):
         hf_burst.patch_model(model)
 
 
