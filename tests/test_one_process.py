@@ -1,5 +1,9 @@
 """Notebooks and one process: cells that run twice, generation after training, and a launcher inside of a notebook."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import get_peft_model
+from safetensors.torch import load_file
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
@@ -15,6 +20,7 @@ from tests import models, trainers
 from tests.ranks import RankPool
 from tests.trainers import Case, make_trainer
 
+ROOT = Path(__file__).parents[1]
 Ranks = Callable[[int], RankPool]
 
 
@@ -101,3 +107,30 @@ def test_a_cache_in_a_training_pass_is_refused() -> None:
         cache = model(prompt, use_cache=True).past_key_values
     with pytest.raises(BatchError, match="past_key_values in training or with labels"):
         model(prompt[:, :3], past_key_values=cache)
+
+
+def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tensor]:
+    """The weights that the cell of docs/launching.md trains over so many processes."""
+    cell = re.search(r"```python\n(.*?)```", (ROOT / "docs/launching.md").read_text(), re.DOTALL)[1]
+    assert cell.count("num_processes=2") == 1
+    folder.mkdir()
+    (folder / "cell.py").write_text(cell.replace("num_processes=2", f"num_processes={processes}"))
+    environment = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "RANK")}
+    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "cell.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return load_file(folder / "outputs/notebook/model.safetensors")
+
+
+def test_the_launcher_of_notebooks(tmp_path: Path) -> None:
+    wanted = launched_in_a_notebook(tmp_path / "one", 1)
+    for name, weights in launched_in_a_notebook(tmp_path / "two", 2).items():
+        torch.testing.assert_close(weights, wanted[name], rtol=0, atol=1e-6)
