@@ -28,7 +28,19 @@ WITHIN = {
         *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch"),
     ],
     "hf/parts": [
-        *("base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "outputs", "dropout"),
+        *(
+            "base",
+            "request",
+            "replicas",
+            "attention",
+            "tokens",
+            "rope",
+            "checkpointing",
+            "experts",
+            "loss",
+            "outputs",
+            "dropout",
+        ),
         "__init__",
     ],
 }
