@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .config import BurstConfig
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
+    from .hf.monitor import BurstCallback
     from .hf.patch import patch_model, unpatch_model
     from .layout import SequenceLayout
     from .mesh import ContextGroup
@@ -23,6 +24,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "AttentionRequest": ".attention",
+    "BurstCallback": ".hf.monitor",
     "BurstCollator": ".hf.collator",
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.accelerate",
@@ -38,8 +40,8 @@ _HOME = {
 
 # fmt: off
 __all__ = [
-    "AttentionRequest", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup", "MaskPattern",
-    "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "unpatch_model",
+    "AttentionRequest", "BurstCallback", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup",
+    "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "unpatch_model",
 ]
 # fmt: on
 
