@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .config import BurstConfig
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
+    from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .layout import SequenceLayout
     from .mesh import ContextGroup
@@ -33,13 +34,14 @@ _HOME = {
     "check_model": ".check.run",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.collator",
+    "token_losses": ".hf.parts.token_losses",
     "unpatch_model": ".hf.patch",
 }
 
 # fmt: off
 __all__ = [
     "AttentionRequest", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup", "MaskPattern",
-    "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "unpatch_model",
+    "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "token_losses", "unpatch_model",
 ]
 # fmt: on
 

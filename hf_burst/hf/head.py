@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ..linear_loss import Linear, linear_loss_sum
-from ..loss import token_loss_sum
+from ..linear_loss import Linear, linear_loss_sum, linear_token_losses
+from ..loss import token_loss_sum, token_losses
 
 _METHODS = ("float", "to", "tanh", "contiguous")
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -44,6 +44,16 @@ class LazyLogits:
         if "whole" in vars(self):
             return token_loss_sum(self.whole, targets)
         return self._within(compute)
+
+    def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of each of these tokens, `(batch, n)`, without a gradient."""
+
+        def compute(plain: Callable[[torch.Tensor], torch.Tensor], _: nn.Module) -> torch.Tensor:
+            return linear_token_losses(
+                self.hidden, targets, lambda some: self._after(plain(some)), self.head.vocabulary
+            )
+
+        return token_losses(self.whole, targets) if "whole" in vars(self) else self._within(compute)
 
     @cached_property
     def whole(self) -> torch.Tensor:
@@ -131,6 +141,12 @@ class LazyLogits:
 def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]."""
     return logits.loss_sum(targets) if isinstance(logits, LazyLogits) else token_loss_sum(logits, targets)
+
+
+@torch.compiler.disable
+def token_losses_of(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of each of this rank's tokens, see [`token_losses`]."""
+    return logits.token_losses(targets) if isinstance(logits, LazyLogits) else token_losses(logits, targets)
 
 
 # FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins

@@ -28,6 +28,7 @@ from .parts.loss import Loss
 from .parts.outputs import Outputs
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .sharded import is_sharded
 from .support import base_model, check_adapters, check_model, verdict_on
@@ -121,6 +122,7 @@ def make_parts(
         SavedAttention(config.attention_keep),
         RouterLogits(model),
         Loss(model, group),
+        TokenLosses(),
         Outputs(),  # gathers after the loss was computed from the outputs of this rank
         DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
     )
