@@ -33,7 +33,7 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of each token, `(batch, n)`, as [`token_loss_sum`] adds them up; 0 for those that do not count."""
+    """The cross-entropy of each token, `(batch, n)`, as [`token_loss_sum`] adds them up; 0 for targets of -100."""
     wide = logits.to(accumulation_dtype(logits.dtype)).transpose(1, 2)
     return functional.cross_entropy(wide, targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none")
 

@@ -90,7 +90,7 @@ def test_what_token_losses_refuses(ranks: Callable[[int], RankPool]) -> None:
         hf_burst.token_losses(model, {"input_ids": batch["input_ids"]})
     with pytest.raises(BatchError, match="labels holds 61"):
         hf_burst.token_losses(model, {**batch, "labels": torch.full_like(batch["labels"], 61)})
-    with pytest.raises(BatchError, match="takes full batches"):
+    with pytest.raises(BatchError, match="full batches"):
         hf_burst.token_losses(model, hf_burst.shard_batch(batch))
     assert model(**batch).logits is not None, "the next call is an ordinary one"
     with pytest.raises(RankError, match="labels of tokens"):

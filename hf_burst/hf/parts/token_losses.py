@@ -77,14 +77,12 @@ class TokenLosses(Part):
             return
         if is_sharded(run.batch) or run.batch.get("logits_to_keep"):
             raise BatchError(
-                "token_losses takes full batches (no shard_batch or BurstCollator), and no logits_to_keep."
+                "token_losses takes full batches (no shard_batch, no BurstCollator) without logits_to_keep."
             )
         shape = batch_shape(run.batch)
         if self.labels is None or tuple(self.labels.shape) != shape:
             shown = "missing" if self.labels is None else f"of shape {tuple(self.labels.shape)}"
-            raise BatchError(
-                f"The labels are {shown}; token_losses needs labels of shape {shape}. Often: the input_ids."
-            )
+            raise BatchError(f"The labels are {shown}; token_losses needs labels of shape {shape}, as input_ids.")
         check_ranges({"labels": self.labels}, run.model.config.get_text_config().vocab_size, None, None)
         labels = checksum({"labels": self.labels}, ())
         run.facts |= {"token losses": True, "labels of tokens (checksum)": labels if labels is None else int(labels)}
