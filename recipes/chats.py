@@ -1,0 +1,171 @@
+"""Chats and agent trajectories as tokens, and the labels of what the assistant wrote.
+
+The loss is on the assistant alone. Where its words begin and end comes from the `{% generation %}` marks of the chat
+template; TRL has marked templates of many families. Any other template is rendered with one message more at a time, and
+what it adds for an answer is the answer. This is exact only if the template writes earlier messages alike whatever
+follows them; otherwise an error says so.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import common_prefix_length
+
+Message = dict[str, Any]
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}  # of ShareGPT
+IGNORED = -100
+
+
+def clean(messages: list[Message]) -> list[Message]:
+    """Messages as chat templates want them.
+
+    Fields that are `None` are left out, a missing content is empty, and arguments of tool calls that are JSON text, as
+    in the API of OpenAI, become mappings. `from` and `value`, as in ShareGPT, become `role` and `content`.
+    """
+    cleaned = []
+    for message in messages:
+        message = {key: value for key, value in message.items() if value is not None}
+        if "from" in message:
+            message["role"] = message.pop("from")
+            message["content"] = message.pop("value", "")
+        message["role"] = ROLES.get(message.get("role"), message.get("role"))
+        message.setdefault("content", "")
+        if "tool_calls" in message:
+            message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
+            if not message["tool_calls"]:
+                del message["tool_calls"]
+        cleaned.append(message)
+    return cleaned
+
+
+def parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are a mapping."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    function = {**function, "arguments": {} if arguments is None else arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+@dataclass
+class ChatTokenizer:
+    """Renders and tokenizes chats.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): A fast tokenizer with a chat template.
+        assistant_only (`bool`): Whether other tokens than the assistant's get the label -100.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    assistant_only: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise ValueError("the tokenizer has no chat template; set chat_template_path to a .jinja file")
+        self.template: str | None = None
+        self.marked = has_generation_markers(self.tokenizer.chat_template)
+        if self.assistant_only and not self.marked:
+            if not self.tokenizer.is_fast:
+                raise ValueError(
+                    "the tokenizer is a slow one, which does not tell where its tokens stand; take a fast one, or set "
+                    "assistant_only_loss to false"
+                )
+            try:
+                self.template, self.marked = get_training_chat_template(self.tokenizer), True
+            except ValueError:  # not one of those that TRL has marked
+                self.template = None
+
+    def __call__(
+        self, messages: list[Message], tools: Any = None, prompt: int = 0, **options: Any
+    ) -> dict[str, list[int]]:
+        """
+        Args:
+            messages (`list[dict]`): The chat.
+            tools (`list[dict]` or JSON text, *optional*): The tools that the chat template is given.
+            prompt (`int`, *optional*): Number of first messages that get no loss at all.
+            options: More arguments of the chat template.
+
+        Returns:
+            `input_ids` and `labels`, of equal length.
+
+        Raises:
+            ValueError: If nothing is labelled, or if it is not certain which tokens are the assistant's.
+        """
+        messages = clean(messages)
+        options["tools"] = json.loads(tools) if isinstance(tools, str) else tools or None
+        options["chat_template"] = self.template
+        if not self.assistant_only:
+            ids = self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
+            mask = [1] * len(ids)
+        elif self.marked:
+            output = self.tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, **options
+            )
+            ids, mask = output["input_ids"], output["assistant_masks"]
+        else:
+            ids, mask = self.by_difference(messages, options)
+        if prompt:
+            first = self.tokenizer.apply_chat_template(
+                messages[:prompt], add_generation_prompt=True, return_dict=True, **options
+            )
+            length = common_prefix_length(first["input_ids"], ids)
+            mask = [0] * length + mask[length:]
+        if not any(mask):
+            raise ValueError(
+                "no token is the assistant's: give a message with the role assistant, and check the chat template"
+            )
+        return {"input_ids": ids, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
+
+    def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Tokens, and which of them the template adds for messages of the assistant."""
+
+        def render(count: int, **more: bool) -> str:
+            return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **more, **options)
+
+        text = render(len(messages))
+        spans = assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask, span = [], iter([*spans, (len(text), len(text))])
+        start, end = next(span)
+        for first, last in encoding["offset_mapping"]:
+            while first >= end and end < len(text):
+                start, end = next(span)
+            if first < start < last or first < end < last:
+                raise ValueError(
+                    f"the token of {text[first:last]!r} is partly the assistant's; give a chat template with "
+                    "{% generation %} marks, or set assistant_only_loss to false"
+                )
+            mask.append(int(start <= first < last <= end))
+        return encoding["input_ids"], mask
+
+
+def assistant_spans(
+    text: str, messages: list[Message], render: Callable[..., str], special: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    """Where in the rendered chat the assistant's messages stand: first character, and the one after the last.
+
+    White space after the token that ends a turn is the template's, not the assistant's.
+    """
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        try:
+            before, after = render(index, add_generation_prompt=True), render(index + 1)
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot render the first {index} messages: {error}") from None
+        if not text.startswith(after) or not after.startswith(before):
+            raise ValueError(
+                f"the chat template writes the messages before message {index} otherwise than within the whole chat, so "
+                "the assistant's tokens cannot be told from it; give a template with {% generation %} marks by "
+                "chat_template_path, or set assistant_only_loss to false"
+            )
+        stripped = after.rstrip()
+        spans.append((len(before), len(stripped) if stripped.endswith(special) else len(after)))
+    return spans

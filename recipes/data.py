@@ -1,0 +1,238 @@
+"""Documents, chats and pairs from files, folders and the hub, and their tokens."""
+
+import pydoc_data.topics
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pyarrow.compute
+import report
+from chats import IGNORED, ChatTokenizer
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from settings import DataSettings, using
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig
+from trl.data_utils import common_prefix_length
+
+TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
+READERS = {
+    **dict.fromkeys(TEXT_FILES, "text"),
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+STRINGS = ("string", "large_string", "string_view", "null")
+
+
+def load_rows(names: list[str], split: str, text_column: str = "text") -> Dataset:
+    """Reads a data set.
+
+    Args:
+        names (`list[str]`): Files, folders (of files, or of `save_to_disk`), or a hub name and its config, or
+            `["python_topics"]`. A file of text is one document.
+        split (`str`): The split, of which local files have `train` alone; a part of it may be given (`train[:90%]`).
+        text_column (`str`, *optional*): The column for documents of text files.
+    """
+    if names == ["python_topics"]:
+        return Dataset.from_dict({text_column: ["\n\n".join(pydoc_data.topics.topics.values())]})
+    with using(f"dataset {names}"):
+        if len(names) == 1 and (Path(names[0]) / "state.json").exists():
+            return load_from_disk(names[0])
+        if len(names) == 1 and (Path(names[0]) / "dataset_dict.json").exists():
+            return named_split(load_from_disk(names[0]), split)
+    files = list(chain.from_iterable(expand(name) for name in names))
+    kinds = {READERS.get(Path(file).suffix) for file in files}
+    if len(kinds) > 1:
+        raise SystemExit(f"dataset {names} mixes kinds of files; give files of one kind ({', '.join(READERS)}).")
+    kind = kinds.pop()
+    with using(f"dataset {names}"):
+        if kind is None:
+            return load_dataset(*names, split=split)
+        options = {"sample_by": "document"} if kind == "text" else {}
+        rows = load_dataset(kind, data_files=files, split=split, **options)
+    return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+
+
+def named_split(splits: DatasetDict, split: str) -> Dataset:
+    if split not in splits:
+        raise ValueError(f"it has the splits {', '.join(splits)}, not {split!r}")
+    return splits[split]
+
+
+def expand(name: str) -> list[str]:
+    """A folder's files, in the order of their names; anything else by itself."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [name]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    readable = [str(path) for path in files if path.suffix in READERS]
+    if not readable:
+        kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
+        raise SystemExit(f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}.")
+    if others := Counter(path.suffix or path.name for path in files if path.suffix not in READERS):
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
+        print(f"dataset {name}: {len(readable)} files are read, others are left out ({kinds}).")
+    return readable
+
+
+def load_splits(settings: DataSettings, seed: int, text_column: str = "text") -> tuple[Dataset, Dataset | None]:
+    """The rows to train on and those to evaluate on, if there are any."""
+    rows = load_rows(settings.dataset, settings.dataset_split, text_column)
+    if settings.eval_dataset:
+        return rows, load_rows(settings.eval_dataset, settings.eval_split, text_column)
+    if not settings.eval_share:
+        return rows, None
+    with using(f"eval_share {settings.eval_share} of {len(rows)} rows"):
+        parts = rows.train_test_split(test_size=settings.eval_share, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def load_tokens(
+    settings: DataSettings, tokenizer: PreTrainedTokenizerBase, training: SFTConfig
+) -> tuple[Dataset, Dataset | None]:
+    """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths."""
+    names = (f"dataset {settings.dataset}", f"eval_dataset {settings.eval_dataset or settings.dataset}")
+    seed = training.seed if training.data_seed is None else training.data_seed
+    fitting: list[Dataset | None] = []
+    for rows, name in zip(load_splits(settings, seed, training.dataset_text_field), names, strict=True):
+        if rows is None:
+            fitting.append(None)
+            continue
+        tokens = tokenize(rows, tokenizer, training, name)
+        if not fitting and training.process_index == 0:
+            report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
+        fitting.append(fit(tokens, training, settings.too_long, name))
+    training.assistant_only_loss = False  # done: TRL is given labels
+    return fitting[0], fitting[1]
+
+
+def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[int]]:
+    """A document, which ends by the end-of-sequence token."""
+    if not row[column]:
+        return {"input_ids": [], "labels": []}
+    ids = ended(tokenizer(row[column])["input_ids"], tokenizer)
+    return {"input_ids": ids, "labels": ids}
+
+
+def tokenize_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """A prompt without loss, and its completion, which ends by the end-of-sequence token."""
+    prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
+    ids = ended(whole, tokenizer)
+    first = common_prefix_length(prompt, ids)
+    return {"input_ids": ids, "labels": [IGNORED] * first + ids[first:]}
+
+
+def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """With one end-of-sequence token at the end."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+
+
+def tokenize_chat(row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...]) -> dict[str, list[int]]:
+    """A row of messages, or of a prompt and a completion of messages."""
+    parts = [row[key] for key in keys]
+    options = row.get("chat_template_kwargs") or {}
+    try:
+        prompt = len(parts[0]) if len(parts) > 1 else 0
+        return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)
+    except Exception as error:
+        raise ValueError(f"row {index}: {error}") from error
+
+
+def tokenizer_of(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTConfig
+) -> tuple[Callable[..., dict[str, list[int]]], bool]:
+    """What makes tokens of a row, by the columns there are, and whether it wants the row's number."""
+    columns, text_column = rows.column_names, training.dataset_text_field
+    for keys in (("messages",), ("conversations",), ("prompt", "completion")):
+        if set(keys) <= set(columns):
+            if keys[0] != "prompt" or not is_text(rows, "prompt"):
+                chat = ChatTokenizer(tokenizer, training.assistant_only_loss)
+                return partial(tokenize_chat, chat=chat, keys=keys), True
+            return partial(tokenize_completion, tokenizer=tokenizer), False
+    if text_column not in columns:
+        raise ValueError(
+            f"its columns are {columns}; it needs messages, or prompt and completion, or {text_column!r} (set "
+            "dataset_text_field to another)"
+        )
+    if not is_text(rows, text_column):
+        raise ValueError(f"the column {text_column!r} holds {rows.features[text_column]}; it must hold text")
+    return partial(tokenize_text, tokenizer=tokenizer, column=text_column), False
+
+
+def is_text(rows: Dataset, column: str) -> bool:
+    return getattr(rows.features[column], "dtype", None) in STRINGS
+
+
+def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTConfig, name: str) -> Dataset:
+    """Tokens and labels of every row that holds a label.
+
+    Args:
+        rows (`Dataset`): Rows with `messages`, `conversations`, `prompt` and `completion`, or text.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
+        training (`SFTConfig`): `assistant_only_loss` says whether the loss of chats is on the assistant alone.
+        name (`str`): What the rows are called in errors.
+
+    Returns:
+        `Dataset` with the columns `input_ids` and `labels`.
+    """
+    with using(name), training.main_process_first(desc="tokenizing"):
+        function, numbered = tokenizer_of(rows, tokenizer, training)
+        tokens = rows.map(
+            function,
+            with_indices=numbered,
+            remove_columns=rows.column_names,
+            num_proc=training.dataset_num_proc,
+            desc="Tokenizing",
+        )
+        tokens = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
+    if len(tokens) == 0:
+        raise SystemExit(f"{name} holds nothing to train on.")
+    return tokens
+
+
+def has_label(labels: list[int]) -> bool:
+    """Whether a token but the first, which nothing predicts, has a label."""
+    return any(label != IGNORED for label in labels[1:])
+
+
+def lengths(tokens: Dataset) -> numpy.ndarray:
+    """Tokens of every row."""
+    column = tokens.with_format("arrow")[:]["input_ids"]
+    return pyarrow.compute.list_value_length(column).to_numpy()
+
+
+def fit(tokens: Dataset, training: SFTConfig, too_long: str, name: str) -> Dataset:
+    """Rows of at most `max_length` tokens: longer ones are refused, split into pieces, or dropped.
+
+    TRL's packing would cut their ends off. Pieces without a label are left out.
+    """
+    longest, sizes = training.max_length, lengths(tokens)
+    over = sizes > longest
+    if not over.any():
+        return tokens
+    if too_long == "refuse":
+        row = int(sizes.argmax())
+        raise SystemExit(
+            f"{name}: {over.sum():,} of {len(sizes):,} rows have more than max_length ({longest:,}) tokens, the longest "
+            f"{sizes[row]:,}. Set max_length higher, or too_long to split or drop."
+        )
+    with training.main_process_first(desc="fitting"):
+        if too_long == "drop":
+            training.process_index or print(f"{name}: {over.sum():,} rows are longer than {longest:,} and dropped.")
+            return tokens.select(numpy.flatnonzero(~over))
+        cut = tokens.map(partial(pieces, length=longest), batched=True, batch_size=100, desc="Splitting")
+        return cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
+
+
+def pieces(rows: dict[str, list[list[int]]], length: int) -> dict[str, list[list[int]]]:
+    """Rows in pieces of at most `length` tokens."""
+    return {
+        key: [row[start : start + length] for row in column for start in range(0, len(row), length)]
+        for key, column in rows.items()
+    }

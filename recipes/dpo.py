@@ -1,0 +1,53 @@
+"""Trains a model on pairs of answers to long prompts, of which one was preferred (DPO).
+
+Every sequence is sharded over the processes of a group; TRL's `DPOTrainer` does the rest. With LoRA the reference is
+the model without its adapters; otherwise it is a copy of the model, patched too. Settings come from YAML files, then
+from the command line: those of TRL's `DPOConfig` and `ModelConfig`, and those of recipes/settings.py.
+
+Two CPU processes, a small Llama, pairs of your own:
+
+    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
+        recipes/dpo.py --config recipes/configs/dpo_cpu.yaml --dataset pairs.jsonl
+
+Four GPUs, Llama-3.1-8B-Instruct with LoRA:
+
+    accelerate launch --num_processes 4 recipes/dpo.py --config recipes/configs/dpo_4gpu.yaml \
+        --dataset pairs.jsonl --output_dir outputs/dpo
+"""
+
+import data
+import models
+import report
+import settings
+import training
+from settings import BurstSettings, DataSettings, ModelSettings
+from trl import DPOConfig, DPOTrainer, get_peft_config
+
+DEFAULTS = {"output_dir": "outputs/dpo", "learning_rate": 1e-6}
+
+
+def main(arguments: list[str]) -> None:
+    kinds = (ModelSettings, DataSettings, BurstSettings, DPOConfig)
+    model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
+    settings.prepare(args, burst)
+    tokenizer = models.load_tokenizer(model)
+    config = models.load_config(model, len(tokenizer))
+    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    longest, args.max_length = args.max_length, None  # TRL would cut answers off, without a word
+    train, evaluation = data.load_pairs(pairs, tokenizer, args, longest)
+    trainer = DPOTrainer(
+        models.load_model(model, config, burst),  # patched by hf_burst
+        None if model.use_peft else models.load_model(model, config, burst),
+        args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model),
+        callbacks=training.callbacks(model, config),
+    )
+    args.max_length = longest
+    training.train(trainer, burst)
+
+
+if __name__ == "__main__":
+    settings.run(main)

@@ -1,0 +1,183 @@
+"""The tokenizers, configs and models that the settings describe, and adapters merged into full models."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from settings import BurstSettings, ModelSettings, using
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from trl import get_quantization_config
+
+import hf_burst
+
+PAD, END, UNKNOWN, START = "<pad>", "<|im_end|>", "<unk>", "<|im_start|>"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that needs no files: a token a byte, and the two marks of ChatML."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate((PAD, END, UNKNOWN, START, *letters))}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(settings: ModelSettings, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template of a file where one is set."""
+    name = settings.tokenizer or settings.model_name_or_path
+    if name is None:
+        raise SystemExit("A model made from a config has no tokenizer of its own: set tokenizer, for example to bytes.")
+    with using(f"tokenizer {name!r}"):
+        tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+    if chat_template_path is not None:
+        with using(f"chat_template_path {chat_template_path!r}"):
+            tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+    if tokenizer.eos_token is None:
+        raise SystemExit(f"tokenizer {name!r} has no end-of-sequence token, by which documents end; set another one.")
+    return tokenizer
+
+
+def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
+    """The config of the model, with the RoPE parameters that are set."""
+    name = settings.model_name_or_path
+    if name is None:
+        sizes = {"vocab_size": vocabulary, **settings.model_config}
+        kind = sizes.pop("model_type", None)
+        if kind not in list(CONFIG_MAPPING):
+            raise SystemExit(
+                f"model_config has the model_type {kind!r}; give one that Transformers has, such as llama, or set "
+                "model_name_or_path instead of model_config."
+            )
+        with using(f"model_config {settings.model_config}"):
+            config = AutoConfig.for_model(kind, **sizes)
+    else:
+        with using(f"model_name_or_path {name!r}"):
+            config = AutoConfig.from_pretrained(name, revision=settings.model_revision)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise SystemExit(
+            f"The model is a {config.model_type}, of which Transformers has no causal language model; set another one."
+        )
+    if settings.rope_scaling:
+        scale_rope(config, dict(settings.rope_scaling))
+    return config
+
+
+def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
+    """Sets RoPE parameters in a config.
+
+    With YaRN, `max_position_embeddings` becomes `factor` times the length that the model was pretrained for.
+    """
+    if "type" in scaling:  # as it was called
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is None:
+        raise SystemExit(f"rope_scaling is set, but a {config.model_type} has no RoPE parameters; leave it out.")
+    original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    merged = {**parameters, **scaling}
+    kind, allowed = merged.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
+    if kind not in allowed:
+        raise SystemExit(f"rope_scaling has the rope_type {kind!r}; it must be one of {', '.join(allowed)}.")
+    with using(f"rope_scaling {scaling}"):
+        if kind == "yarn":
+            merged.setdefault("original_max_position_embeddings", original)
+            config.max_position_embeddings = round(merged["factor"] * merged["original_max_position_embeddings"])
+        config.rope_parameters = merged
+        config.standardize_rope_params()
+        config.validate_rope()
+
+
+def too_short_a_rope(config: PreTrainedConfig, length: int) -> str | None:
+    """A warning where sequences are longer than the positions of the model."""
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or length <= most:
+        return None
+    factor = -(-length // most)
+    return (
+        f"max_length is {length:,}, but the model has max_position_embeddings {most:,}: it has not learned later "
+        f"positions. To extend it, set rope_scaling: {{rope_type: yarn, factor: {factor}.0}}."
+    )
+
+
+def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSettings) -> torch.nn.Module:
+    """The model, quantized where that is set, and patched: this is the one line that hf_burst needs."""
+    name = settings.model_name_or_path
+    if name is None:
+        with using(f"model_config {settings.model_config}"):
+            dtype = None if settings.dtype == "auto" else settings.dtype
+            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
+    else:
+        options = {"revision": settings.model_revision, "dtype": settings.dtype}
+        if (quantization := get_quantization_config(settings)) is not None:
+            options["quantization_config"] = quantization
+        with using(f"model_name_or_path {name!r}"):
+            model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
+    return hf_burst.patch_model(model, burst.config)
+
+
+class SaveConfig(TrainerCallback):
+    """Saves the config beside an adapter whose model has other RoPE parameters than its base.
+
+    Without it, the adapter would be loaded into a model with the positions of the base, without a word. With it,
+    `AutoModelForCausalLM.from_pretrained(adapter)` raises an error, and `load_adapter` has what it needs.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self.config = config
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.config.save_pretrained(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.config.save_pretrained(args.output_dir)
+
+
+def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
+    """A base model and its adapter, in plain Transformers and peft.
+
+    Args:
+        folder (`str` or `Path`): Where the adapter was saved; a `config.json` in it replaces that of the base.
+        dtype (`str`, *optional*, defaults to `"auto"`): Dtype of the base. It is not quantized.
+    """
+    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    config = AutoConfig.from_pretrained(folder if (Path(folder) / "config.json").exists() else base)
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    return PeftModel.from_pretrained(model, folder)
+
+
+def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
+    """Writes a full model, the adapter merged into its weights, and the tokenizer beside it.
+
+    `AutoModelForCausalLM.from_pretrained(to)` loads it, as vLLM does: neither needs peft or hf_burst.
+
+    Args:
+        folder (`str` or `Path`): Where the adapter was saved, such as a checkpoint.
+        to (`str` or `Path`): The folder to write.
+        dtype (`str`, *optional*, defaults to `"auto"`): Dtype to merge in; by default that of the base's files.
+    """
+    load_adapter(folder, dtype).merge_and_unload().save_pretrained(to)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(to)

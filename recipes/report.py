@@ -1,0 +1,136 @@
+"""What the recipes say: lengths of the documents, how the processes share them, and the log of a training."""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import accelerate
+import numpy
+import torch
+import transformers
+import trl
+from matplotlib.figure import Figure
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import hf_burst
+
+MARKS = {"8K": 2**13, "32K": 2**15, "64K": 2**16, "128K": 2**17, "256K": 2**18, "1M": 2**20}
+
+
+def retention(lengths: numpy.ndarray, longest: int | numpy.ndarray) -> tuple[Any, Any]:
+    """Share of the documents that stay whole in sequences of `longest` tokens, and share of the tokens in them."""
+    ordered = numpy.sort(lengths)
+    whole = numpy.searchsorted(ordered, longest, side="right")
+    tokens = numpy.concatenate([[0], numpy.cumsum(ordered)])
+    return whole / len(ordered), tokens[whole] / tokens[-1]
+
+
+def report_lengths(lengths: numpy.ndarray, max_length: int, folder: str, name: str = "documents") -> None:
+    """Prints how long the documents are, and draws how many stay whole at each length."""
+    marks = {**MARKS, f"max_length {max_length:,}": max_length}
+    middle, longest = int(median(lengths)), int(max(lengths))
+    print(f"{len(lengths):,} {name}, {lengths.sum():,} tokens; median {middle:,}, longest {longest:,}. Whole in")
+    for label, mark in sorted(marks.items(), key=lambda item: item[1]):
+        documents, tokens = retention(lengths, mark)
+        print(f"  {label:>20}: {documents:6.1%} of {name}, {tokens:6.1%} of tokens")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    points = numpy.geomspace(max(1, min(lengths)), max(longest, max_length) * 1.1, 400).astype(int)
+    for share, label in zip(retention(lengths, points), (name, "tokens"), strict=True):
+        axes.step(points, share, where="post", label=label)
+    axes.axvline(max_length, color="black", linestyle=":", label=f"max_length {max_length:,}")
+    axes.set(xscale="log", xlabel="tokens of a sequence", ylabel="share that stays whole", ylim=(0, 1.04))
+    axes.set_xticks([mark for mark in MARKS.values() if points[0] <= mark <= points[-1]], minor=False)
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}K" if tokens < 2**20 else "1M")
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_title(f"How much stays whole: {len(lengths):,} {name}")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(Path(folder) / "lengths.png", dpi=120)
+
+
+def warn(training: TrainingArguments, warning: str | None) -> None:
+    """Prints a warning once, if there is one."""
+    if warning is not None and training.process_index == 0:
+        print(f"WARNING: {warning}", file=sys.stderr)
+
+
+def describe(trainer: Trainer) -> str:
+    """How the processes share the sequences, and what a step takes."""
+    ranks, training = trainer.accelerator.num_processes, trainer.args
+    size = training.parallelism_config.burst_size or ranks
+    groups = ranks // size
+    rows = training.per_device_train_batch_size * groups * training.gradient_accumulation_steps
+    length = training.max_length
+    if length is None:
+        tokens = "of any length"
+    else:
+        tokens = f"of at most {length:,} tokens, {-(-length // size):,} a rank: at most {rows * length:,} tokens a step"
+    return (
+        f"{ranks} rank{'s' * (ranks > 1)} in {groups} group{'s' * (groups > 1)} of {size}; a step takes {rows} "
+        f"sequence{'s' * (rows > 1)} {tokens}"
+    )
+
+
+class Speed(TrainerCallback):
+    """Adds tokens a second and peak memory to the trainer's log."""
+
+    tokens, since = 0.0, 0.0
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
+    ) -> None:
+        entry = state.log_history[-1]
+        if "loss" not in entry or "num_tokens" not in entry:
+            return
+        now, tokens = time.perf_counter(), entry["num_tokens"]
+        if self.since:
+            entry["tokens_per_second"] = round((tokens - self.tokens) / (now - self.since), 1)
+        self.tokens, self.since = tokens, now
+        if torch.cuda.is_available():
+            entry["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        else:  # the peak of this process: ru_maxrss counts KiB, on macOS bytes
+            unit = 2**30 if sys.platform == "darwin" else 2**20
+            entry["memory_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 2)
+
+
+def write_log(trainer: Trainer) -> None:
+    """Writes the log, with what it was made by, and a picture of the loss beside the checkpoint."""
+    folder = Path(trainer.args.output_dir)
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if not steps:
+        print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps})")
+        return
+    made_by = {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "processes": trainer.accelerator.num_processes,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "versions": {
+            module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl, hf_burst)
+        },
+    }
+    lines = ",\n  ".join(json.dumps(entry) for entry in steps)  # a line a step
+    log = json.dumps({**made_by, "evaluations": evaluations, "steps": []}, indent=1)
+    (folder / "training_log.json").write_text(log.replace('"steps": []', f'"steps": [\n  {lines}\n ]') + "\n")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], marker=".", label="training")
+    if evaluations:
+        axes.plot(
+            [entry["step"] for entry in evaluations],
+            [entry["eval_loss"] for entry in evaluations],
+            "o",
+            label="evaluation",
+        )
+        axes.legend()
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set_title(describe(trainer).split(";")[0])
+    axes.grid(alpha=0.3)
+    figure.savefig(folder / "loss.png", dpi=150)
+    print(f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}; checkpoint, loss.png and log are in {folder}")

@@ -1,0 +1,247 @@
+"""The settings that the recipes share, and their checks.
+
+Settings come from YAML files (`--config FILE`, several if you like), then from the command line. A setting that is wrong
+ends every process by one sentence, before the processes talk to each other.
+"""
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import yaml
+from datasets.exceptions import DatasetsError
+from huggingface_hub.errors import StrictDataclassError
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig
+
+import hf_burst
+from hf_burst.errors import BurstError
+
+REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, DatasetsError, StrictDataclassError)  # of libraries
+TOO_LONG = ("refuse", "split", "drop")
+TEXTS = ("model_name_or_path", "tokenizer", "dataset_split", "eval_split", "dataset_text_field", "output_dir")
+DEFAULTS = {  # where long sequences want others than TRL
+    "max_length": 16384,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "warmup_steps": 0.03,  # a share of all steps
+    "logging_steps": 1,
+    "ddp_find_unused_parameters": False,
+    "lora_dropout": 0.0,
+    "lora_target_modules": ["all-linear"],
+}
+
+
+@dataclass
+class ModelSettings(ModelConfig):
+    """What TRL's `ModelConfig` does not say of a model."""
+
+    model_config: str | None = field(
+        default=None,
+        metadata={"help": "Instead of a model: a config (mapping, or JSON or YAML file) to make one from."},
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Hub name, folder, or 'bytes'; by default the model's."}
+    )
+    rope_scaling: str | None = field(
+        default=None, metadata={"help": "RoPE parameters to set, such as {rope_type: yarn, factor: 4.0}."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("model_config", "rope_scaling"):
+            setattr(self, name, mapping(name, getattr(self, name)))
+        if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
+            raise SystemExit("Quantized weights cannot be trained; set use_peft to train adapters beside them (QLoRA).")
+        if self.use_peft and self.model_name_or_path is None:
+            raise SystemExit("use_peft trains adapters beside trained weights; set model_name_or_path.")
+
+
+@dataclass
+class DataSettings:
+    """Where the documents, chats or pairs come from."""
+
+    dataset: list[str] = field(
+        default_factory=lambda: ["python_topics"],
+        metadata={"help": "Files, folders, a hub name (and its config), or 'python_topics'."},
+    )
+    dataset_split: str = field(default="train", metadata={"help": "Split to train on, such as train[:90%%]."})
+    eval_dataset: list[str] = field(default_factory=list, metadata={"help": "As dataset, to evaluate on."})
+    eval_split: str = field(default="train", metadata={"help": "Split of eval_dataset."})
+    eval_share: float = field(
+        default=0.0, metadata={"help": "Instead of eval_dataset: share of dataset to evaluate on, drawn by data_seed."}
+    )
+    too_long: str = field(
+        default="refuse",
+        metadata={"choices": TOO_LONG, "help": "What is done with rows that are longer than max_length."},
+    )
+
+    def __post_init__(self) -> None:
+        self.dataset = sources("dataset", self.dataset)
+        self.eval_dataset = sources("eval_dataset", self.eval_dataset) if self.eval_dataset else []
+        if not 0 <= self.eval_share < 1:
+            raise SystemExit(f"eval_share is {self.eval_share}; give a share from 0 to below 1, such as 0.05.")
+        if self.eval_share and self.eval_dataset:
+            raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
+
+
+@dataclass
+class BurstSettings:
+    """How sequences are shared by processes, and what is written at the end."""
+
+    burst_size: int | None = field(
+        default=None, metadata={"help": "Processes that share a sequence; default HF_BURST_SIZE, else all."}
+    )
+    burst: str | None = field(default=None, metadata={"help": "Settings of BurstConfig, such as {schedule: burst}."})
+    merge_to: str | None = field(
+        default=None, metadata={"help": "With use_peft: folder for the full model, its adapters merged into it."}
+    )
+
+    def __post_init__(self) -> None:
+        self.burst = mapping("burst", self.burst)
+        hf_burst.BurstConfig.from_dict(self.burst)
+
+    @property
+    def config(self) -> hf_burst.BurstConfig:
+        """For `patch_model`."""
+        return hf_burst.BurstConfig.from_dict(self.burst)
+
+    @property
+    def parallelism(self) -> hf_burst.BurstParallelismConfig:
+        """For `TrainingArguments(parallelism_config=...)`."""
+        if self.burst_size is None:
+            return hf_burst.BurstParallelismConfig.from_env()
+        return hf_burst.BurstParallelismConfig(burst_size=self.burst_size)
+
+
+def sources(name: str, value: Any) -> list[str]:
+    """Files, folders or a hub name, as a list."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not listed or not all(item and isinstance(item, str) for item in listed):
+        raise SystemExit(f"{name} is {value!r}; give files, folders, a hub name or python_topics.")
+    return listed
+
+
+@contextmanager
+def using(setting: str) -> Iterator[None]:
+    """Where a library cannot use a setting, the end is a sentence that names it."""
+    try:
+        yield
+    except REFUSALS as error:
+        reason = (isinstance(error, DatasetsError) and error.__cause__) or error  # theirs says only that there was one
+        raise SystemExit(f"{setting} cannot be used: {shorten(str(reason), 300, placeholder=' ...')}") from None
+
+
+def mapping(name: str, value: Any) -> dict[str, Any]:
+    """A setting that is a mapping: from YAML, from a file that it names, or written on the command line."""
+    read = value
+    if isinstance(value, str | Path):
+        with using(f"{name} {str(value)!r}"):
+            in_file = isinstance(value, Path) or Path(value).suffix in (".json", ".yaml", ".yml")
+            read = yaml.safe_load(Path(value).read_text() if in_file else value)
+    read = {} if read is None else read
+    if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
+        raise SystemExit(
+            f"{name} is {str(value)!r}; it must be a mapping of names, such as {{name: value}}, or a .json, .yaml or "
+            ".yml file that holds one."
+        )
+    return read
+
+
+def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any]) -> tuple[Any, ...]:
+    """Reads the settings.
+
+    Args:
+        arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
+        kinds (`tuple[type, ...]`): The dataclasses whose fields are the settings.
+        defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
+
+    Returns:
+        One value of each dataclass, in their order.
+    """
+    usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
+    parser = HfArgumentParser(kinds, usage=usage, allow_abbrev=False)
+    known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
+    more = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=more)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
+    for file in given.config:
+        values = mapping("--config", file)
+        for name, value in values.items():
+            if name not in known:
+                raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
+            if name in TEXTS and not isinstance(value, str | None):
+                raise SystemExit(f"{file}: {name} is {value!r}; give text, a number in quotes.")
+            if (choices := known[name].choices) and value not in (None, *choices):
+                raise SystemExit(f"{file}: {name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+        parser.set_defaults(**values)
+    try:
+        return parser.parse_args_into_dataclasses(arguments)[: len(kinds)]
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def similar(name: str, known: dict[str, Any]) -> str:
+    """The end of a sentence about a setting that does not exist."""
+    matches = get_close_matches(name.split("=")[0].replace("-", "_"), known, n=1)
+    return f"; did you mean {matches[0]}?" if matches else "; see --help."
+
+
+def prepare(training: TrainingArguments, burst: BurstSettings) -> None:
+    """Checks the training arguments and gives them the groups of processes."""
+    if (length := training.max_length) is not None and (type(length) is not int or length < 2):
+        raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
+    training.parallelism_config = burst.parallelism
+    with using(f"output_dir {training.output_dir!r}"):
+        Path(training.output_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=training.output_dir).close()  # fails where nothing can be written
+    training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
+    if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
+        training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
+
+
+def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
+    """The folder to resume from; `true` is the latest checkpoint in `output_dir`."""
+    choice = str(resume).lower()
+    if choice in ("none", "false", "no"):
+        return None
+    if choice in ("true", "yes"):
+        latest = get_last_checkpoint(output_dir)
+        if latest is None:
+            raise SystemExit(f"resume_from_checkpoint is true, but output_dir {output_dir!r} holds no checkpoint.")
+        return latest
+    if not Path(str(resume)).is_dir():
+        raise SystemExit(f"resume_from_checkpoint is {resume!r}; give the folder of a checkpoint, or true.")
+    return str(resume)
+
+
+def end(trainer: Trainer) -> None:
+    """Ends the process group when all processes are done; the process then ends as any other does.
+
+    Trackers such as W&B finish their runs when the interpreter ends. It must therefore end by itself, and nothing may
+    hold on to the process group: threads of gloo that are left abort it.
+    """
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    gc.collect()
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Runs a recipe; what is wrong with its settings or its model ends it by one sentence."""
+    try:
+        main(sys.argv[1:])
+    except (BurstError, StrictDataclassError) as error:
+        raise SystemExit(str(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

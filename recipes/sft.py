@@ -1,0 +1,54 @@
+"""Fine-tunes a model on chats and agent trajectories of any length, on prompts and completions, or on text.
+
+The loss is on what the assistant wrote. Every sequence is sharded over the processes of a group; TRL's `SFTTrainer`
+does the rest. Settings come from YAML files, then from the command line: those of TRL's `SFTConfig` and `ModelConfig`,
+and those of recipes/settings.py.
+
+Two CPU processes, a small Llama, chats of your own:
+
+    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
+        recipes/sft.py --config recipes/configs/sft_cpu.yaml --dataset chats.jsonl
+
+Four GPUs, Llama-3.1-8B-Instruct with LoRA, 131,072 tokens a sequence:
+
+    accelerate launch --num_processes 4 recipes/sft.py --config recipes/configs/sft_4gpu.yaml \
+        --dataset trajectories.jsonl --output_dir outputs/agent --merge_to outputs/agent_merged
+"""
+
+import data
+import models
+import report
+import settings
+import training
+from settings import BurstSettings, DataSettings, ModelSettings
+from trl import SFTConfig, SFTTrainer, get_peft_config
+
+DEFAULTS = {
+    "assistant_only_loss": True,  # of chats; of prompts and completions, the loss is on completions
+    "packing": True,  # by best fit; chats do not see each other
+    "output_dir": "outputs/sft",
+}
+
+
+def main(arguments: list[str]) -> None:
+    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
+    model, chats, burst, args = settings.parse(arguments, kinds, DEFAULTS)
+    settings.prepare(args, burst)
+    tokenizer = models.load_tokenizer(model, args.chat_template_path)
+    config = models.load_config(model, len(tokenizer))
+    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    train, evaluation = data.load_tokens(chats, tokenizer, args)
+    trainer = SFTTrainer(
+        models.load_model(model, config, burst),  # patched by hf_burst
+        args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model),
+        callbacks=training.callbacks(model, config),
+    )
+    training.train(trainer, burst)
+
+
+if __name__ == "__main__":
+    settings.run(main)
