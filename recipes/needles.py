@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 TASKS = ("single", "multikey", "multivalue", "variables")
 INTRO = "Some facts are hidden in the following text. Remember them.\n\n"
 FACT = "The secret number of the {key} is {value}.\n"
-COLOURS = "amber black blue brown crimson golden green grey indigo ivory olive orange pink purple red silver teal".split()
-ANIMALS = "badger bear crane eagle falcon fox goose hare heron lion lynx mole otter owl panda raven seal wolf".split()
+COLOURS = ("amber", "black", "blue", "brown", "golden", "green", "grey", "ivory", "orange", "pink", "purple", "red")
+ANIMALS = ("badger", "bear", "crane", "eagle", "falcon", "fox", "goose", "hare", "heron", "lion", "otter", "raven")
 NO_FACT = 1_000_000  # the order of a line of text
 KEYS = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
 
@@ -39,6 +39,12 @@ def read_haystack(sources: Sequence[str]) -> str:
     if not "".join(texts).strip():
         raise SystemExit(f"haystack {list(sources)} holds no text; give text files, or python_topics.")
     return "\n".join(texts)
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token by which texts of a model begin, if there is one."""
+    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return tokenizer.bos_token if begins else ""
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,7 @@ class Needles:
             asked = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             before, between = asked.split("(text)")
             return before, between
-        begins = self.tokenizer("a")["input_ids"][0] == self.tokenizer.bos_token_id is not None
-        return self.tokenizer.bos_token if begins else "", "\nAnswer: "
+        return first_token(self.tokenizer), "\nAnswer: "
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []

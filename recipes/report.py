@@ -99,6 +99,18 @@ class Speed(TrainerCallback):
             entry["memory_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 2)
 
 
+def made_by(processes: int) -> dict[str, Any]:
+    """What a result was made by: command, processes, device and versions."""
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "processes": processes,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
+        "versions": {
+            module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl, hf_burst)
+        },
+    }
+
+
 def write_log(trainer: Trainer) -> None:
     """Writes the log, with what it was made by, and a picture of the loss beside the checkpoint."""
     folder = Path(trainer.args.output_dir)
@@ -107,16 +119,8 @@ def write_log(trainer: Trainer) -> None:
     if not steps:
         print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps})")
         return
-    made_by = {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "processes": trainer.accelerator.num_processes,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
-        "versions": {
-            module.__name__: module.__version__ for module in (torch, transformers, accelerate, trl, hf_burst)
-        },
-    }
     lines = ",\n  ".join(json.dumps(entry) for entry in steps)  # a line a step
-    log = json.dumps({**made_by, "evaluations": evaluations, "steps": []}, indent=1)
+    log = json.dumps({**made_by(trainer.accelerator.num_processes), "evaluations": evaluations, "steps": []}, indent=1)
     (folder / "training_log.json").write_text(log.replace('"steps": []', f'"steps": [\n  {lines}\n ]') + "\n")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
