@@ -88,6 +88,11 @@ def load_splits(settings: DataSettings, seed: int, text_column: str = "text") ->
         return rows, load_rows(settings.eval_dataset, settings.eval_split, text_column)
     if not settings.eval_share:
         return rows, None
+    if len(rows) == 1 and text_column in rows.column_names and is_text(rows, text_column):  # its end is for evaluation
+        text = rows[0][text_column]
+        cut = round(len(text) * (1 - settings.eval_share))
+        first, last = (Dataset.from_dict({text_column: [part]}) for part in (text[:cut], text[cut:]))
+        return first, last
     with using(f"eval_share {settings.eval_share} of {len(rows)} rows"):
         parts = rows.train_test_split(test_size=settings.eval_share, seed=seed)
     return parts["train"], parts["test"]

@@ -18,7 +18,6 @@ Four GPUs:
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from math import exp
@@ -32,10 +31,10 @@ import report
 import settings
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from needles import TASKS, Needles, read_haystack
 from pictures import draw_positions, draw_recall
-from scoring import Cell, PositionLosses, Score, losses_by_position, score_answers, text_windows
+from scoring import Cell, Groups, PositionLosses, Score, losses_by_position, score_answers, text_windows
 from settings import BurstSettings, ModelSettings
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -101,33 +100,12 @@ class Evaluation:
         return [index / max(1, self.depths - 1) for index in range(self.depths)]
 
 
-class Groups:
-    """The processes: those of a group share each text, and groups share the texts out."""
-
-    def __init__(self, burst: BurstSettings) -> None:
-        self.accelerator = Accelerator(parallelism_config=burst.parallelism)
-        self.size = self.accelerator.parallelism_config.burst_size or 1
-        self.count = self.accelerator.num_processes // self.size
-        self.index, self.place = divmod(self.accelerator.process_index, self.size)
-
-    def own(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Those that this group does."""
-        return items[self.index :: self.count]
-
-    def gather(self, results: list[Any]) -> list[Any]:
-        """The results of all groups, on every process."""
-        return gather_object(results if self.place == 0 else [])
-
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over groups, on every process."""
-        return self.accelerator.reduce(tensor) / self.size
-
-    def put(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model on its device, its weights sharded under FSDP2."""
-        if self.accelerator.distributed_type == DistributedType.FSDP:  # accelerate shards none without an optimizer
-            model, _ = self.accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-            return model.eval()
-        return model.to(self.accelerator.device).eval()
+def place(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+    """The model on its device, its weights sharded under FSDP2."""
+    if accelerator.distributed_type == DistributedType.FSDP:  # accelerate shards none without an optimizer
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        return model.eval()
+    return model.to(accelerator.device).eval()
 
 
 def load_model(model: ModelSettings, burst: BurstSettings, vocabulary: int) -> torch.nn.Module:
@@ -167,12 +145,12 @@ def perplexity(
 
 def main(arguments: list[str]) -> None:
     model_settings, burst, wanted = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
-    groups = Groups(burst)
+    groups = Groups(Accelerator(parallelism_config=burst.parallelism))
     with settings.using(f"output_dir {wanted.output_dir!r}"):
         folder = Path(wanted.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer = models.load_tokenizer(model_settings)
-    model = groups.put(load_model(model_settings, burst, len(tokenizer)))
+    model = place(load_model(model_settings, burst, len(tokenizer)), groups.accelerator)
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     first, say = groups.accelerator.is_main_process, groups.accelerator.print

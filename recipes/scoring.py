@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from needles import first_token
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +47,28 @@ class Cell:
     log_likelihood: float
     right: float
     samples: int
+
+
+class Groups:
+    """The processes: those of a group share each text, and groups share the texts out."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.size = accelerator.parallelism_config.burst_size or 1
+        self.count = self.accelerator.num_processes // self.size
+        self.index, self.place = divmod(self.accelerator.process_index, self.size)
+
+    def own(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Those that this group does."""
+        return items[self.index :: self.count]
+
+    def gather(self, results: list[Any]) -> list[Any]:
+        """The results of all groups, on every process."""
+        return gather_object(results if self.place == 0 else [])
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over groups, on every process."""
+        return self.accelerator.reduce(tensor) / self.size
 
 
 @torch.no_grad()
