@@ -162,8 +162,8 @@ def assistant_spans(
             raise ValueError(f"the chat template cannot render the first {index} messages: {error}") from None
         if not text.startswith(after) or not after.startswith(before):
             raise ValueError(
-                f"the chat template writes the messages before message {index} otherwise than within the whole chat, so "
-                "the assistant's tokens cannot be told from it; give a template with {% generation %} marks by "
+                f"the chat template writes the messages up to {index} otherwise where others follow, so it is not "
+                "certain which tokens are the assistant's; give a template with {% generation %} marks by "
                 "chat_template_path, or set assistant_only_loss to false"
             )
         stripped = after.rstrip()

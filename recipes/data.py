@@ -11,11 +11,11 @@ from typing import Any
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer
+from chats import IGNORED, ChatTokenizer, clean
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase
-from trl import SFTConfig
+from trl import DPOConfig, DPOTrainer, SFTConfig
 from trl.data_utils import common_prefix_length
 
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
@@ -112,9 +112,49 @@ def load_tokens(
         tokens = tokenize(rows, tokenizer, training, name)
         if not fitting and training.process_index == 0:
             report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
-        fitting.append(fit(tokens, training, settings.too_long, name))
+        fitted = fit(tokens, training, settings.too_long, name)
+        if len(fitted) != len(tokens) and training.process_index == 0:
+            verb = "dropped" if settings.too_long == "drop" else "split"
+            print(f"{name}: {(lengths(tokens) > training.max_length).sum():,} rows longer than max_length are {verb}.")
+        fitting.append(fitted)
     training.assistant_only_loss = False  # done: TRL is given labels
     return fitting[0], fitting[1]
+
+
+def load_pairs(settings: DataSettings, training: DPOConfig) -> tuple[Dataset, Dataset | None]:
+    """Pairs of answers as TRL wants them: `chosen`, `rejected` and maybe `prompt`, as text or as messages."""
+    if settings.too_long == "split":
+        raise SystemExit("too_long is 'split', but a pair of answers cannot be split; set refuse or drop.")
+    seed = training.seed if training.data_seed is None else training.data_seed
+    loaded: list[Dataset | None] = []
+    for rows, names in zip(load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
+        if rows is not None:
+            if missing := {"chosen", "rejected"} - set(rows.column_names):
+                raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
+            keys = [key for key in ("prompt", "chosen", "rejected") if key in rows.column_names]
+            with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
+                rows = rows.map(partial(clean_pair, keys=keys), desc="Cleaning messages")
+        loaded.append(rows)
+    return loaded[0], loaded[1]
+
+
+def clean_pair(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    return {key: clean(row[key]) if isinstance(row[key], list) else row[key] for key in keys}
+
+
+def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None:
+    """Refuses or drops pairs of more than `longest` tokens, of which TRL would cut the ends off."""
+    for name in ("train_dataset", "eval_dataset"):
+        if (pairs := getattr(trainer, name)) is None:
+            continue
+        columns = pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).with_format("arrow")[:]
+        prompt, chosen, rejected = (pyarrow.compute.list_value_length(column).to_numpy() for column in columns)
+        sizes = prompt + numpy.maximum(chosen, rejected)
+        if name == "train_dataset" and trainer.args.process_index == 0:
+            report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
+        over = too_long(sizes, longest, settings.too_long, f"{name.split('_')[0]} pairs")
+        if over.any():
+            setattr(trainer, name, pairs.select(numpy.flatnonzero(~over)))
 
 
 def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, column: str) -> dict[str, list[int]]:
@@ -212,27 +252,32 @@ def lengths(tokens: Dataset) -> numpy.ndarray:
     return pyarrow.compute.list_value_length(column).to_numpy()
 
 
-def fit(tokens: Dataset, training: SFTConfig, too_long: str, name: str) -> Dataset:
+def fit(tokens: Dataset, training: SFTConfig, choice: str, name: str) -> Dataset:
     """Rows of at most `max_length` tokens: longer ones are refused, split into pieces, or dropped.
 
     TRL's packing would cut their ends off. Pieces without a label are left out.
     """
-    longest, sizes = training.max_length, lengths(tokens)
-    over = sizes > longest
+    over = too_long(lengths(tokens), training.max_length, choice, name)
     if not over.any():
         return tokens
-    if too_long == "refuse":
-        row = int(sizes.argmax())
-        raise SystemExit(
-            f"{name}: {over.sum():,} of {len(sizes):,} rows have more than max_length ({longest:,}) tokens, the longest "
-            f"{sizes[row]:,}. Set max_length higher, or too_long to split or drop."
-        )
-    with training.main_process_first(desc="fitting"):
-        if too_long == "drop":
-            training.process_index or print(f"{name}: {over.sum():,} rows are longer than {longest:,} and dropped.")
-            return tokens.select(numpy.flatnonzero(~over))
-        cut = tokens.map(partial(pieces, length=longest), batched=True, batch_size=100, desc="Splitting")
+    if choice == "drop":
+        return tokens.select(numpy.flatnonzero(~over))
+    with training.main_process_first(desc="splitting"):
+        cut = tokens.map(partial(pieces, length=training.max_length), batched=True, batch_size=100, desc="Splitting")
         return cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
+
+
+def too_long(sizes: numpy.ndarray, longest: int, choice: str, name: str) -> numpy.ndarray:
+    """Which rows are longer than `longest`; they end the recipe if `choice` is to refuse them."""
+    over = sizes > longest
+    if over.any() and choice == "refuse":
+        raise SystemExit(
+            f"{name}: {over.sum():,} of {len(sizes):,} rows have more than max_length ({longest:,}) tokens, the "
+            f"longest {sizes.max():,}. Set max_length higher, or too_long to split or drop."
+        )
+    if over.all() and choice == "drop":
+        raise SystemExit(f"{name}: all rows have more than max_length ({longest:,}) tokens; set max_length higher.")
+    return over
 
 
 def pieces(rows: dict[str, list[list[int]]], length: int) -> dict[str, list[list[int]]]:

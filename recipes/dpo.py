@@ -26,18 +26,19 @@ from trl import DPOConfig, DPOTrainer, get_peft_config
 DEFAULTS = {"output_dir": "outputs/dpo", "learning_rate": 1e-6}
 
 
-def main(arguments: list[str]) -> None:
+def make_trainer(arguments: list[str]) -> tuple[DPOTrainer, BurstSettings]:
+    """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, DPOConfig)
     model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, burst)
+    settings.prepare(args, model, burst)
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length))
-    longest, args.max_length = args.max_length, None  # TRL would cut answers off, without a word
-    train, evaluation = data.load_pairs(pairs, tokenizer, args, longest)
+    train, evaluation = data.load_pairs(pairs, args)
+    longest, args.max_length = args.max_length, None  # TRL would cut answers off
     trainer = DPOTrainer(
-        models.load_model(model, config, burst),  # patched by hf_burst
-        None if model.use_peft else models.load_model(model, config, burst),
+        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+        None if model.use_peft else models.load_model(model, config, burst, args.seed),
         args,
         train_dataset=train,
         eval_dataset=evaluation,
@@ -46,8 +47,9 @@ def main(arguments: list[str]) -> None:
         callbacks=training.callbacks(model, config),
     )
     args.max_length = longest
-    training.train(trainer, burst)
+    data.fit_pairs(trainer, pairs, longest)
+    return trainer, burst
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    settings.run(lambda arguments: training.train(*make_trainer(arguments)))

@@ -23,22 +23,24 @@ from settings import BurstSettings, DataSettings, ModelSettings
 from trl import SFTConfig, SFTTrainer, get_peft_config
 
 DEFAULTS = {
+    "dataset": ["python_topics"],
     "too_long": "split",  # a piece of a document still is text
     "packing": True,  # by best fit; documents do not see each other
     "output_dir": "outputs/text",
 }
 
 
-def main(arguments: list[str]) -> None:
+def make_trainer(arguments: list[str]) -> tuple[SFTTrainer, BurstSettings]:
+    """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
     model, documents, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, burst)
+    settings.prepare(args, model, burst)
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length))
     train, evaluation = data.load_tokens(documents, tokenizer, args)
     trainer = SFTTrainer(
-        models.load_model(model, config, burst),  # patched by hf_burst
+        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
         args,
         train_dataset=train,
         eval_dataset=evaluation,
@@ -46,8 +48,8 @@ def main(arguments: list[str]) -> None:
         peft_config=get_peft_config(model),
         callbacks=training.callbacks(model, config),
     )
-    training.train(trainer, burst)
+    return trainer, burst
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    settings.run(lambda arguments: training.train(*make_trainer(arguments)))

@@ -19,6 +19,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trl import get_quantization_config
@@ -26,10 +30,11 @@ from trl import get_quantization_config
 import hf_burst
 
 PAD, END, UNKNOWN, START = "<pad>", "<|im_end|>", "<unk>", "<|im_start|>"
+CHATML = Path(__file__).parent / "configs" / "chatml.jinja"
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that needs no files: a token a byte, and the two marks of ChatML."""
+    """A tokenizer that needs no download: a token a byte, and the two marks of ChatML, by which chats are written."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate((PAD, END, UNKNOWN, START, *letters))}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
@@ -42,6 +47,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         unk_token=UNKNOWN,
         additional_special_tokens=[START],
         clean_up_tokenization_spaces=False,
+        chat_template=CHATML.read_text(encoding="utf-8"),
     )
 
 
@@ -101,7 +107,7 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
     if kind not in allowed:
         raise SystemExit(f"rope_scaling has the rope_type {kind!r}; it must be one of {', '.join(allowed)}.")
     with using(f"rope_scaling {scaling}"):
-        if kind == "yarn":
+        if kind == "yarn" and "factor" in merged:  # without it, validate_rope says so
             merged.setdefault("original_max_position_embeddings", original)
             config.max_position_embeddings = round(merged["factor"] * merged["original_max_position_embeddings"])
         config.rope_parameters = merged
@@ -121,12 +127,13 @@ def too_short_a_rope(config: PreTrainedConfig, length: int) -> str | None:
     )
 
 
-def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSettings) -> torch.nn.Module:
-    """The model, quantized where that is set, and patched: this is the one line that hf_burst needs."""
+def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSettings, seed: int) -> torch.nn.Module:
+    """The model, quantized where that is set, and patched: the last line is the one that hf_burst needs."""
     name = settings.model_name_or_path
     if name is None:
         with using(f"model_config {settings.model_config}"):
             dtype = None if settings.dtype == "auto" else settings.dtype
+            set_seed(seed)
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     else:
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
@@ -142,18 +149,26 @@ class SaveConfig(TrainerCallback):
 
     Without it, the adapter would be loaded into a model with the positions of the base, without a word. With it,
     `AutoModelForCausalLM.from_pretrained(adapter)` raises an error, and `load_adapter` has what it needs.
+
+    Args:
+        config (`PreTrainedConfig`): The config of the model that is trained.
+        differs (`bool`): Whether it differs from that of the base. Otherwise a config of an earlier run is removed.
     """
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.config = config
+    def __init__(self, config: PreTrainedConfig, differs: bool) -> None:
+        self.config, self.differs = config, differs
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.config.save_pretrained(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+    def save(self, folder: str | Path, state: TrainerState) -> None:
+        if state.is_world_process_zero and self.differs:
+            self.config.save_pretrained(folder)
+        elif state.is_world_process_zero:
+            (Path(folder) / "config.json").unlink(missing_ok=True)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            self.config.save_pretrained(args.output_dir)
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.save(Path(args.output_dir) / f"checkpoint-{state.global_step}", state)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.save(args.output_dir, state)
 
 
 def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:

@@ -32,8 +32,10 @@ def retention(lengths: numpy.ndarray, longest: int | numpy.ndarray) -> tuple[Any
 
 def report_lengths(lengths: numpy.ndarray, max_length: int, folder: str, name: str = "documents") -> None:
     """Prints how long the documents are, and draws how many stay whole at each length."""
-    marks = {**MARKS, f"max_length {max_length:,}": max_length}
     middle, longest = int(median(lengths)), int(max(lengths))
+    enough = next((mark for mark in MARKS.values() if mark >= longest), longest)
+    marks = {label: mark for label, mark in MARKS.items() if mark <= enough}
+    marks[f"max_length {max_length:,}"] = max_length
     print(f"{len(lengths):,} {name}, {lengths.sum():,} tokens; median {middle:,}, longest {longest:,}. Whole in")
     for label, mark in sorted(marks.items(), key=lambda item: item[1]):
         documents, tokens = retention(lengths, mark)

@@ -1,7 +1,7 @@
 """The settings that the recipes share, and their checks.
 
-Settings come from YAML files (`--config FILE`, several if you like), then from the command line. A setting that is wrong
-ends every process by one sentence, before the processes talk to each other.
+Settings come from YAML files (`--config FILE`, several if you like), then from the command line. A wrong setting ends
+every process by one sentence, before the processes talk to each other.
 """
 
 import gc
@@ -34,6 +34,7 @@ DEFAULTS = {  # where long sequences want others than TRL
     "per_device_eval_batch_size": 1,
     "warmup_steps": 0.03,  # a share of all steps
     "logging_steps": 1,
+    "activation_checkpointing": True,
     "ddp_find_unused_parameters": False,
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
@@ -70,8 +71,7 @@ class DataSettings:
     """Where the documents, chats or pairs come from."""
 
     dataset: list[str] = field(
-        default_factory=lambda: ["python_topics"],
-        metadata={"help": "Files, folders, a hub name (and its config), or 'python_topics'."},
+        default_factory=list, metadata={"help": "Files, folders, a hub name (and its config), or 'python_topics'."}
     )
     dataset_split: str = field(default="train", metadata={"help": "Split to train on, such as train[:90%%]."})
     eval_dataset: list[str] = field(default_factory=list, metadata={"help": "As dataset, to evaluate on."})
@@ -198,14 +198,22 @@ def similar(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {matches[0]}?" if matches else "; see --help."
 
 
-def prepare(training: TrainingArguments, burst: BurstSettings) -> None:
-    """Checks the training arguments and gives them the groups of processes."""
+def prepare(training: TrainingArguments, model: ModelSettings, burst: BurstSettings) -> None:
+    """Checks the training arguments, and gives them the groups of processes."""
     if (length := training.max_length) is not None and (type(length) is not int or length < 2):
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     training.parallelism_config = burst.parallelism
     with using(f"output_dir {training.output_dir!r}"):
         Path(training.output_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=training.output_dir).close()  # fails where nothing can be written
+    kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
+    for pattern, kind in kinds.items():
+        if any(Path(training.output_dir).glob(pattern)) and (kind == "an adapter") != model.use_peft:
+            raise SystemExit(
+                f"output_dir {training.output_dir!r} holds {kind}, which would be mixed up; set another one."
+            )
+    if burst.merge_to is not None and not model.use_peft:
+        raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}

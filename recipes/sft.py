@@ -30,16 +30,17 @@ DEFAULTS = {
 }
 
 
-def main(arguments: list[str]) -> None:
+def make_trainer(arguments: list[str]) -> tuple[SFTTrainer, BurstSettings]:
+    """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
     model, chats, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, burst)
+    settings.prepare(args, model, burst)
     tokenizer = models.load_tokenizer(model, args.chat_template_path)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length))
     train, evaluation = data.load_tokens(chats, tokenizer, args)
     trainer = SFTTrainer(
-        models.load_model(model, config, burst),  # patched by hf_burst
+        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
         args,
         train_dataset=train,
         eval_dataset=evaluation,
@@ -47,8 +48,8 @@ def main(arguments: list[str]) -> None:
         peft_config=get_peft_config(model),
         callbacks=training.callbacks(model, config),
     )
-    training.train(trainer, burst)
+    return trainer, burst
 
 
 if __name__ == "__main__":
-    settings.run(main)
+    settings.run(lambda arguments: training.train(*make_trainer(arguments)))

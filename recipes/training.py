@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, Trainer, TrainerCallback
 
 def callbacks(model: ModelSettings, config: PreTrainedConfig) -> list[TrainerCallback]:
     """What a recipe adds to the trainer."""
-    saves_config = [models.SaveConfig(config)] if model.use_peft and model.rope_scaling else []
+    saves_config = [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
     return [report.Speed(), *saves_config]
 
 

@@ -1,4 +1,4 @@
-"""The main job, launched as a user launches it, shorter: it learns, and its checkpoint needs no hf_burst."""
+"""The recipes, launched as a user launches them, shorter; and every setting that ends them by a sentence."""
 
 import json
 import os
@@ -6,16 +6,29 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.state import PartialState
 
 datasets = pytest.importorskip("datasets")
-from recipes import finetune_long_document, recall_across_shards  # noqa: E402 (which needs data sets)
-from recipes.benchmarks import balance, plot  # noqa: E402
-
+pytest.importorskip("trl")
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import dpo  # noqa: E402
+import finetune_long_document  # noqa: E402
+import models  # noqa: E402
+import settings  # noqa: E402
+import sft  # noqa: E402
+import training  # noqa: E402
+
+from recipes import recall_across_shards  # noqa: E402
+from recipes.benchmarks import balance, plot  # noqa: E402
+from tests import conversations  # noqa: E402
+from tests.ranks import reset_accelerate  # noqa: E402
+
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
+CPU = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RELOAD = """
 import importlib.util, json, sys
 sys.modules["hf_burst"] = None  # any import of it fails
@@ -26,15 +39,11 @@ ids = torch.arange(3, 203)[None]
 loss = float(model(ids, labels=ids).loss.detach())
 print(json.dumps({"implementation": model.config._attn_implementation, "loss": loss}))
 """
-
-
-def finetune(folder: Path, *options: str) -> list[dict[str, float]]:
-    command = [sys.executable, *LAUNCH, "recipes/finetune_long_document.py"]
-    command += ["--config", "recipes/configs/python_topics_cpu.yaml", "--output_dir", str(folder), *options]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return json.loads((folder / "training_log.json").read_text())["steps"]
+AT_EXIT = """
+import atexit, os, pathlib
+if rank := os.environ.get("RANK"):  # what a tracker does that finishes its run
+    atexit.register(pathlib.Path(os.environ["RUNS"], f"finished_{rank}").touch)
+"""
 
 
 def reload(folder: Path) -> dict[str, float | str]:
@@ -44,67 +53,38 @@ def reload(folder: Path) -> dict[str, float | str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_full_finetuning_learns_and_its_checkpoint_stands_alone(tmp_path: Path) -> None:
-    log = finetune(tmp_path, "--max_steps", "8", "--sequence_length", "2048", "--warmup_steps", "1")
+def test_two_processes_learn_and_leave_a_checkpoint_that_stands_alone(tmp_path: Path) -> None:
+    """The first command of the README, shorter. Handlers of the interpreter's exit run: trackers finish by them."""
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py"]
+    command += ["--config", "recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--warmup_steps", "1"]
+    command += ["--max_steps", "8", "--max_length", "2048"]
+    environment = {**CPU, "PYTHONPATH": paths, "RUNS": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "2 ranks in 1 group of 2; a step takes 1 sequence of at most 2,048 tokens, 1,024 a rank" in done.stdout
+    assert {"finished_0", "finished_1"} <= {path.name for path in tmp_path.iterdir()}
+    log = json.loads((tmp_path / "training_log.json").read_text())["steps"]
     assert log[-1]["loss"] < log[0]["loss"] - 1
     assert all(entry["memory_gib"] > 0 for entry in log)
     assert all(entry["tokens_per_second"] > 0 for entry in log[1:])
     assert (tmp_path / "model.safetensors").exists()
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("loss.png", "lengths.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert "hf_burst" not in (tmp_path / "config.json").read_text()
-    found = reload(tmp_path)
-    assert found["implementation"] == "sdpa"
-    assert float(found["loss"]) > 0
-
-
-TEXTS = ["A document. " * 40, "Another one, which is longer. " * 60, "x"]
-
-
-def test_every_source(tmp_path: Path) -> None:
-    sources = {kind: tmp_path / f"documents.{kind}" for kind in ("txt", "jsonl", "parquet")}
-    sources["txt"].write_text("\n".join(TEXTS))
-    datasets.Dataset.from_dict({"text": TEXTS}).to_json(sources["jsonl"])
-    datasets.Dataset.from_dict({"text": TEXTS}).to_parquet(sources["parquet"])
-    for kind, source in sources.items():
-        found = finetune_long_document.load_documents(finetune_long_document.Recipe(dataset=[str(source)]))
-        assert list(found["text"]) == (["\n".join(TEXTS)] if kind == "txt" else TEXTS)
-    with pytest.raises(SystemExit, match="mixes kinds of files"):
-        finetune_long_document.load_documents(finetune_long_document.Recipe(dataset=list(map(str, sources.values()))))
-
-
-def test_lora_and_rope_scaling(tmp_path: Path) -> None:
-    source, base = tmp_path / "documents.jsonl", tmp_path / "base"
-    datasets.Dataset.from_dict({"text": TEXTS}).to_json(source)
-    make_base(base)
-    options = ["--model", str(base), "--tokenizer", "bytes", "--dataset", str(source), "--sequence_length", "301"]
-    options += ["--lora_rank", "2", "--rope_scaling", "{rope_type: linear, factor: 2.0}", "--max_steps", "2"]
-    options += ["--burst", "{schedule: burst}", "--per_device_train_batch_size", "2"]
-    log = finetune(tmp_path / "out", *options)
-    assert len(log) == 2
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
-    assert float(reload(tmp_path / "out")["loss"]) > 0
-
-
-def make_base(folder: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
-
-
-def test_a_setting_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    config = tmp_path / "wrong.yaml"
-    config.write_text("sequence_lenght: 5\n")
-    with pytest.raises(SystemExit, match="sequence_lenght"):
-        finetune_long_document.parse(["--config", str(config)])
+    reloaded = reload(tmp_path)
+    assert reloaded["implementation"] == "sdpa"
+    assert float(reloaded["loss"]) > 0
 
 
 BASE = """
 model_config: {model_type: llama, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}
 tokenizer: bytes
-sequence_length: 512
+max_length: 512
 max_steps: 1
 use_cpu: true
+bf16: false
 report_to: none
 """
 Sentence = Callable[..., str]
@@ -129,15 +109,22 @@ def sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def wrong(sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sentence]:
-    """The line by which fine-tuning ends for these options, beside settings and a document that are right."""
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes the trainer of a recipe from small settings that are right, and more options."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "_exit", sys.exit)  # of a run that does not end as it should
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    reset_accelerate()
     Path("base.yaml").write_text(BASE)
     Path("long.txt").write_text("A document. " * 200)
-    options = ["--config", "base.yaml", "--dataset", "long.txt", "--output_dir", "out"]
-    yield lambda *more: sentence(finetune_long_document.main, *options, *more)
-    PartialState._reset_state()
+    options = ["--config", "base.yaml", "--dataset", "long.txt", "--output_dir", "out", "--disable_tqdm", "true"]
+    yield lambda *more, script=finetune_long_document: script.make_trainer([*options, *more])
+    reset_accelerate()
+
+
+@pytest.fixture
+def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
+    """The line by which a recipe ends for these options, beside settings and a document that are right."""
+    return lambda *more, **script: sentence(lambda: settings.run(lambda _: recipe(*more, **script)))
 
 
 @pytest.mark.parametrize(
@@ -149,22 +136,25 @@ def wrong(sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (b"- a", "--config is 'more.yaml'; it must be a mapping"),
         (b"1: 2", "--config is 'more.yaml'; it must be a mapping"),
         (b"help: 3", "no setting is called help"),
-        (b"sequence_length: 512.0", "sequence_length is 512.0; give a whole number, at least 2"),
+        (b"max_lenght: 5", "no setting is called max_lenght; did you mean max_length?"),
+        (b"max_length: 512.0", "max_length is 512.0; give a whole number"),
         (b"output_dir: 3", "more.yaml: output_dir is 3; give text"),
         (b"save_strategy: no", "save_strategy is False; it must be one of 'no', 'steps'"),
-        (b"dtype: nonsense", "dtype is 'nonsense'; it must be one of 'auto', 'float32'"),
+        (b"dtype: nonsense", "dtype is 'nonsense'; it must be one of 'auto', 'bfloat16'"),
+        (b"dataset: 3", "dataset is 3; give files"),
+        (b"dataset: []", "dataset is []; give files"),
+        (b"dataset: [3]", "dataset is [3]; give files"),
     ],
 )
-def test_a_file_of_settings_that_is_wrong(wrong: Sentence, content: bytes, told: str) -> None:
+def test_a_file_of_settings_that_is_wrong(
+    sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
     Path("more.yaml").write_bytes(content)
-    assert told in wrong("--config", "more.yaml")
-
-
-@pytest.mark.parametrize("given", ["dataset: 3", "dataset: []", "dataset: [3]"])
-def test_data_sets_that_are_no_text(sentence: Sentence, tmp_path: Path, given: str) -> None:
-    config = tmp_path / "base.yaml"
-    config.write_text(f"{BASE}{given}")
-    assert given.replace(":", " is") in sentence(finetune_long_document.main, "--config", str(config))
+    files = ["--config", "base.yaml", "--config", "more.yaml"]
+    assert told in sentence(lambda: settings.run(lambda _: finetune_long_document.make_trainer(files)))
+    PartialState._reset_state()
 
 
 LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
@@ -173,11 +163,11 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
-        ("--nonsense", "3", "unrecognized arguments: --nonsense 3"),
+        ("--nonsense", "3", "No setting is called nonsense; see --help"),
+        ("--learning_rat", "3", "No setting is called learning_rat; did you mean learning_rate?"),
         ("--config", "missing.yaml", "--config 'missing.yaml' cannot be used: [Errno 2]"),
         ("--config", ".", "--config '.' cannot be used: [Errno 21]"),
-        ("--sequence_length", "0", "sequence_length is 0; give a whole number, at least 2"),
-        ("--lora_rank", "-1", "lora_rank is -1; give a whole number, at least 0"),
+        ("--max_length", "0", "max_length is 0; give a whole number of tokens, at least 2"),
         ("--dtype", "nonsense", "invalid choice: 'nonsense'"),
         ("--burst_size", "0", "burst_size is 0"),
         ("--burst", "{schedule: nonsense}", "no schedule 'nonsense'"),
@@ -200,13 +190,26 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}", "MambaForCausalLM has layers of type linear_att"),
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
-        ("--model", ".", "model '.' cannot be used"),
+        ("--model_name_or_path", ".", "model_name_or_path '.' cannot be used"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset ['missing.txt'] cannot be used: Unable to find"),
+        ("--dataset_split", "validation", "dataset ['long.txt'] cannot be used: Unknown split \"validation\""),
+        ("--eval_share", "1", "eval_share is 1.0; give a share"),
+        ("--eval_share", "0.1", "eval_share 0.1 of 1 rows cannot be used"),
+        ("--too_long", "refuse", "1 of 1 rows have more than max_length (512) tokens, the longest 2,401"),
+        ("--too_long", "drop", "all rows have more than max_length (512) tokens"),
+        ("--load_in_4bit", "true", "Quantized weights cannot be trained; set use_peft"),
+        ("--use_peft", "true", "use_peft trains adapters beside trained weights; set model_name_or_path"),
+        ("--merge_to", "x", "merge_to is set without use_peft"),
         ("--dataset", "", "dataset is ['']; give files"),
         ("--output_dir", "long.txt", "output_dir 'long.txt' cannot be used: [Errno 17]"),
         ("--output_dir", "/proc", "output_dir '/proc' cannot be used"),
         ("--resume_from_checkpoint", "missing", "resume_from_checkpoint is 'missing'"),
+        (
+            "--resume_from_checkpoint",
+            "true",
+            "is true, but output_dir 'out' holds no checkpoint",
+        ),
     ],
 )
 def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told: str) -> None:
@@ -238,31 +241,129 @@ def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch:
     assert "HF_BURST_SIZE='x'" in wrong()
 
 
-def test_an_interrupted_run_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_ends_without_a_traceback() -> None:
     def interrupted(arguments: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(finetune_long_document, "parse", interrupted)
     with pytest.raises(SystemExit) as end:
-        finetune_long_document.main()
+        settings.run(interrupted)
     assert end.value.code == 130
 
 
-def test_help_names_the_file_of_settings(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo])
+def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        finetune_long_document.parse(["--help"])
+        script.make_trainer(["--help"])
     assert "--config FILE" in capsys.readouterr().out.split("options:")[1]
 
 
 def test_every_process_ends_with_the_sentence_alone(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
-    command += ["recipes/configs/python_topics_cpu.yaml", "--output_dir", str(tmp_path), "--sequence_length", "262144"]
+    command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
     command += ["--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}"]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     assert done.stderr.count("MambaForCausalLM has layers of type linear_attention") == 2
     assert 'recipes/finetune_long_document.py", line' not in done.stderr
+
+
+def make_base(folder: Path, positions: int = 512) -> Path:
+    """A small model with random weights, as one from the hub."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    tokens = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    config = LlamaConfig(**sizes, **heads, **tokens, max_position_embeddings=positions)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    models.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
+    arguments = recipe()[0].args
+    assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
+    assert 0 < arguments.warmup_steps < 1  # a share of all steps
+    assert [arguments.get_warmup_steps(steps) for steps in (10, 1000)] == [1, 30]
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "yarn", "factor": 4.0}])
+def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
+    recipe: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    """The merged model equals the one that was trained; nothing loads the adapter with the RoPE of the base."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = make_base(tmp_path / "base")
+    options = ["--model_name_or_path", str(base), "--use_peft", "--rope_scaling", json.dumps(rope)]
+    options += ["--merge_to", "merged", "--learning_rate", "0.1", "--save_strategy", "steps", "--save_steps", "1"]
+    trainer, burst = recipe(*options, "--max_steps", "2", "--warmup_steps", "0")
+    ids = torch.arange(4, 255)[None]
+    training.train(trainer, burst)
+    with torch.no_grad():
+        trained = trainer.model.eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained("merged")
+        torch.testing.assert_close(merged(ids).logits, trained, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(models.load_adapter("out")(ids).logits, trained, rtol=1e-4, atol=1e-4)
+        if rope:
+            for folder in ("out", "out/checkpoint-1", "merged"):
+                config = AutoConfig.from_pretrained(folder)
+                assert rope.items() <= config.rope_parameters.items()
+                assert config.max_position_embeddings == 2048
+            with pytest.raises(OSError, match=r"model\.safetensors"):  # not the base with its own RoPE
+                AutoModelForCausalLM.from_pretrained("out")
+        else:
+            plain = AutoModelForCausalLM.from_pretrained("out")
+            torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
+    recipe: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base"))]
+    recipe(*base)
+    assert "WARNING" not in capsys.readouterr().err
+    recipe(*base, "--max_length", "1500")
+    assert "max_position_embeddings 512" in (warning := capsys.readouterr().err)
+    assert "rope_scaling: {rope_type: yarn, factor: 3.0}" in warning
+    recipe(*base, "--max_length", "1500", "--rope_scaling", "{rope_type: yarn, factor: 3.0}")
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_training_goes_on_from_the_latest_checkpoint(recipe: Callable[..., Any]) -> None:
+    options = ["--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "0.01", "--lr_scheduler_type"]
+    options += ["constant", "--max_length", "128"]
+    whole, _ = recipe(*options, "--max_steps", "4", "--output_dir", "whole")
+    training.train(whole, settings.BurstSettings())
+    training.train(*recipe(*options, "--max_steps", "2"))
+    resumed, _ = recipe(*options, "--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert resumed.args.resume_from_checkpoint == str(Path("out/checkpoint-2"))
+    training.train(resumed, settings.BurstSettings())
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    assert "holds a full model of another run" in wrong(
+        "--model_name_or_path", str(base), "--use_peft", "--output_dir", str(base)
+    )
+    Path("out").mkdir()
+    Path("out/adapter_config.json").touch()
+    assert "holds an adapter of another run" in wrong()
+
+
+def test_an_evaluation_set_is_drawn_and_evaluated(recipe: Callable[..., Any], tmp_path: Path) -> None:
+    conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=10, turns=2)
+    trainer, burst = recipe("--dataset", "chats.jsonl", "--eval_share", "0.2", "--packing", "false", script=sft)
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 2)
+    training.train(trainer, burst)
+    log = json.loads(Path("out/training_log.json").read_text())
+    assert log["evaluations"][-1]["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("name", ["length", "num_keys", "batch_size", "eval_every", "eval_sequences"])

@@ -1,0 +1,285 @@
+"""Documents and chats as tokens: what a document is, where it ends, which tokens are the assistant's, what is packed."""
+
+import json
+import random
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("trl")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import chats  # noqa: E402
+import data  # noqa: E402
+import models  # noqa: E402
+import numpy  # noqa: E402
+import report  # noqa: E402
+from settings import DataSettings  # noqa: E402
+
+from tests import conversations  # noqa: E402
+from tests.ranks import reset_accelerate  # noqa: E402
+
+TEXTS = ["A document. " * 40, "Another one,\n\nwhich is longer. " * 60, "x"]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Settings of TRL's `SFTTrainer`."""
+    from trl import SFTConfig
+
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    yield SFTConfig(
+        output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, assistant_only_loss=True, max_length=4096
+    )
+    reset_accelerate()
+
+
+def tokens_of(path: Path, arguments: Any, **settings: Any) -> list[dict[str, list[int]]]:
+    Path(arguments.output_dir).mkdir(exist_ok=True)
+    return list(data.load_tokens(DataSettings(dataset=[str(path)], **settings), models.byte_tokenizer(), arguments)[0])
+
+
+def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
+    files = [tmp_path / "text" / name for name in ("a.txt", "b.md", "deeper/c.txt")]
+    for file, text in zip(files, TEXTS, strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (tmp_path / "text" / ".hidden.txt").write_text("not this")
+    (tmp_path / "text" / "picture.png").touch()
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    table.to_json(tmp_path / "documents.jsonl")
+    table.to_parquet(tmp_path / "documents.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    sources = [[tmp_path / "text"], files, [tmp_path / "documents.jsonl"], [tmp_path / "documents.parquet"]]
+    for source in [*sources, [tmp_path / "saved"]]:
+        assert list(data.load_rows([str(item) for item in source], "train")["text"]) == TEXTS, source
+    part = data.load_rows([str(tmp_path / "documents.jsonl")], "train[:2]")
+    assert list(part["text"]) == TEXTS[:2]
+    with pytest.raises(SystemExit, match="mixes kinds of files"):
+        data.load_rows([str(tmp_path / "documents.jsonl"), str(tmp_path / "documents.parquet")], "train")
+
+
+def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any) -> None:
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in (*TEXTS, "", "done<|im_end|>")])
+    rows = tokens_of(path, arguments)
+    end = models.byte_tokenizer().eos_token_id
+    assert len(rows) == 4  # the empty one is left out
+    for row in rows:
+        assert row["labels"] == row["input_ids"]
+        assert [token == end for token in row["input_ids"][-2:]] == [False, True]
+
+
+def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
+    rows = [{"prompt": "What is 2 + 2? ", "completion": "4."}]
+    path = conversations.write(tmp_path / "rows.jsonl", rows)
+    row = tokens_of(path, arguments)[0]
+    tokenizer = models.byte_tokenizer()
+    assert tokenizer.decode(row["input_ids"]) == "What is 2 + 2? 4.<|im_end|>"
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
+    messages = [
+        {
+            key: [{"role": role, "content": rows[0][key]}]
+            for key, role in (("prompt", "user"), ("completion", "assistant"))
+        }
+    ]
+    row = tokens_of(conversations.write(tmp_path / "chat.jsonl", messages), arguments)[0]
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
+
+
+def without_marks() -> Any:
+    """The tokenizer, its chat template without marks of what the assistant writes."""
+    tokenizer = models.byte_tokenizer()
+    for mark in ("{%- generation %}", "{%- endgeneration %}"):
+        assert mark in tokenizer.chat_template
+        tokenizer.chat_template = tokenizer.chat_template.replace(mark, "")
+    return tokenizer
+
+
+def answers(row: dict[str, list[int]]) -> list[str]:
+    """The runs of labelled tokens, as text."""
+    runs: list[list[int]] = [[]]
+    for label in row["labels"]:
+        if label == -100:
+            runs.append([])
+        else:
+            runs[-1].append(label)
+    return [models.byte_tokenizer().decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("make", [conversations.chat, conversations.trajectory])
+def test_marks_and_difference_find_the_same_answers(make: Any) -> None:
+    row = make(conversations.facts(20), random.Random(0), turns=5)
+    row["messages"][1]["content"] = "é — 🙂 " + str(row["messages"][1]["content"] or "")
+    marked = chats.ChatTokenizer(models.byte_tokenizer())(row["messages"], row.get("tools"))
+    told = chats.ChatTokenizer(without_marks())(row["messages"], row.get("tools"))
+    assert told == marked
+    expected = []
+    for message in chats.clean(row["messages"]):
+        calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+        if message["role"] == "assistant":
+            expected.append(
+                message["content"] + "".join(f"<tool_call>{call}</tool_call>" for call in calls) + "<|im_end|>"
+            )
+    assert answers(marked) == expected
+    everything = chats.ChatTokenizer(without_marks(), assistant_only=False)(row["messages"], row.get("tools"))
+    assert everything["labels"] == everything["input_ids"] == marked["input_ids"]
+
+
+def test_templates_of_known_models_are_marked_by_trl() -> None:
+    import trl
+
+    tokenizer = models.byte_tokenizer()
+    folder = Path(trl.__file__).parent / "chat_templates"
+    for name in ("qwen3", "qwen2_5", "llama3", "gemma3"):
+        tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+        chat = chats.ChatTokenizer(tokenizer)
+        assert chat.marked, name
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
+        assert [answer.strip().startswith(("Hello", "<think>")) for answer in answers(chat(messages))] == [True] * 2, (
+            name
+        )
+
+
+FORGETS = """{% for m in messages %}{% if m.role == 'assistant' %}
+A: {{ m.content if loop.last else '...' }}{% else %}
+U: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}
+A: {% endif %}"""
+MERGES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_answers_that_cannot_be_told_apart_are_an_error() -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = FORGETS
+    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello"]
+    with pytest.raises(ValueError, match="not certain which tokens are the assistant's"):
+        chats.ChatTokenizer(tokenizer)(turn * 2)
+    with pytest.raises(ValueError, match="no token is the assistant's"):
+        chats.ChatTokenizer(tokenizer)(turn[:1])
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="set chat_template_path"):
+        chats.ChatTokenizer(tokenizer)
+
+
+def test_a_token_that_is_partly_the_assistants_is_an_error() -> None:
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"Hi": 0, "Hello": 1, "HiHello": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", chat_template=MERGES)
+    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    with pytest.raises(ValueError, match="token of 'HiHello' is partly the assistant's"):
+        chats.ChatTokenizer(tokenizer)(turn)
+    turn[0]["content"] = "Hi "
+    assert chats.ChatTokenizer(tokenizer)(turn)["labels"] == [-100, 1]
+
+
+def test_messages_of_every_kind_become_the_same() -> None:
+    function = {"name": "look_up", "arguments": {"key": "K"}}
+    chat = [
+        {"role": "user", "content": "K?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+    ]
+    as_text = {"function": {**function, "arguments": json.dumps(function["arguments"])}}
+    api = [chat[0] | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [as_text]}]
+    assert chats.clean(api) == chat
+    shared = [{"from": "human", "value": "K?"}, {"from": "gpt", "value": "5"}]
+    assert chats.clean(shared) == [{"role": "user", "content": "K?"}, {"role": "assistant", "content": "5"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"text": 5}], "holds Value('int64'); it must hold text"),
+        ([{"text": ["a"]}], "it must hold text"),
+        ([{"words": "a"}], "it needs messages, or prompt and completion, or 'text'"),
+        ([{"messages": [{"role": "user", "content": "Hi"}]}], "row 0: no token is the assistant's"),
+        ([{"text": ""}], "holds nothing to train on"),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, arguments: Any, rows: list[Any], told: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        tokens_of(conversations.write(tmp_path / "rows.jsonl", rows), arguments)
+    assert told in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("broken.jsonl", b'{"text": "a', "JSON parse error"),
+        ("latin.txt", b"\xff\xfe" * 9, "'utf-8' codec can't decode"),
+        ("empty/", None, "is a folder that holds nothing"),
+    ],
+)
+def test_documents_that_cannot_be_read(
+    tmp_path: Path, arguments: Any, name: str, content: bytes | None, told: str
+) -> None:
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        tokens_of(path, arguments)
+    assert name.rstrip("/") in str(end.value)
+    assert told in str(end.value)
+
+
+def test_rows_that_are_too_long(tmp_path: Path, arguments: Any) -> None:
+    path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=3, turns=6)
+    whole = tokens_of(path, arguments)
+    arguments.max_length, arguments.assistant_only_loss = 50, True
+    with pytest.raises(SystemExit, match="3 of 3 rows have more than max_length"):
+        tokens_of(path, arguments)
+    arguments.assistant_only_loss = True
+    cut = tokens_of(path, arguments, too_long="split")
+    assert max(len(row["input_ids"]) for row in cut) == 50
+    labels = [[token for row in rows for token in row["labels"] if token != -100] for rows in (whole, cut)]
+    assert labels[0] == labels[1]  # no answer is cut off; pieces without any may be left out
+
+
+@pytest.mark.parametrize("too_long", ["refuse", "split"])
+def test_packing_loses_nothing_and_keeps_documents_apart(tmp_path: Path, arguments: Any, too_long: str) -> None:
+    """More documents than one batch of TRL's packing: every token is there once, and no document predicts the next."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTTrainer
+
+    chance = random.Random(0)
+    longest = 150 if too_long == "split" else 60
+    texts = ["".join(chance.choices("abcdefgh", k=chance.randint(1, longest))) for _ in range(1700)]
+    arguments.max_length, arguments.packing, arguments.report_to = 64, True, []
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    Path(arguments.output_dir).mkdir()
+    tokenizer = models.byte_tokenizer()
+    rows, _ = data.load_tokens(DataSettings(dataset=[str(path)], too_long=too_long), tokenizer, arguments)
+    assert Counter(chain.from_iterable(rows["input_ids"])) == Counter(chain.from_iterable(tokenizer(texts)["input_ids"])) + Counter({1: 1700}), "before packing"  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=260, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+    packed = trainer.train_dataset
+    assert Counter(chain.from_iterable(packed["input_ids"])) == Counter(chain.from_iterable(rows["input_ids"]))
+    assert numpy.mean([len(row) for row in packed["input_ids"]]) > 60
+    batch = trainer.data_collator([packed[0]])
+    starts = batch["position_ids"][0] == 0
+    assert starts.sum() == len(packed[0]["seq_lengths"]) > 1
+    assert batch["cu_seq_lens_q"].tolist() == [*starts.nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+    assert (batch["labels"][0][starts] == -100).all()
+    assert (batch["labels"][0][~starts] != -100).all()
+
+
+def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = numpy.array([10, 20, 30, 40])
+    assert report.retention(sizes, 30) == (0.75, 0.6)
+    assert report.retention(sizes, 9) == (0.0, 0.0)
+    report.report_lengths(numpy.array([1000, 40_000, 100_000, 700_000]), 65536, str(tmp_path))
+    said = capsys.readouterr().out
+    assert "4 documents, 841,000 tokens; median 70,000, longest 700,000" in said
+    for label, documents in (("32K", "25.0%"), ("64K", "50.0%"), ("128K", "75.0%"), ("1M", "100.0%")):
+        assert f"{label}: {documents} of documents" in said.replace("  ", " ")
+    assert (tmp_path / "lengths.png").exists()
