@@ -108,13 +108,13 @@ def place(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
     return model.to(accelerator.device).eval()
 
 
-def load_model(model: ModelSettings, burst: BurstSettings, vocabulary: int) -> torch.nn.Module:
+def load_model(model: ModelSettings, burst: BurstSettings, vocabulary: int, seed: int) -> torch.nn.Module:
     """The patched model; of a folder with an adapter, its base model with the adapter."""
     name = model.model_name_or_path
     if name is not None and (Path(name) / "adapter_config.json").exists():
         with settings.using(f"model_name_or_path {name!r}"):
             return hf_burst.patch_model(models.load_adapter(name, model.dtype), burst.config)
-    return models.load_model(model, models.load_config(model, vocabulary), burst)
+    return models.load_model(model, models.load_config(model, vocabulary), burst, seed)
 
 
 def recall(model: torch.nn.Module, needles: Needles, wanted: Evaluation, groups: Groups) -> list[Cell]:
@@ -143,14 +143,15 @@ def perplexity(
     return losses_by_position(model, wanted.lengths[-1], groups.own(windows), groups.add)
 
 
-def main(arguments: list[str]) -> None:
+def evaluate(arguments: list[str]) -> Groups:
+    """Evaluates what the settings say, and writes it; the processes stay joined."""
     model_settings, burst, wanted = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
     groups = Groups(Accelerator(parallelism_config=burst.parallelism))
     with settings.using(f"output_dir {wanted.output_dir!r}"):
         folder = Path(wanted.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer = models.load_tokenizer(model_settings)
-    model = place(load_model(model_settings, burst, len(tokenizer)), groups.accelerator)
+    model = place(load_model(model_settings, burst, len(tokenizer), wanted.seed), groups.accelerator)
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     first, say = groups.accelerator.is_main_process, groups.accelerator.print
@@ -183,8 +184,13 @@ def main(arguments: list[str]) -> None:
     if first:
         (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
         print(f"results.json and pictures are in {folder}")
-    groups.accelerator.wait_for_everyone()
-    groups.accelerator.end_training()
+    return groups
+
+
+def main(arguments: list[str]) -> None:
+    accelerator = evaluate(arguments).accelerator
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
