@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +27,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import evaluate  # noqa: E402
+import extend_context  # noqa: E402
 import needles  # noqa: E402
 import scoring  # noqa: E402
 
