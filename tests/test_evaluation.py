@@ -280,7 +280,7 @@ def test_settings_of_an_evaluation_that_are_wrong(
     reset_accelerate()
 
 
-def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], way: str) -> object:
+def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: list[int], way: str) -> object:
     """Scores of RULER's tasks, and the log-likelihoods that lm-eval was given."""
     import ruler
     from transformers import AutoTokenizer
@@ -290,22 +290,31 @@ def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], way: str) 
 
     PartialState(cpu=True)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 1024)
+    lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 4096)
     seen = []
     plain = lm._loglikelihood_tokens
     lm._loglikelihood_tokens = lambda *args, **kwargs: seen.append(plain(*args, **kwargs)) or seen[-1]
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
-        return ruler.evaluate_ruler(lm, tasks, [512, 768], 2, way, False), seen
+        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), seen
 
 
-@pytest.mark.parametrize("way", ["answer", "generation"])
-def test_ruler_runs_offline_and_over_ranks(ranks: Callable[[int], RankPool], folder: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("tasks", "lengths", "way"),
+    [
+        (["niah_single_1"], [512], "answer"),
+        pytest.param(["niah_multikey_2", "ruler_fwe"], [512, 768], "answer", marks=pytest.mark.full),
+        pytest.param(["niah_single_1", "niah_multikey_3"], [512, 768], "generation", marks=pytest.mark.full),
+        pytest.param(["ruler_vt", "ruler_cwe"], [4096], "answer", marks=pytest.mark.full),
+    ],
+)
+def test_ruler_runs_offline_and_over_ranks(
+    ranks: Callable[[int], RankPool], folder: Path, tasks: list[str], lengths: list[int], way: str
+) -> None:
     pytest.importorskip("lm_eval")
-    tasks = ["niah_single_1", "ruler_fwe"]
-    ((expected, likelihoods),) = ranks(1).run(ruler_scores, str(folder), tasks, way)
-    assert {task: set(scores) for task, scores in expected.items()} == {task: {512, 768} for task in tasks}
-    assert sum(map(len, likelihoods)) == (8 if way == "answer" else 0)
-    for scores, seen in ranks(2).run(ruler_scores, str(folder), tasks, way):
+    ((expected, likelihoods),) = ranks(1).run(ruler_scores, str(folder), tasks, lengths, way)
+    assert {task: list(scores) for task, scores in expected.items()} == dict.fromkeys(tasks, lengths)
+    assert sum(map(len, likelihoods)) == (2 * len(tasks) * len(lengths) if way == "answer" else 0)
+    for scores, seen in ranks(2).run(ruler_scores, str(folder), tasks, lengths, way):
         assert scores == expected
         for ours, plain in zip(chain(*seen), chain(*likelihoods), strict=True):
             assert ours == (pytest.approx(plain[0], rel=1e-6), plain[1])
