@@ -8,6 +8,7 @@ from .errors import ConfigError
 
 Chunking = Literal["balanced", "zigzag", "contiguous"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
+Gradients = Literal["averaged_by_wrapper", "averaged_by_hand"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -95,6 +96,10 @@ class BurstConfig:
             also where checkpointing offloads to the host.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
+        gradients (`str`, defaults to `"averaged_by_wrapper"`):
+            Who averages gradients over the ranks: DDP, FSDP, DeepSpeed or a hook of a parameter, without which training
+            is refused; or `"averaged_by_hand"`, your own loop between `backward` and `step`. Weights are compared after
+            the first update in either case.
     """
 
     chunking: Chunking = "balanced"
@@ -103,11 +108,17 @@ class BurstConfig:
     transport: Transport = "auto"
     attention_keep: float = 1.0
     logits_limit_gib: float = 4.0
+    gradients: Gradients = "averaged_by_wrapper"
 
     def __post_init__(self) -> None:
         if self.schedule != "auto":
             Schedule.parse(str(self.schedule))
-        choices: dict[str, Any] = {"chunking": Chunking, "kernel": KernelName, "transport": Transport}
+        choices: dict[str, Any] = {
+            "chunking": Chunking,
+            "kernel": KernelName,
+            "transport": Transport,
+            "gradients": Gradients,
+        }
         for name, kind in choices.items():
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:

@@ -66,7 +66,7 @@ class SequenceLayout:
         Raises:
             BatchError: If the batch is empty.
             ConfigError: If there is no such chunking.
-            ShardingError: If there are more chunks than tokens, or owners do not give every rank as many.
+            ShardingError: If owners do not give every rank as many chunks.
         """
         if not documents or documents[0][-1] < 1:
             raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
@@ -92,7 +92,6 @@ class SequenceLayout:
                     f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name "
                     f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
                 )
-        cut(length, owners)  # raises for sequences shorter than the chunks
         return cls(length + padding, owners, filled, padding, real)
 
     @property

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import ConfigError, RankMismatchError
 
 CP_DIM = "cp"
+_SAME_BATCHES = (
+    "If their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
+    "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; without "
+    "it plain data parallelism hands every rank a batch of its own (for which do not patch the model). A loader that "
+    "shuffles needs the same seed on all ranks: accelerate.utils.set_seed(seed)."
+)
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
@@ -49,7 +57,7 @@ class ContextGroup:
             ConfigError: If the mesh has several dimensions and none is called `"cp"`, or this process is not in it.
         """
         if mesh is None:
-            if not (dist.is_available() and dist.is_initialized()):
+            if not dist.is_initialized():
                 return cls()
             mesh = dist.group.WORLD
         if isinstance(mesh, DeviceMesh):
@@ -81,11 +89,9 @@ class ContextGroup:
     def process_group(self) -> dist.ProcessGroup:
         """The process group; only for `size > 1`. Raises a ConfigError if its name belongs to another one by now."""
         group = group_by_name(self.name)
-        if (group.rank(), group.size()) != (self.rank, self.size):
-            raise ConfigError(
-                f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.size} and "
-                f"is rank {group.rank()} of {group.size()}. Make the ContextGroup anew."
-            )
+        refusal = self._refusal(group)
+        if refusal is not None:
+            raise refusal
         return group
 
     @property
@@ -99,7 +105,8 @@ class ContextGroup:
         error: Exception | None,
         device: torch.device,
         tally: int = 0,
-        content: Tensor | None = None,
+        checksums: Mapping[str, Tensor] | None = None,
+        advice: Mapping[str, str] | None = None,
     ) -> int:
         """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
 
@@ -110,44 +117,64 @@ class ContextGroup:
             error (`Exception`, *optional*): What this rank found wrong on its own. It raises this one.
             device (`torch.device`): Where the backend communicates.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
-            content (`torch.LongTensor`, scalar, *optional*): A checksum that must be equal on all ranks, on any device.
+            checksums (mapping from `str` to scalar `torch.LongTensor`, *optional*): Numbers that must be equal on all
+                ranks, on any device. The host reads them only where something differs.
+            advice (mapping from `str` to `str`, *optional*): What to do if a fact or a checksum of this name differs.
 
         Raises:
+            ConfigError: If the process group has come to an end, or was made anew with other ranks.
             RankMismatchError: If another rank met an error, or the facts differ.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return tally
+        process_group = group_by_name(self.name)
+        error = self._refusal(process_group) or error
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
         mine = torch.tensor([digest, int(error is not None), tally, 0], dtype=torch.int64, device=device)
-        if content is not None:
-            mine[3] = content
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.process_group)
+        for name, checksum in (checksums or {}).items():
+            mine[3] += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
+        every = [torch.empty_like(mine) for _ in range(process_group.size())]
+        dist.all_gather(every, mine, group=process_group)
         digests, flags, tallies, contents = torch.stack(every).cpu().unbind(1)
         if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
             return int(tallies.sum())
-        reports: list[Any] = [None] * self.size
-        if content is not None:
-            facts = {**facts, "content (checksum)": f"{int(content) % 2**32:x}"}
+        reports: list[Any] = [None] * process_group.size()
+        facts = facts | {name: f"{int(checksum) % 2**32:x}" for name, checksum in (checksums or {}).items()}
         report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
-        dist.all_gather_object(reports, report, group=self.process_group)
+        dist.all_gather_object(reports, report, group=process_group)
         if error is not None:
             raise error
-        for rank, seen in enumerate(reports):
-            if seen["error"]:
-                raise RankMismatchError(f"Rank {rank} of the group stopped before any communication: {seen['error']}")
-        different = [
-            f"{key}: " + ", ".join(f"rank {rank} has {seen['facts'].get(key)}" for rank, seen in enumerate(reports))
-            for key in sorted(set().union(*(seen["facts"] for seen in reports)))
-            if len({json.dumps(seen["facts"].get(key), default=str) for seen in reports}) > 1
-        ]
-        raise RankMismatchError(
-            "The ranks that share a sequence are about to compute different things. " + "; ".join(different) + ". If "
-            "their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
-            "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; "
-            "without it plain data parallelism hands every rank a batch of its own (for which do not patch the model). "
-            "A loader that shuffles needs the same seed on all ranks: accelerate.utils.set_seed(seed)."
+        raise _mismatch(reports, advice or {})
+
+    def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
+        """Why this is not the process group of this object any more, although it has its name."""
+        rank, size = process_group.rank(), process_group.size()
+        if (rank, size) == (self.rank, self.size):
+            return None
+        return ConfigError(
+            f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.size} and is "
+            f"rank {rank} of {size}. Make the ContextGroup anew."
         )
+
+
+def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -> RankMismatchError:
+    """The error of what the ranks have reported: the first error of another one, or the facts in which they differ."""
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            return RankMismatchError(f"Rank {rank} of the group stopped before any communication: {report['error']}")
+    facts = [report["facts"] for report in reports]
+    names = [
+        name
+        for name in sorted(set().union(*facts))
+        if len({json.dumps(own.get(name), default=str) for own in facts}) > 1
+    ]
+    values = [", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts)) for name in names]
+    different = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    sentences = [advice.get(name, _SAME_BATCHES) for name in names]
+    return RankMismatchError(
+        f"The ranks that share a sequence are about to compute different things. {different}. "
+        + " ".join(dict.fromkeys(sentences))
+    )

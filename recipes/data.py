@@ -26,6 +26,7 @@ READERS = {
     ".parquet": "parquet",
     ".csv": "csv",
 }
+WRITTEN = 64  # long rows that are in memory together
 STRINGS = ("string", "large_string", "string_view", "null")
 
 
@@ -147,8 +148,7 @@ def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None
     for name in ("train_dataset", "eval_dataset"):
         if (pairs := getattr(trainer, name)) is None:
             continue
-        columns = pairs.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).with_format("arrow")[:]
-        prompt, chosen, rejected = (pyarrow.compute.list_value_length(column).to_numpy() for column in columns)
+        prompt, chosen, rejected = (lengths(pairs, f"{part}_ids") for part in ("prompt", "chosen", "rejected"))
         sizes = prompt + numpy.maximum(chosen, rejected)
         if name == "train_dataset" and trainer.args.process_index == 0:
             report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
@@ -233,6 +233,7 @@ def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTCon
             with_indices=numbered,
             remove_columns=rows.column_names,
             num_proc=training.dataset_num_proc,
+            writer_batch_size=WRITTEN,
             desc="Tokenizing",
         )
         tokens = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
@@ -246,10 +247,11 @@ def has_label(labels: list[int]) -> bool:
     return any(label != IGNORED for label in labels[1:])
 
 
-def lengths(tokens: Dataset) -> numpy.ndarray:
-    """Tokens of every row."""
-    column = tokens.with_format("arrow")[:]["input_ids"]
-    return pyarrow.compute.list_value_length(column).to_numpy()
+def lengths(rows: Dataset, column: str = "input_ids") -> numpy.ndarray:
+    """Tokens of every row, without holding them all in memory."""
+    batches = rows.select_columns(column).with_format("arrow").iter(batch_size=64)
+    counts = [pyarrow.compute.list_value_length(batch[column]).to_numpy() for batch in batches]
+    return numpy.concatenate(counts) if counts else numpy.zeros(0, dtype=int)
 
 
 def fit(tokens: Dataset, training: SFTConfig, choice: str, name: str) -> Dataset:
@@ -263,7 +265,9 @@ def fit(tokens: Dataset, training: SFTConfig, choice: str, name: str) -> Dataset
     if choice == "drop":
         return tokens.select(numpy.flatnonzero(~over))
     with training.main_process_first(desc="splitting"):
-        cut = tokens.map(partial(pieces, length=training.max_length), batched=True, batch_size=100, desc="Splitting")
+        cut = tokens.map(
+            partial(pieces, length=training.max_length), batched=True, batch_size=WRITTEN, desc="Splitting"
+        )
         return cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
 
 

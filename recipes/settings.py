@@ -62,6 +62,8 @@ class ModelSettings(ModelConfig):
             setattr(self, name, mapping(name, getattr(self, name)))
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise SystemExit("Quantized weights cannot be trained; set use_peft to train adapters beside them (QLoRA).")
+        if self.load_in_4bit and self.dtype == "auto":
+            raise SystemExit("load_in_4bit computes in dtype, which is 'auto'; set bfloat16, float16 or float32.")
         if self.use_peft and self.model_name_or_path is None:
             raise SystemExit("use_peft trains adapters beside trained weights; set model_name_or_path.")
 

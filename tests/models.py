@@ -1,5 +1,8 @@
 """Small models of every family that is served, and batches for them."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import (
@@ -23,6 +26,8 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
+
+import hf_burst
 
 VOCABULARY = 61
 _SIZES = {
@@ -136,6 +141,12 @@ def make_batch(kind: str, length: int = 37, seed: int = 0) -> dict[str, torch.Te
 def document_lengths(length: int) -> list[int]:
     """How the packed batch divides."""
     return [1, 7, length - 20, 12]
+
+
+def patch(model: nn.Module, config: hf_burst.BurstConfig | None = None, mesh: Any = None) -> Any:
+    """The model, patched for tests that add up the gradients of ranks themselves."""
+    config = replace(config or hf_burst.BurstConfig(), gradients="averaged_by_hand")
+    return hf_burst.patch_model(model, config, mesh)
 
 
 def plain_logits(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -17,7 +17,6 @@ from hf_burst.errors import (
     ConfigError,
     KernelError,
     RankMismatchError,
-    ShardingError,
     UnsupportedModelError,
 )
 from tests import models
@@ -48,10 +47,6 @@ def no_labels_on_one_rank(rank: int) -> dict[str, torch.Tensor]:
     if rank:
         del batch["labels"]
     return batch
-
-
-def too_short(rank: int) -> dict[str, torch.Tensor]:
-    return models.make_batch("plain", length=1)
 
 
 def empty(rank: int) -> dict[str, torch.Tensor]:
@@ -226,7 +221,6 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
     other_content: (RankMismatchError, r"parallelism_config=hf_burst.BurstParallelismConfig\(burst_size=N\)"),
     other_documents: (RankMismatchError, "documents"),
     no_labels_on_one_rank: (RankMismatchError, "labels: rank 0 has True, rank 1 has False"),
-    too_short: (ShardingError, "1 tokens is too short for 2 ranks.*Pad it to 2"),
     empty: (BatchError, r"input_ids is \(2, 0\)"),
     empty_on_one_rank: (BurstError, r"input_ids is \(2, 0\)"),
     all_ignored: (BatchError, "All labels of the batch are -100"),
@@ -268,7 +262,7 @@ CASES: dict[Callable[[int], dict[str, Any]], tuple[type[BurstError], str]] = {
 
 
 def train_on(rank: int, size: int, make: Callable[[int], dict[str, Any]]) -> float:
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     model(**good(rank)).loss.backward()
     return float(model(**make(rank)).loss.detach())
 
@@ -299,7 +293,7 @@ def by_hand(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float64).train()
     expected = models.plain_loss(model, batch).detach()
     rows = torch.cat([torch.arange(6 * rank, 6 * rank + 6), torch.arange(18 - 6 * rank, 24 - 6 * rank)])
-    hf_burst.patch_model(model)
+    models.patch(model)
     shard = {
         "input_ids": batch["input_ids"][:, rows],
         "position_ids": rows.expand(2, -1),
@@ -314,7 +308,7 @@ def test_shards_made_by_hand_are_served(ranks: Ranks) -> None:
 
 def plain_data_parallelism(rank: int, size: int) -> None:
     accelerator = Accelerator(cpu=True)
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     rows = [{key: value[0] for key, value in models.make_batch("plain", 24, seed).items()} for seed in range(4)]
     wrapped, loader = accelerator.prepare(model, DataLoader(rows, batch_size=1))
     for batch in loader:
@@ -331,38 +325,38 @@ def test_plain_data_parallelism_is_noticed_and_the_line_that_mends_it_is_said(ra
 
 def other_dtype(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float32 if rank else torch.float64)
-    hf_burst.patch_model(model.train())(**good(rank))
+    models.patch(model.train())(**good(rank))
 
 
 def dropout(rank: int, size: int) -> None:
     model = models.make_model("gpt2")
     model.config.attn_pdrop = 0.1
-    hf_burst.patch_model(model.train())(**good(rank))
+    models.patch(model.train())(**good(rank))
 
 
 def missing_kernel(rank: int, size: int) -> None:
     config = hf_burst.BurstConfig(kernel="torch_flash")
-    hf_burst.patch_model(models.make_model("llama").train(), config)(**good(rank))
+    models.patch(models.make_model("llama").train(), config)(**good(rank))
 
 
 def large_logits(rank: int, size: int) -> None:
     config = hf_burst.BurstConfig(logits_limit_gib=1e-9)
-    model = hf_burst.patch_model(models.make_model("llama").eval(), config)
+    model = models.patch(models.make_model("llama").eval(), config)
     assert model(**good(rank)).logits is None, "with labels the loss is all that is asked for"
     model(good(rank)["input_ids"])
 
 
 def learned_positions_run_out(rank: int, size: int) -> None:
-    hf_burst.patch_model(models.make_model("gpt2").train())(**models.make_batch("plain", length=520))
+    models.patch(models.make_model("gpt2").train())(**models.make_batch("plain", length=520))
 
 
 def rows_that_do_not_exist(rank: int, size: int) -> None:
-    hf_burst.patch_model(models.make_model("llama").eval())(good(rank)["input_ids"], logits_to_keep=torch.tensor([30]))
+    models.patch(models.make_model("llama").eval())(good(rank)["input_ids"], logits_to_keep=torch.tensor([30]))
 
 
 def batches_drift_apart(rank: int, size: int) -> None:
     """Contents are compared always, not in the first passes only: of one token, or of two that changed places."""
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     for _ in range(20):
         model(**good(rank))
     batch = good(rank)
@@ -373,15 +367,15 @@ def batches_drift_apart(rank: int, size: int) -> None:
 
 def gradients_on_one_rank(rank: int, size: int) -> None:
     with torch.set_grad_enabled(rank == 0):
-        hf_burst.patch_model(models.make_model("llama").train())(**good(rank))
+        models.patch(models.make_model("llama").train())(**good(rank))
 
 
 def negative_items(rank: int, size: int) -> None:
-    hf_burst.patch_model(models.make_model("llama").train())(**good(rank), num_items_in_batch=-1)
+    models.patch(models.make_model("llama").train())(**good(rank), num_items_in_batch=-1)
 
 
 def shards_drift_apart(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     for _ in range(20):
         model(**hf_burst.shard_batch(good(rank)))
     model(**sharded_from_different_batches(rank))
@@ -393,7 +387,7 @@ def mesh_that_does_not_fit(rank: int, size: int) -> None:
 
 def two_groups(rank: int, size: int) -> None:
     Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=1))
-    model = hf_burst.patch_model(models.make_model("llama").train(), mesh=torch.distributed.group.WORLD)
+    model = models.patch(models.make_model("llama").train(), mesh=torch.distributed.group.WORLD)
     model(**good(rank))
 
 
@@ -427,7 +421,7 @@ def not_a_number(rank: int, size: int) -> None:
     model = models.make_model("llama").train()
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.weight[0, 0] = math.nan
-    hf_burst.patch_model(model)
+    models.patch(model)
     loss = model(**good(rank)).loss
     loss.backward()
     assert loss.isnan()
@@ -466,13 +460,13 @@ def test_accelerates_own_context_parallelism_is_refused(monkeypatch: pytest.Monk
 
     config = ParallelismConfig(cp_size=2)
     monkeypatch.setattr(AcceleratorState, "_shared_state", {"parallelism_config": config})
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     with pytest.raises(ConfigError, match="sharded twice"):
         model(**good(0))
 
 
 def test_data_parallel_in_one_process_is_refused() -> None:
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     model._is_replica = True  # as torch.nn.DataParallel marks its copies
     with pytest.raises(ConfigError, match="accelerate launch --num_processes"):
         model(**good(0))

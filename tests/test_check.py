@@ -296,7 +296,7 @@ def test_ranks_agree_by_which_verdict_a_model_is_served(ranks: Callable[[int], R
 
 def serve_by_own_verdict(rank: int, size: int) -> None:
     with mock.patch.object(support, "served_by", return_value=f"checked {rank}"):
-        model = hf_burst.patch_model(models.make_model("llama"))
+        model = models.patch(models.make_model("llama"))
     model(**models.make_batch("plain"))
 
 

@@ -57,7 +57,7 @@ def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings
         model.gradient_checkpointing_enable()
         for schedule, keep in settings:
             config = hf_burst.BurstConfig(schedule=schedule, attention_keep=keep)
-            hf_burst.patch_model(model, config)
+            models.patch(model, config)
             for given in (batch, hf_burst.shard_batch(batch, config=config))[: 1 if kind == "packed" else 2]:
                 model.zero_grad()
                 with counted() as queries:
@@ -93,7 +93,7 @@ def odd_uses(rank: int, size: int) -> None:
     batches = [models.make_batch("plain", LENGTH, seed) for seed in range(2)]
     model = models.make_model("llama", torch.float64).train()
     wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
-    hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=0.5))
+    models.patch(model, hf_burst.BurstConfig(attention_keep=0.5))
     model.gradient_checkpointing_enable()
     saved = part_of(model, SavedAttention)
 
@@ -155,7 +155,7 @@ def test_however_checkpointing_is_switched_on(switch: str) -> None:
     model = models.make_model("llama", torch.float64).train()
     wanted = expected_gradients(model, batch)
     model.zero_grad()
-    hf_burst.patch_model(model)
+    models.patch(model)
     turn_on, runs = SWITCHES[switch]
     turn_on(model)
     before = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
@@ -174,7 +174,7 @@ def test_under_torch_compile_it_is_all_or_nothing(keep: float, runs: int) -> Non
     batch = models.make_batch("packed", LENGTH)
     model = models.make_model("llama", torch.float64).train()
     wanted = expected_gradients(model, batch)
-    hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=keep))
+    models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
     model.gradient_checkpointing_enable()
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_under_torch_compile_it_is_all_or_nothing(keep: float, runs: int) -> Non
 
 def test_a_copy_of_a_model_remembers_by_itself() -> None:
     batch = models.make_batch("plain", LENGTH)
-    model = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
+    model = models.patch(models.make_model("llama", torch.float64).train())
     model.gradient_checkpointing_enable()
     model(**batch).loss.backward()
     twin = copy.deepcopy(model)
@@ -205,7 +205,7 @@ def test_a_copy_of_a_model_remembers_by_itself() -> None:
 def train_for_twenty_steps(rank: int, size: int, keep: float | None) -> list[float]:
     model = models.make_model("llama", torch.float64).train()
     if keep is not None:
-        hf_burst.patch_model(model, hf_burst.BurstConfig(attention_keep=keep))
+        models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -231,20 +231,20 @@ def test_twenty_steps_have_the_losses_of_one_process(ranks: Ranks) -> None:
 
 
 def cut_otherwise(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(models.make_model("llama").train(), hf_burst.BurstConfig(attention_keep=0.75))
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(attention_keep=0.75))
     model.gradient_checkpointing_enable()
     model(**hf_burst.shard_batch(models.make_batch("plain")))
 
 
 def one_checkpoints(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     if rank:
         model.gradient_checkpointing_enable()
     model(**models.make_batch("plain"))
 
 
 def checkpoint_other_layers(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     model.gradient_checkpointing_enable()
     model.model.layers[0].gradient_checkpointing = rank == 0
     model(**models.make_batch("plain"))
@@ -285,14 +285,14 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     encoder = models.make_model("bert")
     before = encoder.config._attn_implementation
     with pytest.raises(ConfigError, match="sees the rest"):
-        hf_burst.patch_model(encoder, hf_burst.BurstConfig(attention_keep=0.5))
+        models.patch(encoder, hf_burst.BurstConfig(attention_keep=0.5))
     assert encoder.config._attn_implementation == before, "nothing was changed"
     with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
         hf_burst.BurstConfig(attention_keep=0.3)
 
 
 def test_layers_do_not_run_again_on_a_model_that_was_unpatched() -> None:
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     model.gradient_checkpointing_enable()
     loss = model(**models.make_batch("packed", LENGTH)).loss
     hf_burst.unpatch_model(model)
@@ -302,7 +302,7 @@ def test_layers_do_not_run_again_on_a_model_that_was_unpatched() -> None:
 
 def test_what_is_remembered_lives_as_long_as_the_graph() -> None:
     batch = models.make_batch("plain", LENGTH)
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     model.gradient_checkpointing_enable()
     made: list[weakref.ref[AttentionCache]] = []
 

@@ -73,7 +73,7 @@ def disagree(rank: int, size: int) -> None:
     logits = torch.cat([piece.logits for piece in pieces], dim=1)
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), models.shifted(labels).flatten()).detach()
     numbers = (torch.arange(length) >= 11).int()[None]
-    hf_burst.patch_model(model)
+    models.patch(model)
     packed = {"input_ids": ids, "labels": labels, "position_ids": positions}
     for boundaries in ({"seq_idx": numbers}, {"cu_seq_lens_q": torch.tensor([0, 11, length])}):
         for given in (packed | boundaries, hf_burst.shard_batch(packed | boundaries)):
@@ -114,7 +114,7 @@ def test_a_cut_point_is_found_by_the_class_or_its_base():
 
 def patch_inside(model: PreTrainedModel) -> PreTrainedModel:
     with mock.patch.object(cutting, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
-        return hf_burst.patch_model(model)
+        return models.patch(model)
 
 
 def note_shapes(module: torch.nn.Module) -> tuple[RemovableHandle, list[torch.Size]]:
@@ -241,7 +241,7 @@ def add_a_part(rank: int, size: int) -> None:
     wanted = models.plain_loss(model, batch)
     parts = patch.make_parts
     with mock.patch.object(patch, "make_parts", lambda *arguments: (*parts(*arguments), Recorder())):
-        hf_burst.patch_model(model)
+        models.patch(model)
     recorder = part_of(model, Recorder)
     batch["token_weights"] = torch.ones(2, 37)
     torch.testing.assert_close(model(**batch).loss, 2 * wanted)

@@ -32,10 +32,10 @@ def llama_with_lora(rate: float, patch_first: bool = True) -> nn.Module:
 
     model = models.make_model("llama")
     if patch_first:
-        hf_burst.patch_model(model)
+        models.patch(model)
     settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=rate)
     model = get_peft_model(model, settings)
-    return (model if patch_first else hf_burst.patch_model(model)).train()
+    return (model if patch_first else models.patch(model)).train()
 
 
 def kept_by(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -56,7 +56,7 @@ def gathered(value: Any) -> list[Any]:
 def draw_masks(rank: int, size: int) -> None:
     batch = models.make_batch("packed", 397)
     for model in (
-        hf_burst.patch_model(gpt2_with(RATE)),
+        models.patch(gpt2_with(RATE)),
         llama_with_lora(RATE),
         llama_with_lora(RATE, patch_first=False),
     ):
@@ -103,11 +103,11 @@ def interrupt(*_: Any) -> None:
 def leave_the_stream_alone(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     for model, training in ((gpt2_with(0.0), True), (gpt2_with(RATE), False), (models.make_model("llama"), True)):
-        hf_burst.patch_model(model).train(training)
+        models.patch(model).train(training)
         state = torch.get_rng_state()
         model(**batch)
         assert torch.equal(torch.get_rng_state(), state)
-    model = hf_burst.patch_model(gpt2_with(RATE))
+    model = models.patch(gpt2_with(RATE))
     model.transformer.ln_f = Broken()
     torch.manual_seed(3)
     torch.randint(2**63 - 1, (size,))
@@ -122,7 +122,7 @@ def leave_the_stream_alone(rank: int, size: int) -> None:
     hf_burst.unpatch_model(model)
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
-    model = hf_burst.patch_model(gpt2_with(RATE))
+    model = models.patch(gpt2_with(RATE))
     model.transformer.ln_f.register_forward_pre_hook(interrupt)
     torch.manual_seed(3)
     with pytest.raises(KeyboardInterrupt):
@@ -138,7 +138,7 @@ def test_the_outer_stream_is_left_alone(ranks: Ranks) -> None:
 def train_with_checkpointing(rank: int, size: int) -> None:
     batch = models.make_batch("packed")
     gradients = []
-    for build in (lambda: hf_burst.patch_model(gpt2_with(RATE)), lambda: llama_with_lora(RATE)):
+    for build in (lambda: models.patch(gpt2_with(RATE)), lambda: llama_with_lora(RATE)):
         for checkpointing, seed in ((False, 5), (True, 5), (True, 6)):
             model = build()
             if checkpointing:
@@ -202,7 +202,7 @@ def refuse_shared(rank: int, size: int) -> None:
         LoHaConfig(r=2, target_modules=["q_proj"], module_dropout=0.5),
         OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], module_dropout=0.5),
     ):
-        model = get_peft_model(hf_burst.patch_model(models.make_model("llama")), settings)
+        model = get_peft_model(models.patch(models.make_model("llama")), settings)
         model.eval()(**batch)
         with pytest.raises((UnsupportedModelError, RankMismatchError), match="for a whole sequence"):
             model.train()(**batch)
@@ -219,7 +219,7 @@ def test_dropout_of_layers_and_weights_is_refused(ranks: Ranks) -> None:
 
 def resume(rank: int, size: int) -> None:
     """Four steps, and the last two of them again from what a checkpoint holds: weights and the random state."""
-    model = hf_burst.patch_model(gpt2_with(RATE))
+    model = models.patch(gpt2_with(RATE))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(4)
     saved, ends = None, []
@@ -240,7 +240,7 @@ def resume(rank: int, size: int) -> None:
 
 
 def test_attention_dropout_of_any_name_is_refused() -> None:
-    model = hf_burst.patch_model(models.make_model("llama"))
+    model = models.patch(models.make_model("llama"))
     model.model.layers[1].self_attn.attention_dropout = 0.1
     model.eval()(**models.make_batch("plain"))
     with pytest.raises(UnsupportedModelError, match="drops attention weights"):

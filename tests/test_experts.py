@@ -60,7 +60,7 @@ def compare(rank: int, size: int, name: str, kind: str, explicit: bool, counted:
     unbalanced = wanted.loss - 0.5 * wanted.aux_loss
     assert (wanted.loss - unbalanced).abs() > 0.1, "the load-balancing loss must be felt"
     model.zero_grad()
-    hf_burst.patch_model(model)
+    models.patch(model)
     if counted:  # full batches are counted by every rank
         batch["num_items_in_batch"] = torch.tensor(items * (1 if explicit else size))
     outputs = model(**(hf_burst.shard_batch(batch) if explicit else batch))
@@ -91,7 +91,7 @@ def ask_for_another_balance(rank: int, size: int) -> None:
     model = make_model("mixtral")
     model.config.output_router_logits = False
     del model.num_experts_per_tok
-    hf_burst.patch_model(model)
+    models.patch(model)
     batch = models.make_batch("plain")
     assert model(**batch).loss.isfinite()
     model(**batch, output_router_logits=rank == 0)

@@ -452,7 +452,7 @@ def keep_attention(rank: int, size: int) -> None:
         for checkpointing, keep in ((False, 1.0), (True, 1.0), (True, 0.5), (True, 0.0)):
             if checkpointing:
                 model.gradient_checkpointing_enable()
-            hf_burst.patch_model(model, hf_burst.BurstConfig(schedule=schedule, attention_keep=keep))
+            models.patch(model, hf_burst.BurstConfig(schedule=schedule, attention_keep=keep))
             model(**batch).loss.backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
@@ -470,7 +470,7 @@ def test_checkpointed_layers_that_keep_their_attention(gpus: Ranks) -> None:
 def train(rank: int, size: int, name: str, patched: bool) -> list[float]:
     model = models.make_model(name, torch.bfloat16).to("cuda").train()
     if patched:
-        hf_burst.patch_model(model)
+        models.patch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for step in range(8):
@@ -516,7 +516,7 @@ def test_trainer_with_fsdp2_in_bfloat16(gpus: Ranks, tmp_path: Path, data: int, 
 
 
 def drop_on_gpu(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(gpt2_with(RATE).to("cuda"))
+    model = models.patch(gpt2_with(RATE).to("cuda"))
     batch = {key: value.to("cuda") for key, value in models.make_batch("packed", 397).items()}
     kept = kept_by(model)
     seen = []
@@ -547,8 +547,8 @@ def test_dropout_masks_are_the_ranks_own(gpus: Ranks) -> None:
 def compile_on_gpu(rank: int, size: int) -> None:
     """Inductor beside eager, both patched, in bf16; another packing compiles no layer anew."""
     torch._dynamo.reset()
-    eager = hf_burst.patch_model(models.make_model("llama", torch.bfloat16).to("cuda").train())
-    model = hf_burst.patch_model(models.make_model("llama", torch.bfloat16).to("cuda").train())
+    eager = models.patch(models.make_model("llama", torch.bfloat16).to("cuda").train())
+    model = models.patch(models.make_model("llama", torch.bfloat16).to("cuda").train())
     graphs: list[bool] = []
     compiled = torch.compile(model, backend=recording(graphs, "inductor"))
     for index, cuts in enumerate([(400,), (7, 393), (1, 9, 390), (5, 5, 200, 190)]):

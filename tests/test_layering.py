@@ -28,7 +28,20 @@ WITHIN = {
         *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch"),
     ],
     "hf/parts": [
-        *("base", "request", "attention", "tokens", "rope", "checkpointing", "experts", "loss", "token_losses", "outputs", "dropout"),
+        *(
+            "base",
+            "request",
+            "replicas",
+            "attention",
+            "tokens",
+            "rope",
+            "checkpointing",
+            "experts",
+            "loss",
+            "token_losses",
+            "outputs",
+            "dropout",
+        ),
         "__init__",
     ],
 }

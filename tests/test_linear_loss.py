@@ -186,7 +186,7 @@ def test_no_model_makes_all_logits_in_training(name: str, linear: bool) -> None:
     logits = plain(input_ids=batch["input_ids"], use_cache=False).logits
     wanted = functional.cross_entropy(logits.flatten(0, 1), models.shifted(batch["labels"]).flatten())
     wanted.backward()
-    hf_burst.patch_model(model)
+    models.patch(model)
     asked = []
     original = LazyLogits._linear
 
@@ -212,7 +212,7 @@ def test_evaluation_has_its_logits_and_nothing_stays_behind() -> None:
     batch = models.make_batch("plain")
     model = models.make_model("llama").train()
     expected = models.plain_logits(model, batch).detach()
-    hf_burst.patch_model(model)
+    models.patch(model)
     assert model(**batch).logits is None
     torch.testing.assert_close(model.eval()(**batch).logits, expected)
     torch.testing.assert_close(model.train()(input_ids=batch["input_ids"]).logits, expected)
@@ -241,7 +241,7 @@ def test_the_fused_loss_of_liger_in_the_place_of_forward_is_refused() -> None:
         raise AssertionError("which adds up the loss of one rank")
 
     lce_forward.__module__ = "liger_kernel.transformers.model.llama"
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     model.forward = MethodType(lce_forward, model)
     with pytest.raises(ConfigError, match="'fused_linear_cross_entropy': False"):
         model(**models.make_batch("plain"))
@@ -252,7 +252,7 @@ def gradients_with(prepare: Callable[[nn.Module], Any], patched: bool) -> list[t
     model = models.make_model("llama", torch.float64).train()
     kept = prepare(model)
     if patched:
-        hf_burst.patch_model(model)
+        models.patch(model)
     batch = models.make_batch("plain")
     with some_at_a_time(5):
         (model(**batch).loss if patched else models.plain_loss(model, batch)).backward()
@@ -302,7 +302,7 @@ def test_whoever_changes_the_head_gets_what_one_process_gives(change: str) -> No
 
 def test_heads_in_float16_make_all_logits() -> None:
     """Their gradients must not be found before their scale is known."""
-    model = hf_burst.patch_model(models.make_model("llama").train().half())
+    model = models.patch(models.make_model("llama").train().half())
     with mock.patch.object(linear_loss, "linear_loss_sum", side_effect=AssertionError):
         (1000 * model(**models.make_batch("plain")).loss).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
@@ -314,7 +314,7 @@ def test_models_that_share_a_head() -> None:
     second.lm_head = first.lm_head
     wanted = [models.plain_loss(model, batch).detach() for model in (first, second)]
     for model in (first, second):
-        hf_burst.patch_model(model)
+        models.patch(model)
     for _ in range(30):
         for model, loss in zip((first, second), wanted, strict=True):
             torch.testing.assert_close(model(**batch).loss.detach(), loss)
@@ -357,7 +357,7 @@ def shard_the_head(rank: int, size: int, way: str) -> None:
     models.plain_loss(model, batch).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    hf_burst.patch_model(model)
+    models.patch(model)
     mesh = init_device_mesh("cpu", (size,))
     # a policy whose outputs are of a lesser dtype: that of the loss must not be
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(output_dtype=torch.float64)}
@@ -390,7 +390,7 @@ def share_a_head(rank: int, size: int) -> None:
     models.plain_loss(model, batch).backward()
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    hf_burst.patch_model(model)
+    models.patch(model)
     with some_at_a_time(2):
         model(**batch).loss.backward()
     for found, gradient in zip(group_mean(model), wanted, strict=True):

@@ -111,6 +111,27 @@ def test_labels_that_were_not_counted_over_all_ranks_are_noticed(ranks: Ranks, t
         assert pytest.RaisesExc(BatchError, match="accumulated have .* labels over all ranks").matches(error)
 
 
+def give_up_an_accumulation(rank: int, size: int) -> None:
+    """The first of two batches is dropped, for example after a loss that is not finite, and another pair comes."""
+    model = models.patch(models.make_model("bert").train())
+    batch = models.make_batch("plain")
+    items = 2 * int((batch["labels"] != -100).sum()) * size
+    for batches in (1, 2, 2):
+        for _ in range(batches):
+            loss = model(**batch, num_items_in_batch=items).loss
+            loss.backward()
+        model.zero_grad()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_accumulation_may_be_given_up(ranks: Ranks, size: int) -> None:
+    if size == 1:
+        give_up_an_accumulation(0, 1)
+    else:
+        ranks(size).run(give_up_an_accumulation)
+
+
 def masking_collator() -> DataCollatorForLanguageModeling:
     tokenizer = trainers.tokenizer()
     tokenizer.add_special_tokens({"mask_token": "w60"})
@@ -124,7 +145,7 @@ def test_a_collator_that_masks_tokens_does_not_shift_labels() -> None:
     assert "shift_labels" not in shard
     assert "shift_labels" in hf_burst.BurstCollator(masking_collator(), causal=True)(rows)
     assert "shift_labels" in hf_burst.BurstCollator(trainers.collate)(trainers.samples("padded", 2))
-    model = hf_burst.patch_model(models.make_model("bert").eval())
+    model = models.patch(models.make_model("bert").eval())
     full["attention_mask"] = shard.pop("attention_mask", full["attention_mask"])
     torch.testing.assert_close(model(**shard).loss, model(**full).loss)
 
@@ -133,13 +154,13 @@ def give_shards_of_the_other_kind(rank: int, size: int, name: str, causal: bool,
     batch = models.make_batch("plain")
     if not labelled:
         del batch["labels"]
-    hf_burst.patch_model(models.make_model(name).train())(**hf_burst.shard_batch(batch, causal=causal))
+    models.patch(models.make_model(name).train())(**hf_burst.shard_batch(batch, causal=causal))
 
 
 def give_shift_labels(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     batch["shift_labels"] = models.shifted(batch.pop("labels"))
-    hf_burst.patch_model(models.make_model("bert").train())(**batch)
+    models.patch(models.make_model("bert").train())(**batch)
 
 
 @pytest.mark.parametrize("labelled", [True, False])
@@ -160,24 +181,24 @@ def test_shift_labels_are_not_for_masked_language_models(ranks: Ranks) -> None:
 def label_padding(rank: int, size: int) -> None:
     batch = models.make_batch("left")
     batch["labels"][1, 2] = 5
-    hf_burst.patch_model(models.make_model("bert").train())(**batch)
+    models.patch(models.make_model("bert").train())(**batch)
 
 
 def mask_nothing(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     batch["labels"].fill_(-100)
-    hf_burst.patch_model(models.make_model("bert").train())(**batch, num_items_in_batch=7)
+    models.patch(models.make_model("bert").train())(**batch, num_items_in_batch=7)
 
 
 def attend_causally(rank: int, size: int) -> None:
     model = models.make_model("llama").train()
     model.loss_function = ForMaskedLMLoss
-    hf_burst.patch_model(model)(**models.make_batch("plain"))
+    models.patch(model)(**models.make_batch("plain"))
 
 
 def drop_attention_weights(rank: int, size: int) -> None:
     sizes = {**models._SIZES, "attention_probs_dropout_prob": 0.1}
-    hf_burst.patch_model(BertForMaskedLM(BertConfig(**sizes)).train())(**models.make_batch("plain"))
+    models.patch(BertForMaskedLM(BertConfig(**sizes)).train())(**models.make_batch("plain"))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +238,7 @@ def test_heads_and_settings_that_are_not_served_are_refused_with_a_sentence() ->
         (ModernBertForMaskedLM(sparse), "sparse_pred_ignore_index is 0"),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
-            hf_burst.patch_model(model)
+            models.patch(model)
 
 
 def prepare_unpatched(rank: int, size: int) -> None:
@@ -237,7 +258,7 @@ def test_a_model_that_was_not_patched_is_refused(ranks: Ranks) -> None:
 def test_unpatch_puts_everything_back(name: str) -> None:
     model, batch = models.make_model(name).train(), models.make_batch("plain")
     before, loss = snapshot(model), model(**batch).loss
-    hf_burst.unpatch_model(hf_burst.patch_model(model))
+    hf_burst.unpatch_model(models.patch(model))
     assert snapshot(model) == before
     assert torch.equal(model(**batch).loss, loss)
 
@@ -256,7 +277,7 @@ def wrapped(rank: int, size: int, name: str, how: str) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = models.plain_loss(model.base_model.model if how == "lora" else model, batch)
     expected = torch.autograd.grad(loss, trained)
-    hf_burst.patch_model(model)
+    models.patch(model)
     if how == "checkpointing":
         model.gradient_checkpointing_enable()
     called = torch.compile(model, backend="aot_eager") if how == "compile" else model
@@ -278,7 +299,7 @@ def test_what_is_put_around_a_model(ranks: Ranks, name: str, how: str) -> None:
 def draw_masks(rank: int, size: int) -> None:
     sizes = {**models._SIZES, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.3}
     torch.manual_seed(0)
-    model = hf_burst.patch_model(BertForMaskedLM(BertConfig(**sizes)).train())
+    model = models.patch(BertForMaskedLM(BertConfig(**sizes)).train())
     kept = kept_by(model)
     losses = []
     for _ in range(2):
@@ -328,7 +349,7 @@ def test_under_autocast_the_head_runs_as_in_one_process(name: str) -> None:
     for patched in (False, True):
         model = models.make_model(name).train()
         if patched:
-            hf_burst.patch_model(model)
+            models.patch(model)
         model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
         loss = model(**batch).loss
         loss.backward()

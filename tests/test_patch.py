@@ -65,7 +65,7 @@ def compare_with_one_process(
         expected = [parameter.grad.clone() for parameter in model.parameters()]
         expected_logits = models.plain_logits(model.eval(), batch).detach()
         config = hf_burst.BurstConfig(schedule=schedule)
-        hf_burst.patch_model(model.train(), config)
+        models.patch(model.train(), config)
         for explicit in (False,) if numbered else (False, True):
             model.zero_grad()
             causal = not models.is_masked(model)
@@ -118,6 +118,56 @@ def test_float32_equals_one_process(ranks: Ranks) -> None:
     ranks(2).run(compare_with_one_process, "llama", list(itertools.product(KINDS, SCHEDULES)), torch.float32)
 
 
+def train_on_short_rows(rank: int, size: int, keep: float) -> None:
+    """Fewer tokens than chunks, down to one, beside one process."""
+    lengths = (1, 2, 3, 5, 6, 7, 10, 13, 15, 26)
+    model = models.make_model("llama", torch.float64).train()
+    model.gradient_checkpointing_enable()
+    for length in lengths if keep == 1 else lengths[-2:]:
+        ids = torch.arange(2 * length).view(2, length) % 50 + 1
+        batch = {"input_ids": ids, "labels": ids}
+        logits = model(input_ids=ids, use_cache=False).logits.detach()
+        if length > 1:
+            model.zero_grad()
+            loss = models.plain_loss(model, batch)
+            loss.backward()
+            expected = [parameter.grad.clone() for parameter in model.parameters()]
+        models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=1e-10, atol=1e-10)
+        for explicit in (False, True) if length > 1 else ():
+            model.zero_grad()
+            config = hf_burst.BurstConfig(attention_keep=keep)
+            ours = model(**(hf_burst.shard_batch(batch, config=config) if explicit else batch)).loss
+            ours.backward()
+            torch.testing.assert_close(ours, loss, rtol=1e-10, atol=1e-10)
+            for gradient, wanted in zip(group_mean(model), expected, strict=True):
+                torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10)
+        hf_burst.unpatch_model(model)
+
+
+@pytest.mark.parametrize(("size", "keep"), [(2, 1.0), (3, 1.0), (4, 1.0), (4, 0.25)])
+def test_rows_with_fewer_tokens_than_chunks_are_padded(ranks: Ranks, size: int, keep: float) -> None:
+    ranks(size).run(train_on_short_rows, keep)
+
+
+def evaluate_without_labels(rank: int, size: int) -> None:
+    """A batch of prompts alone in an evaluation: its loss is not a number, as in Transformers."""
+    model = hf_burst.patch_model(models.make_model("llama").eval())
+    batch = models.make_batch("plain")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    for given in (batch, hf_burst.shard_batch(batch)):
+        assert model(**given).loss.isnan()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_evaluation_without_any_label_goes_on(ranks: Ranks, size: int) -> None:
+    if size == 1:
+        evaluate_without_labels(0, 1)
+    else:
+        ranks(size).run(evaluate_without_labels)
+
+
 def differentiate_gathered_logits(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float64).train()
     batch = models.make_batch("plain")
@@ -125,7 +175,7 @@ def differentiate_gathered_logits(rank: int, size: int) -> None:
     logits.square().mean().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    hf_burst.patch_model(model)
+    models.patch(model)
     model(batch["input_ids"]).logits.square().mean().backward()
     for found, wanted in zip(group_mean(model), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -139,7 +189,7 @@ def compare_hidden_states(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float64).eval()
     tokens = models.make_batch("plain")["input_ids"]
     expected = model(tokens, output_hidden_states=True, use_cache=False).hidden_states
-    found = hf_burst.patch_model(model)(tokens, output_hidden_states=True).hidden_states
+    found = models.patch(model)(tokens, output_hidden_states=True).hidden_states
     for mine, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-10)
 
@@ -152,7 +202,7 @@ def checkpointed(rank: int, size: int) -> None:
     batch = models.make_batch("packed")
     for name in ("llama", "gpt2"):
         model = models.make_model(name, torch.float64).train()
-        hf_burst.patch_model(model)
+        models.patch(model)
         model(**batch).loss.backward()
         expected = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
@@ -174,7 +224,7 @@ def generate(rank: int, size: int) -> None:
     options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     for extra in ({}, {"num_beams": 3}, {"cache_implementation": "static"}):
         expected = model.generate(prompt, **options, **extra)
-        hf_burst.patch_model(model)
+        models.patch(model)
         assert torch.equal(model.generate(prompt, **options, **extra), expected), extra
         hf_burst.unpatch_model(model)
 
@@ -188,7 +238,7 @@ def test_a_cached_loop_of_ones_own_in_one_process() -> None:
     prompt = models.make_batch("plain")["input_ids"][:1, :9]
     for patched in (False, True):
         if patched:
-            hf_burst.patch_model(model)
+            models.patch(model)
         outputs = model(prompt)
         chosen = [outputs.logits[:, -1:].argmax(-1)]
         for _ in range(3):
@@ -202,7 +252,7 @@ def evaluate_with_cache(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     model = models.make_model("llama", torch.float64).eval()
     exact = models.plain_loss(model, batch).detach()
-    hf_burst.patch_model(model)
+    models.patch(model)
     for given in (batch, hf_burst.shard_batch(batch)):
         torch.testing.assert_close(model(**given, use_cache=True).loss.detach(), exact, rtol=1e-10, atol=1e-10)
 
@@ -220,7 +270,7 @@ def half_precision(rank: int, size: int) -> None:
         model = models.make_model("qwen3", dtype).eval()
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
             rough = models.plain_logits(model, batch)
-            found = hf_burst.patch_model(model)(**inputs).logits
+            found = models.patch(model)(**inputs).logits
             loss = model(**batch).loss
         assert loss.dtype == torch.float32
         assert found.dtype == rough.dtype
@@ -234,7 +284,7 @@ def test_bfloat16_and_autocast(ranks: Ranks) -> None:
 
 
 def test_nothing_quadratic_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hf_burst.patch_model(models.make_model("mistral").train())
+    model = models.patch(models.make_model("mistral").train())
     monkeypatch.setattr("hf_burst.hf.attention.sdpa_mask", lambda **_: pytest.fail("a mask was built"))
     model(**models.make_batch("packed")).loss.backward()
 
@@ -255,10 +305,10 @@ def test_unpatch_puts_everything_back(broken: bool) -> None:
     batch = models.make_batch("plain")
     before, loss = snapshot(model), model(**batch).loss
     before["loss"] = model.loss_function
-    assert hf_burst.patch_model(model) is model
+    assert models.patch(model) is model
     if broken:
         with pytest.raises(ConfigError, match="patched already"):
-            hf_burst.patch_model(model)
+            models.patch(model)
         with pytest.raises(ValueError, match="input_ids"):
             model(labels=batch["labels"])
         handle = model.model.layers[0].register_forward_hook(lambda *_: 1 // 0)
@@ -275,10 +325,10 @@ def test_a_patch_that_fails_half_way_leaves_nothing() -> None:
     before = snapshot(model)
     nowhere = mock.patch.object(cutting, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model.elsewhere")})
     with nowhere, pytest.raises(AttributeError, match="elsewhere"):
-        hf_burst.patch_model(model)
+        models.patch(model)
     assert snapshot(model) == before
     assert not any(layer._forward_pre_hooks for layer in model.model.layers)
-    hf_burst.patch_model(model)
+    models.patch(model)
     del model._loss_function
     hf_burst.unpatch_model(model)
     assert snapshot(model) == before
@@ -289,12 +339,12 @@ def test_what_would_make_the_loss_wrong_is_refused() -> None:
     model = models.make_model("llama").train()
     model.loss_function = lambda **_: torch.zeros(())
     with pytest.raises(UnsupportedModelError, match="ForCausalLMLoss"):
-        hf_burst.patch_model(model)
+        models.patch(model)
     for change in (
         lambda model: model.set_attn_implementation("sdpa"),
         lambda model: setattr(model, "loss_function", lambda **_: torch.zeros(())),
     ):
-        model = hf_burst.patch_model(models.make_model("llama").train())
+        model = models.patch(models.make_model("llama").train())
         change(model)
         with pytest.raises(ConfigError, match="changed after it was patched"):
             model(**batch)
@@ -303,12 +353,31 @@ def test_what_would_make_the_loss_wrong_is_refused() -> None:
 def test_unpatch_keeps_a_loss_function_that_was_set() -> None:
     model = models.make_model("llama")
     model.loss_function = model.loss_function
-    hf_burst.unpatch_model(hf_burst.patch_model(model))
+    hf_burst.unpatch_model(models.patch(model))
     assert "_loss_function" in vars(model)
 
 
+def test_models_of_one_config_object_are_patched_each_by_itself() -> None:
+    batch = models.make_batch("plain")
+    first = models.make_model("llama").train()
+    second, third = (type(first)(first.config).train() for _ in range(2))
+    wanted = [model(**batch).loss for model in (first, second, third)]
+    for model in (first, second):
+        hf_burst.patch_model(model)
+    assert torch.equal(third(**batch).loss, wanted[2])
+    hf_burst.unpatch_model(first)
+    torch.testing.assert_close(first(**batch).loss, wanted[0])
+    torch.testing.assert_close(second(**batch).loss, wanted[1])
+    hf_burst.patch_model(first)
+    hf_burst.unpatch_model(second)
+    torch.testing.assert_close(first(**batch).loss, wanted[0])
+    hf_burst.unpatch_model(first)
+    assert first.config._attn_implementation == "sdpa"
+    assert torch.equal(first(**batch).loss, wanted[0])
+
+
 def test_copies_and_saved_models_stay_patched(tmp_path: Path) -> None:
-    model, batch = hf_burst.patch_model(models.make_model("llama").train()), models.make_batch("plain")
+    model, batch = models.patch(models.make_model("llama").train()), models.make_batch("plain")
     loss = model(**batch).loss
     torch.save(model, tmp_path / "model.pt")
     for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
@@ -342,9 +411,9 @@ def adapted(rank: int, size: int) -> None:
     weights = plain.state_dict()
     for first in (True, False):
         base = models.make_model("llama", torch.float64)
-        model = get_peft_model(hf_burst.patch_model(base) if first else base, settings).train()
+        model = get_peft_model(models.patch(base) if first else base, settings).train()
         if not first:
-            hf_burst.patch_model(model)
+            models.patch(model)
         model.load_state_dict(weights)
         found = model(**batch).loss
         found.backward()
@@ -392,9 +461,9 @@ def test_models_that_are_not_served_are_refused_with_a_sentence(monkeypatch: pyt
     for sentence, refused in cases.items():
         for model in refused:
             with pytest.raises(UnsupportedModelError, match=sentence):
-                hf_burst.patch_model(model)
+                models.patch(model)
             assert getattr(getattr(model, "config", None), "_attn_implementation", "") != "hf_burst"
-    hf_burst.patch_model(Changed(models.make_model("qwen2").config))
+    models.patch(Changed(models.make_model("qwen2").config))
 
 
 def compare_positions(rank: int, size: int) -> None:
@@ -406,7 +475,7 @@ def compare_positions(rank: int, size: int) -> None:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     logits, targets = model(**inputs, use_cache=False).logits, models.shifted(batch["labels"])
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).detach()
-    hf_burst.patch_model(model)
+    models.patch(model)
     for given in (batch, hf_burst.shard_batch(batch)):
         torch.testing.assert_close(model(**given).loss.detach(), wanted, rtol=1e-10, atol=1e-10)
 
@@ -430,7 +499,7 @@ def train_after_inference(rank: int, size: int) -> None:
     batch = models.make_batch("plain", 43)
     model = models.make_model("llama", torch.float64)
     wanted = models.plain_loss(model, batch).detach()
-    hf_burst.patch_model(model)
+    models.patch(model)
     with torch.inference_mode():
         torch.testing.assert_close(model.eval()(**batch).loss, wanted, rtol=1e-10, atol=1e-10)
     loss = model.train()(**batch).loss
@@ -448,7 +517,7 @@ def test_inference_mode_and_default_devices_leave_nothing_behind(ranks: Ranks) -
 def add_noise(rank: int, size: int) -> None:
     model = models.make_model("llama").train()
     model.get_input_embeddings().neftune_noise_alpha = 5.0
-    hf_burst.patch_model(model)(**models.make_batch("plain"))
+    models.patch(model)(**models.make_batch("plain"))
 
 
 def test_noise_on_embeddings_is_refused(ranks: Ranks) -> None:
@@ -462,7 +531,7 @@ def bound_token_types(rank: int, size: int) -> None:
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = BertConfig(vocab_size=61, **sizes, is_decoder=True, attention_probs_dropout_prob=0.0)
-    model = hf_burst.patch_model(BertLMHeadModel(config))
+    model = models.patch(BertLMHeadModel(config))
     batch = models.make_batch("plain")
     types = torch.zeros_like(batch["input_ids"])
     types[0, 0] = 2  # BERT has two, and the token is in the shard of rank 0 alone
@@ -485,7 +554,7 @@ def test_rotary_positions_of_layer_types_that_depend_on_the_longest() -> None:
     model = Gemma3ForCausalLM(Gemma3TextConfig(**{**sizes, "num_hidden_layers": 6}, **kinds)).double()
     batch = models.make_batch("plain")
     wanted = model(**batch, use_cache=False).loss
-    found = hf_burst.patch_model(model)(**batch).loss
+    found = models.patch(model)(**batch).loss
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
@@ -512,7 +581,7 @@ def scale_all_positions(rank: int, size: int) -> None:
     model = PhimoeForCausalLM(config).eval()  # in training its routers draw random numbers
     batch = models.make_batch("plain", 43)  # rank 1 holds the middle of it, below position 36
     wanted = model(**batch, use_cache=False).loss.detach()
-    hf_burst.patch_model(model)
+    models.patch(model)
     torch.testing.assert_close(model(**batch).loss.detach(), wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -535,7 +604,7 @@ class SchedulesAsked(TorchDispatchMode):
 
 def choose_by_documents(rank: int, size: int) -> None:
     """One long document and many short ones of the same batch shape, in turns, with layers that run twice."""
-    model = hf_burst.patch_model(models.make_model("llama_yarn", torch.float64), hf_burst.BurstConfig())
+    model = models.patch(models.make_model("llama_yarn", torch.float64), hf_burst.BurstConfig())
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     length = 256
     whole = hf_burst.SequenceLayout.for_batch([(0, length)], size)
@@ -599,7 +668,7 @@ def train_own_classes(rank: int, size: int) -> None:
         model = kind(plain.config).double().train()
         model.config._attn_implementation = "sdpa"
         model.load_state_dict(plain.state_dict())
-        hf_burst.patch_model(model)
+        models.patch(model)
         labels, mask = batch["labels"], batch["attention_mask"]
         if kind is HandsOn:
             losses = [model(batch["input_ids"], mask, labels=labels).loss, model(**batch).loss]
@@ -611,14 +680,14 @@ def train_own_classes(rank: int, size: int) -> None:
 
 def test_classes_with_a_forward_of_their_own(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     ranks(2).run(train_own_classes)
-    hf_burst.patch_model(models.make_model("llama"))
+    models.patch(models.make_model("llama"))
     assert not caplog.records
-    hf_burst.patch_model(HandsOn(models.make_model("llama").config))
+    models.patch(HandsOn(models.make_model("llama").config))
     assert "not compared with one process: HandsOn" in caplog.text
 
 
 def differentiate_twice(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(models.make_model("llama"))
+    model = models.patch(models.make_model("llama"))
     batch = models.make_batch("right")
     loss = model.train()(**batch).loss
     with pytest.raises(KernelError, match="no second derivative"):

@@ -360,6 +360,7 @@ def test_a_plan_error_is_a_bug_and_not_an_input_error():
         (lambda: Mask(8, documents=(0, 5, 4, 8)), BatchError, ["(0, 5, 4, 8)"]),
         (lambda: Mask(50, documents=tuple(range(40))), BatchError, ["(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...)"]),
         (lambda: Sharding((0, 4, 8), (0, 0), 2), ShardingError, ["2 chunks", "(0, 0)", "2 ranks", "own at least one"]),
+        (lambda: Sharding((0, 4, 4), (0, 1), 2), ShardingError, ["(0, 4, 4) do not rise", "at least one token"]),
         (lambda: Sharding((0, 4, 8), (0, 1, 2), 3), ShardingError, ["2 chunks", "name one owner a chunk"]),
         (lambda: make_sharding(7, 4), ShardingError, ["7 tokens", "4 ranks", "8 chunks", "at least 8", "Pad it to 8"]),
         (lambda: make_sharding(3, 4, "contiguous"), ShardingError, ["3 tokens", "4 chunks", "at least 4"]),

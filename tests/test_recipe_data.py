@@ -1,4 +1,4 @@
-"""Documents and chats as tokens: what a document is, where it ends, which tokens are the assistant's, what is packed."""
+"""Documents and chats as tokens: where a document ends, which tokens are the assistant's, what is packed."""
 
 import json
 import random
@@ -82,13 +82,10 @@ def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     tokenizer = models.byte_tokenizer()
     assert tokenizer.decode(row["input_ids"]) == "What is 2 + 2? 4.<|im_end|>"
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
-    messages = [
-        {
-            key: [{"role": role, "content": rows[0][key]}]
-            for key, role in (("prompt", "user"), ("completion", "assistant"))
-        }
-    ]
-    row = tokens_of(conversations.write(tmp_path / "chat.jsonl", messages), arguments)[0]
+    arguments.assistant_only_loss = True  # which is off once the labels are made
+    roles = {"prompt": "user", "completion": "assistant"}
+    messages = {key: [{"role": role, "content": rows[0][key]}] for key, role in roles.items()}
+    row = tokens_of(conversations.write(tmp_path / "chat.jsonl", [messages]), arguments)[0]
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
 
 
@@ -121,11 +118,10 @@ def test_marks_and_difference_find_the_same_answers(make: Any) -> None:
     assert told == marked
     expected = []
     for message in chats.clean(row["messages"]):
-        calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
         if message["role"] == "assistant":
-            expected.append(
-                message["content"] + "".join(f"<tool_call>{call}</tool_call>" for call in calls) + "<|im_end|>"
-            )
+            calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+            written = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+            expected.append(f"{message['content']}{written}<|im_end|>")
     assert answers(marked) == expected
     everything = chats.ChatTokenizer(without_marks(), assistant_only=False)(row["messages"], row.get("tools"))
     assert everything["labels"] == everything["input_ids"] == marked["input_ids"]
@@ -141,9 +137,8 @@ def test_templates_of_known_models_are_marked_by_trl() -> None:
         chat = chats.ChatTokenizer(tokenizer)
         assert chat.marked, name
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
-        assert [answer.strip().startswith(("Hello", "<think>")) for answer in answers(chat(messages))] == [True] * 2, (
-            name
-        )
+        told = [answer.strip() for answer in answers(chat(messages))]
+        assert [answer.startswith(("Hello", "<think>")) for answer in told] == [True, True], name
 
 
 FORGETS = """{% for m in messages %}{% if m.role == 'assistant' %}
@@ -184,10 +179,8 @@ def test_a_token_that_is_partly_the_assistants_is_an_error() -> None:
 
 def test_messages_of_every_kind_become_the_same() -> None:
     function = {"name": "look_up", "arguments": {"key": "K"}}
-    chat = [
-        {"role": "user", "content": "K?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
-    ]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    chat = [{"role": "user", "content": "K?"}, call]
     as_text = {"function": {**function, "arguments": json.dumps(function["arguments"])}}
     api = [chat[0] | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [as_text]}]
     assert chats.clean(api) == chat
@@ -257,7 +250,9 @@ def test_packing_loses_nothing_and_keeps_documents_apart(tmp_path: Path, argumen
     Path(arguments.output_dir).mkdir()
     tokenizer = models.byte_tokenizer()
     rows, _ = data.load_tokens(DataSettings(dataset=[str(path)], too_long=too_long), tokenizer, arguments)
-    assert Counter(chain.from_iterable(rows["input_ids"])) == Counter(chain.from_iterable(tokenizer(texts)["input_ids"])) + Counter({1: 1700}), "before packing"  # fmt: skip
+    single = sum((len(text) + 1) % 64 == 1 for text in texts)  # last tokens by themselves: nothing predicts them
+    assert sum(map(len, rows["input_ids"])) == sum(len(text) + 1 for text in texts) - single
+    assert (single > 0) == (too_long == "split")
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=260, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     )
@@ -265,9 +260,10 @@ def test_packing_loses_nothing_and_keeps_documents_apart(tmp_path: Path, argumen
     packed = trainer.train_dataset
     assert Counter(chain.from_iterable(packed["input_ids"])) == Counter(chain.from_iterable(rows["input_ids"]))
     assert numpy.mean([len(row) for row in packed["input_ids"]]) > 60
-    batch = trainer.data_collator([packed[0]])
+    row = next(row for row in packed if len(row["seq_lengths"]) > 2)
+    batch = trainer.data_collator([row])
     starts = batch["position_ids"][0] == 0
-    assert starts.sum() == len(packed[0]["seq_lengths"]) > 1
+    assert starts.sum() == len(row["seq_lengths"])
     assert batch["cu_seq_lens_q"].tolist() == [*starts.nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
     assert (batch["labels"][0][starts] == -100).all()
     assert (batch["labels"][0][~starts] != -100).all()

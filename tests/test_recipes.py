@@ -216,26 +216,6 @@ def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told:
     assert told in wrong(option, value)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("number.jsonl", b'{"text": 5}\n', "holds Value('int64'); it must hold text"),
-        ("list.jsonl", b'{"text": ["a"]}\n', "it must hold text"),
-        ("broken.jsonl", b'{"text": "a', "JSON parse error"),
-        ("latin.txt", b"\xff\xfe" * 9, "'utf-8' codec can't decode"),
-        ("empty/", None, "doesn't contain any data files"),
-    ],
-)
-def test_documents_that_cannot_be_read(wrong: Sentence, name: str, content: bytes | None, told: str) -> None:
-    if content is None:
-        Path(name).mkdir()
-    else:
-        Path(name).write_bytes(content)
-    said = wrong("--dataset", name)
-    assert name in said
-    assert told in said
-
-
 def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_BURST_SIZE", "x")
     assert "HF_BURST_SIZE='x'" in wrong()

@@ -1,5 +1,6 @@
 """What the ranks of a process group own together: it ends with the group, and after `close` it is made anew."""
 
+import copy
 import gc
 import os
 import signal
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 import hf_burst
-from hf_burst import resources
+from hf_burst import AttentionRequest, burst_attention, resources
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.mesh import ContextGroup
 from hf_burst.resources import resources_of
-from tests import models
+from tests import models, trainers
 from tests.ranks import RankPool, forked
 from tests.shared_memory import shared_memory
 from tests.test_ring import Case, assert_exact, attend, context_group, put_together
@@ -78,7 +79,7 @@ def train_twice(number: int, folder: Path, pipe: Connection) -> None:
     for life, rank in enumerate((number, SIZE - 1 - number)):
         with joined(folder, life, rank):
             if life == 0:
-                hf_burst.patch_model(model, mesh=dist.group.WORLD)
+                models.patch(model, mesh=dist.group.WORLD)
                 group = context_group(SIZE)
             elif number != rank:
                 with pytest.raises(ConfigError, match="made anew"):
@@ -87,6 +88,31 @@ def train_twice(number: int, folder: Path, pipe: Connection) -> None:
     with pytest.raises(ConfigError, match="no process group"):
         model(**batch)
     pipe.send(losses)
+
+
+def attend_with_a_group_of_before(number: int, folder: Path, pipe: Connection) -> None:
+    """The errors of an attention whose group was made anew since. The rank in the middle has kept its number."""
+    layout = hf_burst.SequenceLayout.for_batch([(0, 48)], SIZE)
+    q, k, v = (torch.zeros(1, 16, 3, 8) for _ in range(3))
+    for life, rank in enumerate((number, SIZE - 1 - number)):
+        with joined(folder, life, rank):
+            if life == 0:
+                request = AttentionRequest(context_group(SIZE))
+                burst_attention(q, k, v, layout, request)
+            else:
+                with pytest.raises((ConfigError, RankMismatchError), match="was made anew") as problem:
+                    burst_attention(q, k, v, layout, request)
+    pipe.send(str(problem.value))
+
+
+def collate_before_and_after(number: int, folder: Path, pipe: Connection) -> None:
+    """Tokens of the shards of one collator: before a group, in it, by a copy, and after it."""
+    collator, rows = hf_burst.BurstCollator(trainers.collate), trainers.samples("packed", 1)
+    tokens = [collator(rows)["input_ids"].shape[1]]
+    with joined(folder, 0, number):
+        tokens += [use(rows)["input_ids"].shape[1] for use in (collator, copy.deepcopy(collator))]
+    tokens.append(collator(rows)["input_ids"].shape[1])
+    pipe.send(tokens)
 
 
 def attend_to_the_end(rank: int) -> None:
@@ -152,6 +178,17 @@ def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
         assert sharded == pytest.approx([whole] * 2, rel=1e-6)  # Transformers computes the loss in fp32
 
 
+def test_a_group_of_before_is_refused_on_every_rank(tmp_path: Path) -> None:
+    first, middle, last = answers(attend_with_a_group_of_before, tmp_path, range(SIZE))
+    assert "this process was rank 0 of 3 and is rank 2 of 3" in first
+    assert "this process was rank 2 of 3 and is rank 0 of 3" in last
+    assert "stopped before any communication" in middle
+
+
+def test_a_collator_follows_its_group(tmp_path: Path) -> None:
+    assert answers(collate_before_and_after, tmp_path, range(SIZE)) == [[29, 10, 10, 29]] * SIZE
+
+
 def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     every = answers(lose_and_replace, tmp_path, range(SIZE + 1), silent=[2])
     assert_all_exact(dict(lives[0] for lives in every))
@@ -200,7 +237,7 @@ def fail_alone(rank: int, size: int, folder: Path) -> str:
     group, device = context_group(size), torch.device("cpu")
     config = hf_burst.BurstConfig(transport="symmetric", kernel="reference", schedule="kv_ring")
     model, batch = models.make_model("llama").train(), models.make_batch("plain")
-    hf_burst.patch_model(model, config)
+    models.patch(model, config)
     with shared_memory(folder, group):
         model(**batch).loss.backward()
         pool: Any = resources_of(group).pool(device)

@@ -352,7 +352,7 @@ def load_with_workers(rank: int, size: int, method: str) -> list[list[int]]:
     collator = hf_burst.BurstCollator(trainers.collate)
     options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": collator, "batch_size": 2}
     loader = accelerator.prepare(DataLoader(trainers.samples("packed"), **options))
-    model = hf_burst.patch_model(models.make_model("llama").train())
+    model = models.patch(models.make_model("llama").train())
     shards = list(loader)
     assert all(torch.isfinite(model(**shard).loss) for shard in shards)
     return [shard["position_ids"][0].tolist() for shard in shards]

@@ -71,7 +71,7 @@ def fused(rank: int, size: int, kind: str) -> None:
     grown = []
     for patched in (False, True):
         if patched:
-            hf_burst.patch_model(model)
+            models.patch(model)
         outputs = model(**batch, fused_lm_head=True)
         (weights * (outputs.log_probs + 0.1 * outputs.entropy)).sum().backward()
         gradients = [parameter.grad.clone() for parameter in model.parameters()]

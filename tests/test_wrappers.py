@@ -93,7 +93,7 @@ def train(rank: int, size: int, case: Case) -> dict[str, Any]:
     row, rows = 0, 2
     if case.burst:
         mesh, flat = mesh_of(case.data, case.burst)
-        hf_burst.patch_model(model, mesh=mesh)
+        models.patch(model, mesh=mesh)
         if case.checkpointing:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
@@ -213,7 +213,7 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
     outer = dict(os.environ)
     model = make_trainee(case.lora)
     if case.burst:
-        hf_burst.patch_model(model)
+        models.patch(model)
     model.config.use_cache = False
     wrapped = bool(case.burst or case.half)
     arguments = TrainingArguments(
@@ -309,10 +309,10 @@ def compile_model(rank: int, size: int, how: str) -> None:
     torch._dynamo.reset()
     graphs: list[bool] = []
     backend = recording(graphs, "aot_eager")
-    eager = hf_burst.patch_model(models.make_model("llama", torch.float64).train())
+    eager = models.patch(models.make_model("llama", torch.float64).train())
     model = compiled = models.make_model("llama", torch.float64).train()
     if how in ("patched, then wrapped", "patched, then compiled"):
-        hf_burst.patch_model(model)
+        models.patch(model)
     if how == "patched, then compiled":
         model.compile(backend=backend)
     else:
@@ -322,7 +322,7 @@ def compile_model(rank: int, size: int, how: str) -> None:
         model.zero_grad()
         assert not any(graphs)
         graphs.clear()
-        assert hf_burst.patch_model(compiled) is compiled
+        assert models.patch(compiled) is compiled
     for index, cuts in enumerate([(40,), (7, 33), (1, 9, 30), (5, 5, 20, 10), (20, 20)]):
         batch = packed(cuts, index)
         given = hf_burst.shard_batch(batch) if how == "patched, then compiled" else batch
@@ -372,7 +372,7 @@ def mix_precision(rank: int, size: int, name: str) -> list[torch.Tensor]:
     mesh = None
     if size > 1:
         mesh = hf_burst.BurstParallelismConfig()
-        hf_burst.patch_model(model)
+        models.patch(model)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=mesh)
     wrapped = accelerator.prepare(model)
     loss = wrapped(**models.make_batch("plain", 97), use_cache=False).loss
@@ -417,9 +417,9 @@ def adapt(rank: int, size: int, folder: str, dora: bool, patch_first: bool) -> N
     def build(patched: bool) -> nn.Module:
         base = models.make_model("llama", torch.float64)
         torch.manual_seed(3)
-        model = get_peft_model(hf_burst.patch_model(base) if patched and patch_first else base, settings[0])
+        model = get_peft_model(models.patch(base) if patched and patch_first else base, settings[0])
         model.add_adapter("second", settings[1])
-        return hf_burst.patch_model(model) if patched and not patch_first else model
+        return models.patch(model) if patched and not patch_first else model
 
     def check(model: nn.Module, plain: nn.Module) -> float:
         found, wanted = model(**batch).loss, models.plain_loss(plain, batch)
@@ -445,7 +445,7 @@ def adapt(rank: int, size: int, folder: str, dora: bool, patch_first: bool) -> N
         model.save_pretrained(folder)
     dist.barrier()
     loaded = PeftModel.from_pretrained(
-        hf_burst.patch_model(models.make_model("llama", torch.float64)),
+        models.patch(models.make_model("llama", torch.float64)),
         f"{folder}/second",
         autocast_adapter_dtype=False,
     )
@@ -476,7 +476,7 @@ def learn_prompts(rank: int, size: int) -> None:
     ):
         torch.manual_seed(2)
         plain = get_peft_model(models.make_model("llama", torch.float64), settings).double().train()
-        model = get_peft_model(hf_burst.patch_model(models.make_model("llama", torch.float64)), settings)
+        model = get_peft_model(models.patch(models.make_model("llama", torch.float64)), settings)
         model.double().train().load_state_dict(plain.state_dict())
         wanted, found = plain(**batch).loss, model(**batch).loss
         wanted.backward()
@@ -490,7 +490,7 @@ def learn_prompts(rank: int, size: int) -> None:
         with pytest.raises(BatchError, match="position_ids are missing"):
             model(**hf_burst.shard_batch(batch))
     model = get_peft_model(
-        hf_burst.patch_model(models.make_model("llama")),
+        models.patch(models.make_model("llama")),
         PrefixTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"),
     ).train()
     with pytest.raises(BatchError, match="cache cannot be sharded"):
@@ -543,7 +543,7 @@ def adapt_by_every_method(rank: int, size: int) -> None:
         for patched in (False, True):
             model = models.make_model("llama")
             if patched:
-                hf_burst.patch_model(model)
+                models.patch(model)
             torch.manual_seed(3)
             adapted = get_peft_model(model, peft_settings()[method]).train()
             torch.manual_seed(4)
@@ -578,10 +578,10 @@ def adapt_otherwise(rank: int, size: int) -> None:
         (peft.LoraConfig(r=2, alora_invocation_tokens=[7, 8], **two), "activated LoRA"),
     ):
         with pytest.raises(UnsupportedModelError, match=name):
-            hf_burst.patch_model(peft.get_peft_model(models.make_model("llama"), settings))
+            models.patch(peft.get_peft_model(models.make_model("llama"), settings))
         if name == "ADAPTION_PROMPT":  # leaves no sign of itself in the model that it adapts
             continue
-        model = peft.get_peft_model(hf_burst.patch_model(models.make_model("llama")), settings).train()
+        model = peft.get_peft_model(models.patch(models.make_model("llama")), settings).train()
         with pytest.raises(UnsupportedModelError, match=name):
             model(**models.make_batch("right"))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import BatchError, KernelError, ShardingError
 from ..layout import SequenceLayout
-from ..mesh import ContextGroup
+from ..mesh import ContextGroup, group_by_name
 from .cache import AttentionCache
 from .choice import machine_of_group, named_schedule, with_schedule
 from .prepare import InputKind, deterministic, kernel_for
@@ -128,7 +128,7 @@ def _device_of(q: Any, group: ContextGroup) -> torch.device:
     """Where the ranks speak to each other: that of the queries, or of the backend where they are none."""
     if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda"):
         return q.device
-    on_gpus = group.size > 1 and dist.get_backend(group.process_group) == "nccl"
+    on_gpus = group.size > 1 and dist.get_backend(group_by_name(group.name)) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 

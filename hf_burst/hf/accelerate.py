@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,6 +119,7 @@ class BurstParallelismConfig(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
+        check_processes()
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
 
@@ -247,14 +248,39 @@ def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
         )
 
 
+def check_processes() -> None:
+    """Raises a ConfigError where the launcher, torch.distributed and accelerate count different processes.
+
+    Without a GPU accelerate takes every process for the only one, unless it is told to use CPUs.
+    """
+    launched = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    joined = dist.get_world_size() if dist.is_initialized() else 1
+    counted = PartialState._shared_state.get("num_processes")
+    if counted is not None and counted != max(launched, joined):
+        raise ConfigError(
+            f"accelerate knows of {counted} of the {max(launched, joined)} processes that were launched, so nobody "
+            "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True). On GPUs launch with "
+            "`accelerate launch --num_processes N script.py`."
+        )
+    if launched > joined:
+        raise ConfigError(
+            f"This is one of {launched} processes that were launched together, and torch.distributed has not joined "
+            "them: each would train by itself. Make the Accelerator, or call torch.distributed.init_process_group(), "
+            "before the first batch."
+        )
+
+
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
     """The ranks that share a sequence: those of the mesh that the user named, else of accelerate's state, else all.
 
     Rank and size are asked anew: torch.distributed gives the names of groups that were destroyed to new ones.
 
     Raises:
-        ConfigError: If both name different groups, the named one is gone, or accelerate itself shards sequences.
+        ConfigError: If both name different groups, the named one is gone, accelerate itself shards sequences, or
+            processes that were launched together do not know of each other, see [`check_processes`].
     """
+    check_processes()
     named = named and ContextGroup.from_name(named.name)
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")

@@ -1,11 +1,11 @@
 """The explicit mode: batches that are sharded before they reach the model."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import get_worker_info
 
 from ..config import BurstConfig
 from ..errors import BatchError
@@ -84,16 +84,13 @@ class BurstCollator:
         self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
         self.config = config or BurstConfig()
         self._named = None if mesh is None else ContextGroup.from_mesh(mesh)
-
-    @cached_property
-    def _group(self) -> ContextGroup:
-        """Found at the first use, in the main process."""
-        return resolve_group(self._named)
+        self._sent: ContextGroup | None = None  # the group of the process that sent this copy to a worker
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Collates samples, then shards the batch."""
-        return _shard(self.base_collator(features), self.config, self._group, task_named(self.causal))
+        group = self._sent if self._sent and get_worker_info() else resolve_group(self._named)
+        return _shard(self.base_collator(features), self.config, group, task_named(self.causal))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For data loader workers, which know nothing of groups: theirs is found before they start."""
-        return {**self.__dict__, "_group": self._group}
+        """For workers of a data loader, which know nothing of groups."""
+        return {**self.__dict__, "_sent": resolve_group(self._named)}

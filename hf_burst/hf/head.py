@@ -10,17 +10,25 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..linear_loss import Linear, linear_loss_sum, linear_token_losses
 from ..loss import token_loss_sum, token_losses
 
+_WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
+_HOOKED = (
+    "The head of the model has a forward hook. It is given the logits of this rank's tokens, which are all in memory: "
+    "tokens x vocabulary values. Remove the hook for long sequences."
+)
 _METHODS = ("float", "to", "tanh", "contiguous")
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     **{name: getattr(torch.Tensor, name) for name in _METHODS},
     **{name: getattr(operator, name) for name in ("add", "mul", "truediv", "getitem")},
 }
+logger = logging.get_logger(__name__)
 Step = tuple[str, tuple[Any, ...]]
 
 
@@ -186,11 +194,21 @@ class LazyHead:
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        if self._is_hooked():
+            logger.warning_once(_HOOKED)
+            return self.plain(hidden)
         # in fp16, gradients would have to wait for their scale
         if self._is_watched() or torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
+
+    def _is_hooked(self) -> bool:
+        """Whether forward hooks want the logits. Wrappers that shard the weights of the head want them not."""
+        modules = list(self.module.modules())
+        hooks = [hook for module in modules for hook in module._forward_hooks.values()]
+        hooks += [hook for module in modules[1:] for hook in module._forward_pre_hooks.values()]
+        return bool(_global_forward_hooks) or any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks)
 
     def _is_watched(self) -> bool:
         """Whether hooks want gradients, which come once only with all logits, or a weight follows from others before

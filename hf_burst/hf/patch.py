@@ -26,6 +26,7 @@ from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
 from .parts.outputs import Outputs
+from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
 from .parts.token_losses import TokenLosses
@@ -68,7 +69,7 @@ def patch_model(
 
 def patch_under_check(model: AnyModel) -> AnyModel:
     """As [`patch_model`], for a class that is being compared with one process, whether it is served or not."""
-    return _apply(model, BurstConfig(), None, verdict="under check")
+    return _apply(model, BurstConfig(gradients="averaged_by_hand"), None, verdict="under check")
 
 
 def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> AnyModel:
@@ -116,6 +117,7 @@ def make_parts(
     """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
     return (
         Request(),
+        Replicas(config),
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),
@@ -145,8 +147,8 @@ class _Patch:
         for part in self.parts:
             self.handles += part.install(model)
         self.handles += [
-            model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self.after),
+            model.register_forward_pre_hook(self.before, with_kwargs=True),
+            model.register_forward_hook(self.after, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.end, always_call=True),
         ]
 
@@ -179,17 +181,22 @@ class _Patch:
                 part.prepare(run)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
-        run.tokens = run.group.agree(run.facts, error, run.device, tally=run.labels, content=run.content)
+        run.tokens = run.group.agree(run.facts, error, run.device, run.labels, run.checksums, run.advice)
         self.run, self.explicit = run, run.explicit
         for part in self.parts:
             part.begin(run)
         return (), {**run.inputs, CALL_KEY: run.call}
 
     @torch.compiler.disable
-    def after(self, module: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
+    def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: outputs of the whole batch, in sequence order."""
         if self.run is None:
             return output
+        if kwargs.get("labels") is not self.run.inputs.get("labels"):
+            raise ConfigError(
+                "A forward pre-hook changed the labels after the batch was cut over the ranks, too late for the loss. "
+                "Register it before hf_burst.patch_model(model): it then sees the whole batch."
+            )
         outputs = dict(output.items())
         for part in self.parts:
             part.after(self.run, outputs)

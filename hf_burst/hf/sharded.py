@@ -142,15 +142,23 @@ def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKE
         value = batch.get(key)
         if not isinstance(value, torch.Tensor):
             continue
-        bits = value.detach()
-        if bits.is_floating_point():
-            bits = bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize])
+        bits = _bits(value)
         tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
         order = torch.arange(1, tokens.numel() + 1, device=tokens.device)  # a token counts by where it stands
         # products wrap around: odd factors lose nothing of a number
         own = ((tokens.flatten() + zlib.crc32(key.encode())) * (order * _SPREAD * 2 + 1)).sum()
         total = own if total is None else total * _SPREAD + own.to(total.device)
     return total
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the values of a tensor, each read as an integer: `torch.LongTensor`, a scalar on its device."""
+    return _bits(tensor).sum(dtype=torch.int64)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    bits = tensor.detach()
+    return bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize]) if bits.is_floating_point() else bits
 
 
 def _number(batch: Mapping[str, Any]) -> int:

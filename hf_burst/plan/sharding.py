@@ -26,8 +26,8 @@ class Sharding:
     """An assignment of the chunks of a sequence to ranks.
 
     Args:
-        boundaries (`tuple[int, ...]`): Rising chunk boundaries, from the first token that is held to the end of the
-            last one: `(0, ..., length)` for a whole sequence.
+        boundaries (`tuple[int, ...]`): Chunk boundaries, each above the one before, from the first token that is held
+            to the end of the last one: `(0, ..., length)` for a whole sequence.
         owners (`tuple[int, ...]`): The rank that holds each chunk; a rank holds its chunks in sequence order.
         ranks (`int`): The number of ranks.
     """
@@ -42,6 +42,8 @@ class Sharding:
                 f"{len(self.boundaries) - 1} chunks with owners {self.owners} do not give each of {self.ranks} ranks a "
                 "chunk: name one owner a chunk and let every rank own at least one."
             )
+        if any(start >= stop for start, stop in pairwise(self.boundaries)):
+            raise ShardingError(f"The boundaries {self.boundaries} do not rise: give every chunk at least one token.")
 
     @property
     def start(self) -> int:

@@ -1,6 +1,8 @@
 """The attention of a model: set and put back, and told of every sharded pass."""
 
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,6 +14,13 @@ from ...resources import resources_of
 from ..attention import CALL_KEY, NAME, LazyMask, register
 from .base import ForwardPass, Handles, Part
 
+_PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
+
+
+def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Other patched models that were made of the same config object, which holds the attention implementation."""
+    return (other for other in list(_PATCHED) if other is not model and other.config is model.config)
+
 
 class Attention(Part):
     """Sets the attention implementation, and sees to it that the call of a pass comes to the attention of every layer.
@@ -21,7 +30,8 @@ class Attention(Part):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.before: str = model.config._attn_implementation
+        shared = next(_users_of(model), None)  # their config says hf_burst already
+        self.before: str = model.config._attn_implementation if shared is None else _PATCHED[shared].before
         self.under_way = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -31,6 +41,7 @@ class Attention(Part):
 
     def install(self, model: PreTrainedModel) -> Handles:
         register()
+        _PATCHED[model] = self
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:  # Transformers only warns
             raise UnsupportedModelError(
@@ -56,7 +67,9 @@ class Attention(Part):
         self.under_way = False
 
     def remove(self, model: PreTrainedModel) -> None:
-        model.set_attn_implementation(self.before)
+        _PATCHED.pop(model, None)
+        if next(_users_of(model), None) is None:
+            model.set_attn_implementation(self.before)
 
     def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")

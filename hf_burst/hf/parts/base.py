@@ -32,7 +32,8 @@ class ForwardPass:
     explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`
-    content: torch.Tensor | None = None  # a checksum that must be equal too, a scalar
+    checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars that must be equal, too
+    advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
     labels: int = 0  # that count, on this rank
     tokens: int = 0  # labels that count over all ranks; known from `begin` on
     call: ForwardCall = field(init=False)  # travels to the layers; known from `begin` on

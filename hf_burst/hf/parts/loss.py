@@ -1,5 +1,6 @@
 """The loss of the whole batch, weighted by tokens over all ranks."""
 
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class Loss(Part):
             )
         if items is not None and self.averages and targets is not None:
             items = run.inputs["num_items_in_batch"] = self._items_of_batch(run, items)
-        if targets is not None and tokens == 0 and not items:
+        if run.model.training and targets is not None and tokens == 0 and not items:
             raise BatchError(
                 f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
                 "Drop such batches, or check how the labels are masked."
@@ -112,8 +113,8 @@ class Loss(Part):
             dist.all_reduce(total)
         if not run.model.training:
             return int(total)
-        before = self.accumulated[1] if self.accumulated[0] == items else 0
-        counted = before + int(total)
+        begun = self.accumulated[0] == items and any(parameter.grad is not None for parameter in run.model.parameters())
+        counted = (self.accumulated[1] if begun else 0) + int(total)
         self.accumulated = (items, counted if counted < items else 0)
         if counted > items:
             raise BatchError(
@@ -126,12 +127,13 @@ class Loss(Part):
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
     """The loss of the whole batch, weighted by tokens over all ranks.
 
-    A token counts 1 / `items` (`num_items_in_batch`), as in Transformers, or else 1 / tokens of the group. `items` are
-    summed over all ranks: each rank of a group counts a full batch, a sharded one is counted once. As in Transformers,
-    the loss is then to be multiplied by the number of processes, whose gradients are averaged.
+    A token counts 1 / `items` (`num_items_in_batch`), as in Transformers, or else 1 / tokens of the group. Without any
+    token the loss is not a number, as in Transformers. `items` are summed over all ranks: each rank of a group counts a
+    full batch, a sharded one is counted once. As in Transformers, the loss is then to be multiplied by the number of
+    processes, whose gradients are averaged.
     """
     if items is None:
-        return group_loss(local_sum, 1 / run.tokens, run.group)
+        return group_loss(local_sum, 1 / run.tokens if run.tokens else math.nan, run.group)
     if isinstance(items, torch.Tensor):
         items = items.to(local_sum)  # 1 over an integer would be fp32
     return group_loss(local_sum, 1 / (items * run.group.size if run.explicit else items), run.group)

@@ -36,10 +36,12 @@ class Request(Part):
                 "neftune_noise_alpha adds noise that depends on the length of the sequence, of which a rank has a "
                 "part. Leave it out of the training arguments."
             )
+        kind = run.device.type
         run.facts |= {
             "dtype": str(model.dtype),
             "training": model.training,
             "gradients": torch.is_grad_enabled(),
+            "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
             "fused_lm_head": bool(batch.get("fused_lm_head")),
             "BurstConfig": str(run.config),
             "transformers": transformers.__version__,

@@ -18,6 +18,7 @@ from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
 from .base import ForwardPass, Handles, Part
 
+CONTENT = "content (checksum)"
 _TABLES = ("wpe", "pos")  # in the names of tables of positions
 
 
@@ -148,16 +149,16 @@ class Tokens(Part):
             )
         run.inputs = {key: value for key, value in run.batch.items() if key != LAYOUT_KEY}
         run.inputs["labels"] = run.targets
-        run.facts["content (checksum)"] = about.fingerprint if about else None
+        run.facts[CONTENT] = about.fingerprint if about else None
 
     def _cut(self, run: ForwardPass) -> None:
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns)
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
-        run.facts["content (checksum)"] = None
-        if run.group.size > 1:
-            run.content = checksum(run.batch, run.token_inputs)
+        content = checksum(run.batch, run.token_inputs) if run.group.size > 1 else None
+        if content is not None:
+            run.checksums[CONTENT] = content
         self.positions = self.learned.make(run.batch)
         if not self.cut_point.path:
             run.inputs = self._cut_inputs(run, run.inputs)

@@ -1,0 +1,126 @@
+"""The weights that the ranks of a group hold: equal at the first pass, and after the first update."""
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ...config import BurstConfig
+from ...errors import ConfigError
+from ...mesh import ContextGroup
+from ..sharded import sum_of_bits
+from .base import ForwardPass, Part
+
+WEIGHTS = "weights (checksum)"
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_AT_FIRST = (
+    "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
+    "accelerate.utils.set_seed(seed) before the model is made. accelerator.prepare(model) sends those of rank 0 to all."
+)
+_UPDATED = (
+    "The ranks began with the same weights, and differ after an update. Their gradients must be averaged and their "
+    "optimizers be alike: train what accelerator.prepare(model, optimizer) returns, as Trainer does."
+)
+
+
+class Replicas(Part):
+    """Compares the weights of the ranks at the first pass, and in training until an update has changed them.
+
+    Each rank computes gradients of its own tokens. Whoever averages them over the ranks keeps the weights equal, and
+    must be there at the first pass in training.
+    """
+
+    def __init__(self, config: BurstConfig) -> None:
+        self.by_hand = config.gradients == "averaged_by_hand"
+        self.parameters = ""  # their names and shapes, as of the latest comparison
+        self.first = 0  # the checksum of these parameters at their first comparison
+        self.settled = False  # whether an update was seen
+
+    def prepare(self, run: ForwardPass) -> None:
+        if run.group.size == 1 or self.settled:
+            return
+        trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        trains = run.model.training and torch.is_grad_enabled() and bool(trained)
+        if trains and not self.by_hand:
+            check_averaged(run.model, trained, run.group)
+        if trains or not self.parameters:
+            held = dict(run.model.named_parameters())
+            run.facts["parameters"] = _description(held)
+            run.checksums[WEIGHTS] = _checksum(held)
+            run.advice[WEIGHTS] = _UPDATED if run.facts["parameters"] == self.parameters else _AT_FIRST
+
+    def begin(self, run: ForwardPass) -> None:
+        if WEIGHTS not in run.checksums:
+            return
+        checksum = int(run.checksums[WEIGHTS])
+        if run.facts["parameters"] != self.parameters:
+            self.parameters, self.first = run.facts["parameters"], checksum
+        self.settled = checksum != self.first
+
+
+def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: ContextGroup) -> None:
+    """Raises a ConfigError if nothing averages the gradients of a model over the ranks of a group.
+
+    Args:
+        model (`torch.nn.Module`): The model, in its forward pass.
+        trained (`list[torch.nn.Parameter]`): Those of its parameters that are trained.
+        group ([`ContextGroup`]): The ranks that share a sequence.
+    """
+    members, wrapper = set(group.members), DistributedDataParallel._get_active_ddp_module()
+    averaged = [] if wrapper is None else [dist.get_process_group_ranks(wrapper.process_group)]
+    meshes = {parameter.device_mesh for parameter in trained if isinstance(parameter, DTensor)}
+    averaged += [mesh.mesh.flatten().tolist() for mesh in meshes]
+    for ranks in averaged:
+        if not members <= set(ranks):
+            raise ConfigError(
+                f"The ranks {sorted(members)} share a sequence, and gradients are averaged over {sorted(ranks)} only. "
+                "Wrap the model for all of them: pass hf_burst.BurstParallelismConfig to the Accelerator, or a mesh to "
+                "the wrapper that has these ranks."
+            )
+    sharded = AcceleratorState._shared_state.get("distributed_type") in _SHARDING
+    sharded |= any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
+    if not (averaged or sharded or hooked):
+        raise ConfigError(
+            f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
+            "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
+            "what accelerator.prepare(model, optimizer) returns, as Trainer does. If you average gradients yourself, "
+            "say so: patch_model(model, hf_burst.BurstConfig(gradients='averaged_by_hand'))."
+        )
+
+
+def _replicated(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that every rank holds whole: not those of FSDP2, of ZeRO-3 or without values."""
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
+    }
+
+
+def _description(parameters: Mapping[str, nn.Parameter]) -> str:
+    """How many parameters there are, and a checksum of their names, shapes and dtypes."""
+    text = "".join(
+        f"{name}{tuple(getattr(parameter, 'ds_shape', parameter.shape))}{parameter.dtype}"
+        for name, parameter in parameters.items()
+    )
+    return f"{len(parameters)} (checksum {zlib.crc32(text.encode()):x})"
+
+
+def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+    """A checksum of the values of parameters: `torch.LongTensor`, a scalar. The host need not wait for it."""
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for name, parameter in _replicated(parameters).items():
+        own = sum_of_bits(parameter) * (zlib.crc32(name.encode()) | 1)
+        sums.setdefault(parameter.device, []).append(own)
+    totals = [torch.stack(own).sum() for own in sums.values()]
+    if not totals:
+        return torch.zeros((), dtype=torch.int64)
+    return torch.stack([total.to(totals[0].device) for total in totals]).sum()

@@ -1,0 +1,29 @@
+"""Merges an adapter into its base and writes a full model, which loads without peft and hf_burst.
+
+    python recipes/merge_adapter.py outputs/sft outputs/merged --dtype bfloat16
+
+The folder of the adapter may be a checkpoint of a training. RoPE settings that are saved beside the adapter are kept.
+"""
+
+import argparse
+from pathlib import Path
+
+from models import merge_adapter
+from settings import using
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("adapter", type=Path, help="folder of the adapter")
+    parser.add_argument("to", type=Path, help="folder to write the full model to")
+    parser.add_argument("--dtype", default="auto", help="dtype to merge in; by default that of the base's files")
+    arguments = parser.parse_args()
+    if not (arguments.adapter / "adapter_config.json").exists():
+        raise SystemExit(f"{arguments.adapter} holds no adapter_config.json; give the folder of an adapter.")
+    with using(f"adapter {arguments.adapter}"):
+        merge_adapter(arguments.adapter, arguments.to, arguments.dtype)
+    print(f"the full model is in {arguments.to}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What the recipes train: losses over several ranks equal those of one process, and a merged adapter has learned."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import models  # noqa: E402
+
+from tests import conversations  # noqa: E402
+from tests.ranks import RankPool, reset_accelerate  # noqa: E402
+
+Ranks = Callable[[int], RankPool]
+FACTS = 12
+COMMON = ["--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--activation_checkpointing", "false"]
+LORA = ["--use_peft", "--lora_r", "16", "--lora_alpha", "32"]
+WAYS = {"full": [], "lora": LORA, "qlora": [*LORA, "--load_in_4bit"]}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models with random weights, of which one has a head sure enough for adapters to teach, and rows of every kind."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("recipes")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    tokens = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **tokens, max_position_embeddings=2048))
+    for base in ("base", "sure"):
+        model.save_pretrained(folder / base)
+        models.byte_tokenizer().save_pretrained(folder / base)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(10)
+    known = conversations.facts(FACTS)
+    conversations.chats(folder / "chats.jsonl", known, count=100)
+    conversations.trajectories(folder / "trajectories.jsonl", known, count=12)
+    conversations.pairs(folder / "pairs.jsonl", known, count=12)
+    conversations.write(folder / "text.jsonl", [{"text": "Some words, and others. " * 20}] * 6)
+    return folder
+
+
+def options(files: Path, rows: str, way: str, **more: Any) -> list[str]:
+    named = {"model_name_or_path": files / "base", "dataset": files / f"{rows}.jsonl", "save_strategy": "no"}
+    numbers = {"max_steps": 4, "max_length": 1700, "learning_rate": 0.01, "warmup_steps": 0, "weight_decay": 0.0}
+    values = {**named, **numbers, **more}
+    return [*COMMON, *WAYS[way], *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
+
+
+def train(rank: int, size: int, script: str, arguments: list[str], output: str) -> dict[str, list[float]]:
+    """Losses and gradient norms of a recipe."""
+    reset_accelerate()
+    folder = f"{output}_{size}"
+    trainer, _ = import_module(script).make_trainer([*arguments, "--output_dir", folder])
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:  # TRL holds adapters of quantized models in bf16, which rounds their updates
+            parameter.data = parameter.data.float()
+    trainer.train()
+    trainer.save_model()
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {name: [entry[name] for entry in steps] for name in ("loss", "grad_norm", "num_tokens")}
+
+
+CASES = [  # script, rows, what is trained, ranks, ranks of a group
+    pytest.param("sft", "chats", "full", 4, 2),
+    pytest.param("sft", "trajectories", "lora", 2, 2),
+    pytest.param("sft", "trajectories", "qlora", 4, 2),
+    pytest.param("dpo", "pairs", "lora", 2, 2),
+    pytest.param("sft", "chats", "full", 2, 2, marks=pytest.mark.full),
+    pytest.param("sft", "trajectories", "lora", 4, 2, marks=pytest.mark.full),
+    pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.full),
+    pytest.param("dpo", "pairs", "full", 4, 2, marks=pytest.mark.full),
+    pytest.param("finetune_long_document", "text", "full", 4, 2, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("script", "rows", "way", "size", "shared"), CASES)
+def test_losses_are_those_of_one_process(
+    ranks: Ranks, files: Path, tmp_path: Path, script: str, rows: str, way: str, size: int, shared: int
+) -> None:
+    if way == "qlora" and find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    given = options(files, rows, way, learning_rate=0.001 if script == "dpo" else 0.01)
+    split = ["--burst_size", str(shared)]
+    together = ["--gradient_accumulation_steps", str(size // shared)]  # the rows that the groups take
+    output = str(tmp_path / "out")
+    wanted = train(0, 1, script, [*given, *together], output)
+    assert len(wanted["loss"]) == 4
+    assert script == "dpo" or wanted["loss"][-1] < wanted["loss"][0] - 0.1
+    for run in ranks(size).run(train, script, [*given, *split], output):
+        assert run["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert run["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        assert run["num_tokens"] == wanted["num_tokens"]
+
+
+ASK = """
+import sys
+sys.modules["hf_burst"] = None  # any import of it fails
+import json
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+chats = [[{"role": "system", "content": "Answer by the number."}, question] for question in json.loads(sys.argv[2])]
+inputs = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+outputs = model.generate(**inputs, max_new_tokens=5, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+print(json.dumps(tokenizer.batch_decode(outputs, skip_special_tokens=True)))
+"""
+
+
+def test_a_merged_adapter_answers_what_it_was_taught(ranks: Ranks, files: Path, tmp_path: Path) -> None:
+    """Taught on two ranks, asked in plain Transformers."""
+    import json
+
+    more = {"model_name_or_path": files / "sure", "max_steps": 200, "max_length": 512, "lora_r": 32}
+    rate = {"learning_rate": 0.005, "lr_scheduler_type": "cosine", "warmup_steps": 5}
+    runs = ranks(2).run(train, "sft", options(files, "chats", "lora", **more, **rate), str(tmp_path / "adapter"))
+    assert runs[0]["loss"][-1] < 0.05
+    models.merge_adapter(tmp_path / "adapter_2", tmp_path / "merged")
+    known = conversations.facts(FACTS)
+    questions = json.dumps([conversations.question(key) for key in known])
+    command = [sys.executable, "-c", ASK, str(tmp_path / "merged"), questions]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    right = [answer == value for answer, value in zip(json.loads(done.stdout), known.values(), strict=True)]
+    assert sum(right) / len(right) > 0.99
