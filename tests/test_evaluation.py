@@ -1,4 +1,4 @@
-"""Evaluation over ranks equals one process: losses of single tokens, perplexity by position, answers, RULER's tasks."""
+"""The recipes that evaluate: over ranks, recall, perplexity by position and RULER's tasks equal one process."""
 
 import json
 import os
@@ -13,14 +13,15 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_burst
-from hf_burst.errors import BatchError, ConfigError
 from tests import models
-from tests.ranks import RankError, RankPool, reset_accelerate
+from tests.ranks import RankPool, reset_accelerate
 
 pytest.importorskip("trl")
 pytest.importorskip("matplotlib")
@@ -30,91 +31,6 @@ import evaluate  # noqa: E402
 import extend_context  # noqa: E402
 import needles  # noqa: E402
 import scoring  # noqa: E402
-
-Batch = dict[str, torch.Tensor]
-
-
-def losses_of(rank: int, size: int, name: str, batch: Batch) -> torch.Tensor:
-    """The losses of all tokens by the patched model, whose loss of the same batch must be their mean."""
-    model = hf_burst.patch_model(models.make_model(name, torch.float64)).eval()
-    losses = hf_burst.token_losses(model, batch)
-    counted = batch["labels"] != -100 if models.is_masked(model) else models.shifted(batch["labels"]) != -100
-    with torch.no_grad():
-        torch.testing.assert_close(losses.sum() / counted.sum(), model(**batch).loss, rtol=1e-12, atol=0)
-    return losses
-
-
-def plain_losses(name: str, batch: Batch) -> torch.Tensor:
-    """The same by one unpatched model, of all its logits."""
-    model = models.make_model(name, torch.float64).eval()
-    labels = batch["labels"] if models.is_masked(model) else models.shifted(batch["labels"])
-    logits = models.plain_logits(model, batch).detach()
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return losses if models.is_masked(model) else torch.cat([torch.zeros(len(losses), 1), losses[:, :-1]], dim=1)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("llama", "plain"), ("llama", "packed"), ("qwen2", "left"), ("gpt2", "right"), ("modernbert", "right")],
-)
-def test_losses_of_tokens_equal_one_process(ranks: Callable[[int], RankPool], name: str, kind: str, size: int) -> None:
-    batch = models.make_batch(kind)
-    expected = plain_losses(name, batch)
-    for losses in ranks(size).run(losses_of, name, batch):
-        assert losses.dtype == torch.float64
-        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-
-
-def peak_of_losses(rank: int, size: int) -> tuple[int, torch.Tensor]:
-    """The most tokens that the head scored at once, where 7 fit into a part; and the losses."""
-    model, scored = hf_burst.patch_model(models.make_model("llama")).eval(), []
-    plain = torch.nn.Linear.forward
-
-    def forward(module: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-        if module is model.lm_head:
-            scored.append(hidden.shape[:-1].numel())
-        return plain(module, hidden)
-
-    with (
-        mock.patch("hf_burst.linear_loss._LOGITS", 7 * models.VOCABULARY),
-        mock.patch.object(torch.nn.Linear, "forward", forward),
-    ):
-        losses = hf_burst.token_losses(model, models.make_batch("plain", 101))
-    return max(scored), losses
-
-
-def test_few_tokens_are_scored_at_a_time(ranks: Callable[[int], RankPool]) -> None:
-    batch = models.make_batch("plain", 101)
-    model = models.make_model("llama").eval()
-    logits = models.plain_logits(model, batch).detach()[:, :-1]
-    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
-    for most, losses in ranks(2).run(peak_of_losses):
-        assert most <= 7
-        torch.testing.assert_close(losses[:, 1:], expected)
-
-
-def wrong_labels(rank: int, size: int) -> None:
-    model = hf_burst.patch_model(models.make_model("llama")).eval()
-    batch = models.make_batch("plain")
-    batch["labels"][0, 9] += rank
-    hf_burst.token_losses(model, batch)
-
-
-def test_what_token_losses_refuses(ranks: Callable[[int], RankPool]) -> None:
-    model, batch = models.make_model("llama").eval(), models.make_batch("plain")
-    with pytest.raises(ConfigError, match="takes a patched model"):
-        hf_burst.token_losses(model, batch)
-    hf_burst.patch_model(model)
-    with pytest.raises(BatchError, match="The labels are missing"):
-        hf_burst.token_losses(model, {"input_ids": batch["input_ids"]})
-    with pytest.raises(BatchError, match="labels holds 61"):
-        hf_burst.token_losses(model, {**batch, "labels": torch.full_like(batch["labels"], 61)})
-    with pytest.raises(BatchError, match="full batches"):
-        hf_burst.token_losses(model, hf_burst.shard_batch(batch))
-    assert model(**batch).logits is not None, "the next call is an ordinary one"
-    with pytest.raises(RankError, match="labels of tokens"):
-        ranks(2).run(wrong_labels)
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -229,9 +145,52 @@ def test_a_chat_template_frames_the_text() -> None:
     assert tokenizer.decode(sample.input_ids).split("<eos>")[2].startswith(" Answer : The secret number of the")
 
 
-def evaluated(rank: int, size: int, arguments: list[str]) -> None:
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+def evaluated(rank: int, size: int, arguments: list[str], fsdp: bool = False) -> None:
+    """Evaluates; under FSDP2, of which accelerate knows nothing on CPUs, as if the processes had GPUs."""
     reset_accelerate()
-    evaluate.evaluate(arguments)
+    with mock.patch.dict(os.environ, FSDP2 if fsdp else {}):
+        PartialState(cpu=True)
+        if fsdp:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        groups = evaluate.evaluate(arguments)
+        assert (groups.accelerator.distributed_type == DistributedType.FSDP) == fsdp
+
+
+OPTIONS = ["--tasks", "single", "variables", "--lengths", "128", "192", "--depths", "2", "--samples", "2"]
+OPTIONS += ["--digits", "2", "--windows", "2"]
+
+
+def test_the_recipe_under_fsdp2_equals_one_process(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model_name_or_path", str(folder), *OPTIONS, "--output_dir"]
+    ranks(1).run(evaluated, [*arguments, str(tmp_path / "one")])
+    ranks(2).run(evaluated, [*arguments, str(tmp_path / "all")], True)
+    expected, results = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "all"))
+    for ours, plain in zip(results["recall"], expected["recall"], strict=True):
+        assert ours == {**plain, "log_likelihood": pytest.approx(plain["log_likelihood"], rel=1e-6)}
+    assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
+
+
+def test_an_adapter_is_evaluated_with_its_base(ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64), adapter)
+    for name in ("adapter", "merged"):
+        words().save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    base, ours, merged = (
+        [cell["log_likelihood"] for cell in results_of(ranks, 1, source, tmp_path / "out", *OPTIONS)["recall"]]
+        for source in (folder, tmp_path / "adapter", tmp_path / "merged")
+    )
+    assert ours == pytest.approx(merged, rel=1e-6)
+    assert ours != pytest.approx(base, rel=1e-2)
 
 
 def results_of(ranks: Callable[[int], RankPool], size: int, folder: Path, out: Path, *options: str) -> dict:
@@ -286,8 +245,6 @@ def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: l
     from transformers import AutoTokenizer
 
     reset_accelerate()
-    from accelerate import PartialState
-
     PartialState(cpu=True)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 4096)
