@@ -26,6 +26,7 @@ import hf_burst
 
 # made of word lists and numbers; the other tasks of RULER download essays or questions
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+FOLDER = str(Path(cwe_utils.__file__).parent)  # where lm-eval's tasks of RULER are; to read all tasks takes long
 SEED = 0
 Scores = dict[str, dict[int, float]]
 
@@ -172,7 +173,9 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
         lm.tokenizer.save_pretrained(folder)
         set_seed(SEED)  # all processes make the same texts
         with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
-            made = TaskManager(metadata={"tokenizer": folder, "max_seq_lengths": lengths}).load(tasks)["tasks"]
+            metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
+            manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
+            made = manager.load(tasks)["tasks"]
     chosen = {}
     for name, task in made.items():
         sizes = task.dataset["test"]["max_length"]
@@ -185,6 +188,7 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
     results = simple_evaluate(
         lm,
         tasks=list(made.values()),
+        task_manager=manager,
         samples=chosen,
         apply_chat_template=chat,
         bootstrap_iters=0,

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -240,7 +239,7 @@ def test_settings_of_an_evaluation_that_are_wrong(
 
 
 def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: list[int], way: str) -> object:
-    """Scores of RULER's tasks, and the log-likelihoods that lm-eval was given."""
+    """Scores of RULER's tasks, and what lm-eval asked: context, answer, and their score."""
     import ruler
     from transformers import AutoTokenizer
 
@@ -248,33 +247,51 @@ def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: l
     PartialState(cpu=True)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 4096)
-    seen = []
-    plain = lm._loglikelihood_tokens
-    lm._loglikelihood_tokens = lambda *args, **kwargs: seen.append(plain(*args, **kwargs)) or seen[-1]
+    asked, plain = [], lm._loglikelihood_tokens
+
+    def noted(requests: list, **options: object) -> list:
+        scores = plain(requests, **options)
+        asked.extend((*request[1:], score) for request, score in zip(requests, scores, strict=True))
+        return scores
+
+    lm._loglikelihood_tokens = noted
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
-        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), seen
+        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), asked
 
 
 @pytest.mark.parametrize(
-    ("tasks", "lengths", "way"),
+    ("tasks", "lengths"),
     [
-        (["niah_single_1"], [512], "answer"),
-        pytest.param(["niah_multikey_2", "ruler_fwe"], [512, 768], "answer", marks=pytest.mark.full),
-        pytest.param(["niah_single_1", "niah_multikey_3"], [512, 768], "generation", marks=pytest.mark.full),
-        pytest.param(["ruler_vt", "ruler_cwe"], [4096], "answer", marks=pytest.mark.full),
+        (["niah_single_1"], [512]),
+        pytest.param(["niah_multikey_2", "niah_multikey_3", "ruler_fwe"], [512, 768], marks=pytest.mark.full),
+        pytest.param(["ruler_vt", "ruler_cwe"], [4096], marks=pytest.mark.full),
     ],
 )
-def test_ruler_runs_offline_and_over_ranks(
-    ranks: Callable[[int], RankPool], folder: Path, tasks: list[str], lengths: list[int], way: str
+def test_answers_to_ruler_are_scored_offline_and_over_ranks(
+    ranks: Callable[[int], RankPool], folder: Path, tasks: list[str], lengths: list[int]
 ) -> None:
+    """As one plain model scores them that holds whole texts."""
     pytest.importorskip("lm_eval")
-    ((expected, likelihoods),) = ranks(1).run(ruler_scores, str(folder), tasks, lengths, way)
-    assert {task: list(scores) for task, scores in expected.items()} == dict.fromkeys(tasks, lengths)
-    assert sum(map(len, likelihoods)) == (2 * len(tasks) * len(lengths) if way == "answer" else 0)
-    for scores, seen in ranks(2).run(ruler_scores, str(folder), tasks, lengths, way):
-        assert scores == expected
-        for ours, plain in zip(chain(*seen), chain(*likelihoods), strict=True):
-            assert ours == (pytest.approx(plain[0], rel=1e-6), plain[1])
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    for scores, asked in ranks(2).run(ruler_scores, str(folder), tasks, lengths, "answer"):
+        assert {task: list(by_length) for task, by_length in scores.items()} == dict.fromkeys(tasks, lengths)
+        assert len(asked) == 2 * len(tasks) * len(lengths)
+        for context, answer, (likelihood, greedy) in asked:
+            assert 0 < len(answer) < 80
+            assert len(context) + len(answer) <= lengths[-1]
+            with torch.no_grad():
+                own = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+            expected = own.gather(-1, torch.tensor(answer)[:, None]).sum()
+            assert likelihood == pytest.approx(float(expected), rel=1e-6)
+            assert greedy == (own.argmax(-1).tolist() == answer)
+
+
+@pytest.mark.full
+def test_processes_share_out_what_ruler_generates(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    arguments = str(folder), ["niah_single_1", "niah_multikey_3"], [512, 768], "generation"
+    ((expected, _),) = ranks(1).run(ruler_scores, *arguments)
+    assert ranks(2).run(ruler_scores, *arguments) == [(expected, [])] * 2
 
 
 def rolling(rank: int, size: int, folder: str, text: str) -> float:
@@ -351,7 +368,7 @@ def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
     more = (evaluate.Evaluation,) if "evaluate" in name else (DataSettings, SFTConfig, extend_context.Extension)
     arguments = ["--config", str(ROOT / "recipes/configs" / name), "--output_dir", str(tmp_path)]
     if "extend" in name:
-        arguments += ["--bf16", "false", "--use_cpu", "true"]
+        arguments += ["--bf16", "false", "--use_cpu", "true", "--dataset", "python_topics"]
     assert len(parse(arguments, (*kinds, *more), {})) == len(kinds) + len(more)
 
 
