@@ -19,6 +19,7 @@ Four GPUs:
 
 import json
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import product
 from math import exp
 from pathlib import Path
@@ -32,7 +33,7 @@ import settings
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from needles import TASKS, Needles, read_haystack
+from needles import KEYS, TASKS, Needles, read_haystack
 from pictures import draw_positions, draw_recall
 from scoring import Cell, Groups, PositionLosses, Score, losses_by_position, score_answers, text_windows
 from settings import BurstSettings, ModelSettings
@@ -94,6 +95,11 @@ class Evaluation:
             if type(value := getattr(self, name)) is not int or value < least:
                 raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
 
+        if self.facts > len(KEYS):
+            raise SystemExit(f"facts is {self.facts}; give at most {len(KEYS)}, as many keys as there are.")
+        if self.ruler and find_spec("lm_eval") is None:
+            raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
+
     @property
     def depth_values(self) -> list[float]:
         """Depths of the text, 0 to 1."""
@@ -146,6 +152,8 @@ def perplexity(
 def evaluate(arguments: list[str]) -> Groups:
     """Evaluates what the settings say, and writes it; the processes stay joined."""
     model_settings, burst, wanted = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
+    if burst.merge_to is not None:
+        raise SystemExit("merge_to is for training; recipes/merge_adapter.py merges an adapter that was saved.")
     groups = Groups(Accelerator(parallelism_config=burst.parallelism))
     with settings.using(f"output_dir {wanted.output_dir!r}"):
         folder = Path(wanted.output_dir)

@@ -63,7 +63,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Riddle:
+class Prompt:
     """What is hidden and asked, as text: facts that the answer needs, facts that it does not, question and answer."""
 
     asked: list[str]
@@ -106,11 +106,11 @@ class Needles:
             SystemExit: If the length leaves no room for text.
         """
         draw = random.Random(f"{task} {length} {depth} {seed}")
-        riddle = self._riddle(task, draw)
+        prompt = self._prompt(task, draw)
         before, between = self._frame
         opening = self._encode([before + INTRO])[0]
-        question, ending = self._encode([riddle.question + between + end for end in riddle.endings])
-        asked, others = self._encode(riddle.asked), self._encode(riddle.others)
+        question, ending = self._encode([prompt.question + between + end for end in prompt.endings])
+        asked, others = self._encode(prompt.asked), self._encode(prompt.others)
         room = length - sum(map(len, (opening, ending, *asked, *others)))
         if room < 1:
             raise SystemExit(f"length {length} is too short for the task {task!r}; give at least {length - room + 1}.")
@@ -130,7 +130,10 @@ class Needles:
     @cached_property
     def _lines(self) -> list[list[int]]:
         """The tokens of each line of the text."""
-        return self._encode(self.haystack.splitlines(keepends=True))
+        lines = [line for line in self._encode(self.haystack.splitlines(keepends=True)) if line]
+        if not lines:
+            raise SystemExit("The tokenizer makes no tokens of the haystack; give another text, or python_topics.")
+        return lines
 
     @cached_property
     def _frame(self) -> tuple[str, str]:
@@ -165,7 +168,7 @@ class Needles:
         for _, order, fact in waiting:
             yield order, fact
 
-    def _riddle(self, task: str, draw: random.Random) -> Riddle:
+    def _prompt(self, task: str, draw: random.Random) -> Prompt:
         """What a sample hides and asks."""
 
         def number() -> str:
@@ -177,10 +180,10 @@ class Needles:
             asked = [f"VAR {names[0]} = {value}.\n"]
             asked += [f"VAR {name} = VAR {before}.\n" for before, name in pairwise(names)]
             begins = f"The variables with the value {value} are"
-            return Riddle(asked, [], f"\nQuestion: Which variables have the value {value}?", begins, ", ".join(names))
+            return Prompt(asked, [], f"\nQuestion: Which variables have the value {value}?", begins, ", ".join(names))
         keys = draw.sample(KEYS, self.facts)
         values = [number() for _ in range(self.facts if task == "multivalue" else 1)]
         asked = [FACT.format(key=keys[0], value=value) for value in values]
         others = [FACT.format(key=key, value=number()) for key in keys[1:]] if task == "multikey" else []
         question = f"\nQuestion: What is the secret number of the {keys[0]}?"
-        return Riddle(asked, others, question, f"The secret number of the {keys[0]} is", ", ".join(values))
+        return Prompt(asked, others, question, f"The secret number of the {keys[0]} is", ", ".join(values))

@@ -175,6 +175,8 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
         with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
             metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
             manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
+            if unknown := sorted(set(tasks) - set(manager.all_tasks)):
+                raise SystemExit(f"ruler has {unknown[0]!r}; tasks that need no network: {', '.join(OFFLINE)}.")
             made = manager.load(tasks)["tasks"]
     chosen = {}
     for name, task in made.items():

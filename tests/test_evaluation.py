@@ -135,6 +135,11 @@ def test_a_text_that_is_too_short_says_so() -> None:
     assert len(maker.sample("single", least, 0.5, 0).input_ids) == least
 
 
+def test_a_text_without_tokens_says_so() -> None:
+    with pytest.raises(SystemExit, match="makes no tokens of the haystack"):
+        needles.Needles(words(), " \n \n").sample("single", 300, 0.5, 0)
+
+
 def test_a_chat_template_frames_the_text() -> None:
     tokenizer = words()
     tokenizer.chat_template = "<eos>{{ messages[0]['content'] }}<eos>{% if add_generation_prompt %}Answer: {% endif %}"
@@ -224,6 +229,8 @@ def test_the_recipe_over_ranks_equals_one_process(
         (["--tasks", "nonsense"], "tasks has 'nonsense'; give some of single, multikey"),
         (["--lengths", "0"], r"lengths is \[0\]; give whole numbers"),
         (["--samples", "0"], "samples is 0; give a whole number, at least 1"),
+        (["--facts", "145"], "facts is 145; give at most 144"),
+        (["--merge_to", "full"], "merge_to is for training"),
         (["--haystack", "missing.txt"], "haystack 'missing.txt' cannot be read"),
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
@@ -284,6 +291,13 @@ def test_answers_to_ruler_are_scored_offline_and_over_ranks(
             expected = own.gather(-1, torch.tensor(answer)[:, None]).sum()
             assert likelihood == pytest.approx(float(expected), rel=1e-6)
             assert greedy == (own.argmax(-1).tolist() == answer)
+
+
+@pytest.mark.full
+def test_tasks_that_ruler_has_not(folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
+        ruler_scores(0, 1, str(folder), ["nonsense"], [512], "answer")
 
 
 @pytest.mark.full
