@@ -97,8 +97,6 @@ class Evaluation:
 
         if self.facts > len(KEYS):
             raise SystemExit(f"facts is {self.facts}; give at most {len(KEYS)}, as many keys as there are.")
-        if self.ruler and find_spec("lm_eval") is None:
-            raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
 
     @property
     def depth_values(self) -> list[float]:
@@ -154,6 +152,8 @@ def evaluate(arguments: list[str]) -> Groups:
     model_settings, burst, wanted = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
     if burst.merge_to is not None:
         raise SystemExit("merge_to is for training; recipes/merge_adapter.py merges an adapter that was saved.")
+    if wanted.ruler and find_spec("lm_eval") is None:
+        raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
     groups = Groups(Accelerator(parallelism_config=burst.parallelism))
     with settings.using(f"output_dir {wanted.output_dir!r}"):
         folder = Path(wanted.output_dir)

@@ -245,6 +245,12 @@ def test_settings_of_an_evaluation_that_are_wrong(
     reset_accelerate()
 
 
+def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--ruler", "niah_single_1"]
+    with mock.patch.object(evaluate, "find_spec", lambda _: None), pytest.raises(SystemExit, match="pip install"):
+        evaluate.evaluate(arguments)
+
+
 def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: list[int], way: str) -> object:
     """Scores of RULER's tasks, and what lm-eval asked: context, answer, and their score."""
     import ruler
