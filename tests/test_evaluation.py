@@ -247,7 +247,7 @@ def test_settings_of_an_evaluation_that_are_wrong(
 
 def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
     arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--ruler", "niah_single_1"]
-    with mock.patch.object(evaluate, "find_spec", lambda _: None), pytest.raises(SystemExit, match="pip install"):
+    with mock.patch.object(evaluate, "find_spec", return_value=None), pytest.raises(SystemExit, match="pip install"):
         evaluate.evaluate(arguments)
 
 
