@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .config import BurstConfig
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
+    from .hf.monitor import BurstCallback
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .layout import SequenceLayout
@@ -24,6 +25,7 @@ __version__ = "0.1.0.dev0"
 
 _HOME = {
     "AttentionRequest": ".attention",
+    "BurstCallback": ".hf.monitor",
     "BurstCollator": ".hf.collator",
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.accelerate",
@@ -40,8 +42,9 @@ _HOME = {
 
 # fmt: off
 __all__ = [
-    "AttentionRequest", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup", "MaskPattern",
-    "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "token_losses", "unpatch_model",
+    "AttentionRequest", "BurstCallback", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup",
+    "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "token_losses",
+    "unpatch_model",
 ]
 # fmt: on
 

@@ -162,7 +162,10 @@ def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[
     target, number = torch.empty_like(source), torch.zeros(1, device=device)
     launch = _seconds(lambda: [number.add_(1) for _ in range(200)], device) / 200
     bandwidth = 2 * sizes.copied / _seconds(lambda: target.copy_(source), device)
-    return {"rates": tuple(rates), "launch": launch, "memory_bandwidth": bandwidth}
+    rows, width = sizes.rows[-1], sizes.q_heads * sizes.head_dim
+    left, right = (torch.randn(size, width, dtype=sizes.dtype, device=device) for size in (rows, 4 * width))
+    products = 8 * rows * width**2 / _seconds(lambda: left @ right.T, device)
+    return {"rates": tuple(rates), "launch": launch, "memory_bandwidth": bandwidth, "products": products}
 
 
 def _kernel_calls(
@@ -300,8 +303,8 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
     )
     links: dict[str, Any] = {name: slowest(name) for name in ("p2p", "between_hosts", "symmetric")}
     launch = max(machine.launch for machine in machines)
-    bandwidth = min(machine.memory_bandwidth for machine in machines)
-    return replace(machines[0], rates=rates, launch=launch, memory_bandwidth=bandwidth, **links)
+    speeds = {name: min(getattr(machine, name) for machine in machines) for name in ("memory_bandwidth", "products")}
+    return replace(machines[0], rates=rates, launch=launch, **speeds, **links)
 
 
 def _report(device: torch.device) -> dict[str, Any]:

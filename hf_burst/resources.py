@@ -15,7 +15,7 @@ from .calibrate import machine_for
 from .errors import ConfigError
 from .mesh import ContextGroup, group_by_name
 from .plan import Machine
-from .ring import Exchange, PeerToPeer, Symmetric, SymmetricPool, open_pool
+from .ring import Exchange, ExchangeClock, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
 
 class GroupResources:
@@ -27,6 +27,7 @@ class GroupResources:
 
     def __init__(self, group: ContextGroup) -> None:
         self.group = group
+        self.clock: ExchangeClock | None = None  # times the messages of all passes, while there is one
         self._machines: dict[tuple[torch.device, str], Machine] = {}
         self._pools: dict[torch.device, SymmetricPool | str] = {}
 
@@ -71,7 +72,7 @@ class GroupResources:
                 raise ConfigError(
                     f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
                 )
-            yield PeerToPeer(self.group, device)
+            yield self._timed(PeerToPeer(self.group, device))
             return
         self.check()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -81,10 +82,13 @@ class GroupResources:
             )
         pool.settle()
         try:
-            yield Symmetric(pool)
+            yield self._timed(Symmetric(pool))
         except BaseException as problem:  # also when the user interrupts
             pool.failure = repr(problem).splitlines()[0]
             raise
+
+    def _timed(self, exchange: Exchange) -> Exchange:
+        return exchange if self.clock is None else self.clock.watch(exchange)
 
     def close(self) -> None:
         """Frees the symmetric memory and forgets the machine; the next use makes them anew, on all ranks."""

@@ -13,7 +13,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.chat_template_utils import (
+    get_training_chat_template,
+    has_generation_markers,
+    is_chat_template_stop_token_trained,
+)
 from trl.data_utils import common_prefix_length
 
 Message = dict[str, Any]
@@ -121,6 +125,18 @@ class ChatTokenizer:
                 "no token is the assistant's: give a message with the role assistant, and check the chat template"
             )
         return {"input_ids": ids, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
+
+    @property
+    def warning(self) -> str | None:
+        """What a template of marks leaves out, if it leaves out the token by which the assistant ends a turn."""
+        if not self.assistant_only or not self.marked:
+            return None
+        if is_chat_template_stop_token_trained(self.tokenizer, self.template):
+            return None
+        return (
+            "The chat template's {% generation %} marks leave out the token that ends a turn: the model may not learn "
+            "to stop. Put {% endgeneration %} after it."
+        )
 
     def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Tokens, and which of them the template adds for messages of the assistant."""

@@ -1,5 +1,6 @@
 """Documents, chats and pairs from files, folders and the hub, and their tokens."""
 
+import os
 import pydoc_data.topics
 from collections import Counter
 from collections.abc import Callable
@@ -39,10 +40,13 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
         split (`str`): The split, of which local files have `train` alone; a part of it may be given (`train[:90%]`).
         text_column (`str`, *optional*): The column for documents of text files.
     """
+    saved = len(names) == 1 and (Path(names[0]) / "state.json").exists()
+    if (saved or names == ["python_topics"]) and split != "train":
+        raise SystemExit(f"dataset_split is {split!r}, but dataset {names} has no splits; leave it out.")
     if names == ["python_topics"]:
         return Dataset.from_dict({text_column: ["\n\n".join(pydoc_data.topics.topics.values())]})
     with using(f"dataset {names}"):
-        if len(names) == 1 and (Path(names[0]) / "state.json").exists():
+        if saved:
             return load_from_disk(names[0])
         if len(names) == 1 and (Path(names[0]) / "dataset_dict.json").exists():
             return named_split(load_from_disk(names[0]), split)
@@ -76,7 +80,8 @@ def expand(name: str) -> list[str]:
     if not readable:
         kinds = ", ".join(sorted({path.suffix or path.name for path in files})) or "nothing"
         raise SystemExit(f"dataset {name!r} is a folder that holds {kinds}; it must hold {', '.join(READERS)}.")
-    if others := Counter(path.suffix or path.name for path in files if path.suffix not in READERS):
+    others = Counter(path.suffix or path.name for path in files if path.suffix not in READERS)
+    if others and os.environ.get("RANK", "0") == "0":
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(5))
         print(f"dataset {name}: {len(readable)} files are read, others are left out ({kinds}).")
     return readable
@@ -198,6 +203,7 @@ def tokenizer_of(
         if set(keys) <= set(columns):
             if keys[0] != "prompt" or not is_text(rows, "prompt"):
                 chat = ChatTokenizer(tokenizer, training.assistant_only_loss)
+                report.warn(training, chat.warning)
                 return partial(tokenize_chat, chat=chat, keys=keys), True
             return partial(tokenize_completion, tokenizer=tokenizer), False
     if text_column not in columns:

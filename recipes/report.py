@@ -36,24 +36,33 @@ def report_lengths(lengths: numpy.ndarray, max_length: int, folder: str, name: s
     enough = next((mark for mark in MARKS.values() if mark >= longest), longest)
     marks = {label: mark for label, mark in MARKS.items() if mark <= enough}
     marks[f"max_length {max_length:,}"] = max_length
-    print(f"{len(lengths):,} {name}, {lengths.sum():,} tokens; median {middle:,}, longest {longest:,}. Whole in")
+    print(f"{name}: {len(lengths):,}, tokens: {lengths.sum():,}; median {middle:,}, longest {longest:,}. Whole in")
     for label, mark in sorted(marks.items(), key=lambda item: item[1]):
         documents, tokens = retention(lengths, mark)
         print(f"  {label:>20}: {documents:6.1%} of {name}, {tokens:6.1%} of tokens")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    points = numpy.geomspace(max(1, min(lengths)), max(longest, max_length) * 1.1, 400).astype(int)
-    for share, label in zip(retention(lengths, points), (name, "tokens"), strict=True):
-        axes.step(points, share, where="post", label=label)
+    ends = min(*lengths, max_length), max(*lengths, max_length)
+    points = numpy.geomspace(max(1, ends[0] / 2), ends[1] * 2, 500).astype(int)
+    for share, label, style in zip(retention(lengths, points), (name, "tokens"), ("-", "--"), strict=True):
+        axes.step(points, share, style, where="post", label=label)
     axes.axvline(max_length, color="black", linestyle=":", label=f"max_length {max_length:,}")
-    axes.set(xscale="log", xlabel="tokens of a sequence", ylabel="share that stays whole", ylim=(0, 1.04))
-    axes.set_xticks([mark for mark in MARKS.values() if points[0] <= mark <= points[-1]], minor=False)
-    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:,.0f}K" if tokens < 2**20 else "1M")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens of a sequence", ylabel="share that stays whole", ylim=(0, 1.04))
+    axes.xaxis.set_major_formatter(lambda tokens, _: short(tokens))
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set_title(f"How much stays whole: {len(lengths):,} {name}")
+    axes.set_title(f"How much stays whole ({name}: {len(lengths):,})")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(Path(folder) / "lengths.png", dpi=120)
+
+
+def short(tokens: float) -> str:
+    """A power of two as people say it, such as 128K."""
+    for unit, size in (("M", 2**20), ("K", 2**10)):
+        if tokens >= size:
+            return f"{tokens / size:,.0f}{unit}"
+    return f"{tokens:.0f}"
 
 
 def warn(training: TrainingArguments, warning: str | None) -> None:

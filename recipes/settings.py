@@ -211,9 +211,7 @@ def prepare(training: TrainingArguments, model: ModelSettings, burst: BurstSetti
     kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
     for pattern, kind in kinds.items():
         if any(Path(training.output_dir).glob(pattern)) and (kind == "an adapter") != model.use_peft:
-            raise SystemExit(
-                f"output_dir {training.output_dir!r} holds {kind}, which would be mixed up; set another one."
-            )
+            raise SystemExit(f"output_dir {training.output_dir!r} holds {kind} of another run; set another folder.")
     if burst.merge_to is not None and not model.use_peft:
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)

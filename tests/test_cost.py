@@ -57,6 +57,7 @@ SLOW_KERNEL = Machine(
     launch=0.0,
     memory_bandwidth=1e30,
     memory=1 << 40,
+    products=1.0,
     p2p=FAST,
     between_hosts=FAST,
     ranks_per_host=64,
@@ -228,6 +229,7 @@ machines = st.builds(
     launch=st.floats(0, 1e-4),
     memory_bandwidth=st.floats(1e9, 1e13),
     memory=st.integers(1 << 20, 1 << 40),
+    products=st.just(1e12),
     p2p=links(),
     between_hosts=links(),
     symmetric=links(),
@@ -535,8 +537,12 @@ def test_a_machine_is_text_and_back_and_nothing_else_is_one():
 
 
 def test_devices_that_are_not_known_are_said_to_be_so():
-    assert built_in("NVIDIA H200", "flash_attn_4", 1 << 37, 8).source == "built in"
-    other = built_in("NVIDIA A100-SXM4-80GB", "torch_flash", 80 << 30, 4)
-    assert "NVIDIA H200" in other.source
-    assert (other.device, other.memory, other.ranks_per_host) == ("NVIDIA A100-SXM4-80GB", 80 << 30, 4)
+    assert built_in("NVIDIA H200", "flash_attn_4", 1 << 37, 8) == replace(h200(), memory=1 << 37)
+    known = built_in("NVIDIA A100-SXM4-80GB", "torch_flash", 80 << 30, 4)
+    assert "the data sheet" in known.source
+    assert (known.kernel, known.peak) == ("torch_flash", 312e12)
+    other = built_in("Some GPU", "torch_flash", 80 << 30, 4)
+    assert "those of an NVIDIA H200, as this device has none" in other.source
+    assert (other.device, other.memory, other.ranks_per_host, other.peak) == ("Some GPU", 80 << 30, 4, 0)
+    assert other.rates[0].forward < h200().rates[0].forward
     assert built_in("CPU", "cpu_flash", 1 << 30, 2).symmetric is None

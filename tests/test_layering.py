@@ -10,22 +10,22 @@ ORDER = [
 ]
 WITHIN = {
     "plan": [
-        *("mask", "sharding", "tiles", "steps", "traffic", "verify", "machine", "work", "balance", "cost", "choose"),
-        "__init__",
+        *("mask", "sharding", "tiles", "steps", "traffic", "verify", "model", "machine", "work", "balance", "cost"),
+        *("choose", "step", "memory", "__init__"),
     ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
         *("flash_attn_2", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": [
-        *("fused", "merge", "exchange", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
+        *("fused", "merge", "exchange", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
-    "cli": ["launch", "check", "doctor", "calibrate", "plan", "__init__"],
+    "cli": ["launch", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
-        *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch"),
+        *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch", "model_size", "monitor"),
     ],
     "hf/parts": [
         *(

@@ -338,7 +338,7 @@ def test_a_liger_that_lacks_something_is_done_without(caplog: pytest.LogCaptureF
 
 def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:
     logits = torch.randn(1, 3, 4)
-    head = SimpleNamespace(within=lambda compute: compute(lambda _: logits, None))
+    head = SimpleNamespace(plain=lambda _: logits, within=lambda compute, hidden: compute(hidden))
     deferred = LazyLogits(head, torch.randn(1, 3, 2))
     assert torch.equal(deferred + 1, logits + 1)
     assert torch.equal((2 * torch.tanh(deferred / 3.0)).whole, 2 * torch.tanh(logits / 3.0))

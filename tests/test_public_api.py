@@ -10,6 +10,7 @@ import hf_burst
 
 NAMES = [
     "AttentionRequest",
+    "BurstCallback",
     "BurstCollator",
     "BurstConfig",
     "BurstParallelismConfig",

@@ -12,6 +12,7 @@ import pytest
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
+pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import chats  # noqa: E402
@@ -61,6 +62,9 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
         assert list(data.load_rows([str(item) for item in source], "train")["text"]) == TEXTS, source
     part = data.load_rows([str(tmp_path / "documents.jsonl")], "train[:2]")
     assert list(part["text"]) == TEXTS[:2]
+    for names in ([str(tmp_path / "saved")], ["python_topics"]):
+        with pytest.raises(SystemExit, match="dataset_split is 'validation'"):
+            data.load_rows(names, "validation")
     with pytest.raises(SystemExit, match="mixes kinds of files"):
         data.load_rows([str(tmp_path / "documents.jsonl"), str(tmp_path / "documents.parquet")], "train")
 
@@ -139,6 +143,17 @@ def test_templates_of_known_models_are_marked_by_trl() -> None:
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
         told = [answer.strip() for answer in answers(chat(messages))]
         assert [answer.startswith(("Hello", "<think>")) for answer in told] == [True, True], name
+
+
+def test_marks_that_leave_out_the_end_of_a_turn_are_warned_of() -> None:
+    tokenizer = models.byte_tokenizer()
+    assert chats.ChatTokenizer(tokenizer).warning is None
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    assert "may not learn to stop" in str(chats.ChatTokenizer(tokenizer).warning)
+    assert chats.ChatTokenizer(tokenizer, assistant_only=False).warning is None
 
 
 FORGETS = """{% for m in messages %}{% if m.role == 'assistant' %}
@@ -275,7 +290,8 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
     assert report.retention(sizes, 9) == (0.0, 0.0)
     report.report_lengths(numpy.array([1000, 40_000, 100_000, 700_000]), 65536, str(tmp_path))
     said = capsys.readouterr().out
-    assert "4 documents, 841,000 tokens; median 70,000, longest 700,000" in said
+    assert "documents: 4, tokens: 841,000; median 70,000, longest 700,000" in said
     for label, documents in (("32K", "25.0%"), ("64K", "50.0%"), ("128K", "75.0%"), ("1M", "100.0%")):
         assert f"{label}: {documents} of documents" in said.replace("  ", " ")
     assert (tmp_path / "lengths.png").exists()
+    assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]

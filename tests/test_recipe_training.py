@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("datasets")
 pytest.importorskip("trl")
+pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import models  # noqa: E402

@@ -12,11 +12,12 @@ import pytest
 from accelerate.state import PartialState
 
 datasets = pytest.importorskip("datasets")
-pytest.importorskip("trl")
+trl = pytest.importorskip("trl")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
+import merge_adapter  # noqa: E402
 import models  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
@@ -195,7 +196,6 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--dataset", "missing.txt", "dataset ['missing.txt'] cannot be used: Unable to find"),
         ("--dataset_split", "validation", "dataset ['long.txt'] cannot be used: Unknown split \"validation\""),
         ("--eval_share", "1", "eval_share is 1.0; give a share"),
-        ("--eval_share", "0.1", "eval_share 0.1 of 1 rows cannot be used"),
         ("--too_long", "refuse", "1 of 1 rows have more than max_length (512) tokens, the longest 2,401"),
         ("--too_long", "drop", "all rows have more than max_length (512) tokens"),
         ("--load_in_4bit", "true", "Quantized weights cannot be trained; set use_peft"),
@@ -262,6 +262,34 @@ def make_base(folder: Path, positions: int = 512) -> Path:
     return folder
 
 
+RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
+
+
+@pytest.mark.parametrize(
+    "name", [f"{kind}_{machine}" for kind in RECIPES for machine in ("cpu", "1gpu", "4gpu", "8gpu")]
+)
+def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
+    """Its settings exist, and its comment names the files that it is launched with."""
+    script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
+    trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
+    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "rows.jsonl"]
+    model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    settings.prepare(arguments, model, burst)
+    comment = file.read_text().split("model_")[0]
+    assert f"--config recipes/configs/{name}.yaml" in comment
+    assert f"recipes/{Path(script.__file__).name}" in comment
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "2_processes"])
+def test_accelerate_reads_its_files(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "recipes" / "configs" / f"accelerate_{name}.yaml"))
+    assert config.num_processes >= 2
+    assert (config.fsdp_config.get("fsdp_version") == 2) == (name == "fsdp2")
+
+
 def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
     arguments = recipe()[0].args
     assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
@@ -298,6 +326,20 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
         else:
             plain = AutoModelForCausalLM.from_pretrained("out")
             torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_is_merged_by_the_script(
+    recipe: Callable[..., Any], sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(tmp_path / "base")
+    assert "holds no adapter_config.json" in sentence(merge_adapter.main, str(base), "merged")
+    saving = ["--use_peft", "--save_strategy", "steps", "--save_steps", "1"]
+    training.train(*recipe("--model_name_or_path", str(base), *saving))
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", "out/checkpoint-1", "merged", "--dtype", "bfloat16"])
+    merge_adapter.main()
+    assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
+    assert float(reload(tmp_path / "merged")["loss"]) > 0
+    assert Path("merged/tokenizer.json").exists()
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_warned_of(

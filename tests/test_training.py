@@ -80,10 +80,10 @@ def test_three_steps_equal_one_process(ranks: Ranks, tmp_path: Path, case: Case)
     assert case.lora or min(wanted["norms"]) > trainers.CLIP, "the clipping must be felt"
 
 
-def evaluate(rank: int, size: int, folder: str, case: Case, count: int) -> dict[str, Any]:
+def evaluate(rank: int, size: int, folder: str, case: Case, count: int, **options: Any) -> dict[str, Any]:
     """`evaluate` before and after `predict`, of an untrained model."""
     make = trainers.table if case.trainer == "SFTTrainer" else trainers.samples
-    trainer = make_trainer(case, folder, eval_dataset=make("padded", count))
+    trainer = make_trainer(case, folder, eval_dataset=make("padded", count), **options)
     metrics = [trainer.evaluate()]
     if not case.explicit:
         predictions = trainer.predict(trainer.eval_dataset)

@@ -226,8 +226,9 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def train_raw(case: Case, collator: Callable[..., Any] = collate) -> dict[str, Any]:
-    """accelerate's loop for gradient accumulation over unequal batches, as its documentation has it."""
+def train_raw(case: Case, collator: Callable[..., Any] = collate, **options: Any) -> dict[str, Any]:
+    """accelerate's loop for gradient accumulation over unequal batches, as its documentation has it; `options` are
+    those of the accelerator."""
     reset_accelerate()
     model = make_model(case).train()
     if case.lora:
@@ -237,7 +238,8 @@ def train_raw(case: Case, collator: Callable[..., Any] = collate) -> dict[str, A
     if case.checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    accelerator = Accelerator(cpu=True, parallelism_config=mesh(case), gradient_accumulation_steps=ACCUMULATION)
+    options = {"cpu": True, "parallelism_config": mesh(case), "gradient_accumulation_steps": ACCUMULATION} | options
+    accelerator = Accelerator(**options)
     collator = hf_burst.BurstCollator(collator) if case.explicit else collator
     loader = DataLoader(samples(case.kind), batch_size=case.rows, collate_fn=collator)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -260,7 +262,8 @@ def train_raw(case: Case, collator: Callable[..., Any] = collate) -> dict[str, A
         log["norms"].append(float(accelerator.clip_grad_norm_(wrapped.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    log["weights"] = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    weights = accelerator.get_state_dict(wrapped) or {}  # of ZeRO-3, the first rank has them
+    log["weights"] = {name: value.detach().clone() for name, value in weights.items()}
     return log
 
 

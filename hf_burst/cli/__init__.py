@@ -13,7 +13,7 @@ from ..errors import BurstError
 _COMMANDS = {
     "doctor": "what hf_burst can do on this machine, which schedule it takes, and the seconds that it predicts",
     "calibrate": "measure kernel, memory and links of this launch, and remember them",
-    "plan": "show which rank computes which part of a mask in which step, as a table and a picture",
+    "plan": "predict seconds and memory of a training (--model), or show which rank computes what of a mask",
     "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
 }
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import platform
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, cycle, takewhile
 
@@ -15,7 +16,7 @@ from ..config import Schedule
 from ..errors import BurstError, ConfigError
 from ..kernels import KernelRequest, explain_kernels
 from ..mesh import ContextGroup
-from ..plan import Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of
+from ..plan import DATA_SHEETS, Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of, named
 from .launch import joined
 
 _HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     example.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=documents)
     example.add_argument("--ranks", type=int, help="ranks (default those of this launch, or this host's GPUs, or 2)")
     example.add_argument("--ranks-per-host", type=int, help="ranks on one host (default as many as it has GPUs)")
+    machine = f"predict for another machine: {', '.join(DATA_SHEETS)} (default this one)"
+    example.add_argument("--machine", help=machine)
     example.add_argument("--schedule", default="auto", help="a schedule to compare with the others (default auto)")
 
 
@@ -51,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
             try:
                 machine = _machine(arguments, group, device, ranks)
                 lines += describe_machine(machine, ranks)
+                if not arguments.machine and not machine.source.startswith("measured"):
+                    lines.append("  measure this machine: hf-burst calibrate, under torchrun or accelerate launch")
                 lines += _describe_choice(arguments, machine, ranks, device)
             except BurstError as problem:
                 problems.append(str(problem))
@@ -107,7 +112,9 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _machine(arguments: argparse.Namespace, group: ContextGroup, device: torch.device, ranks: int) -> Machine:
-    """The machine of this launch, or for another number of ranks one with as many hosts as they need."""
+    """The machine that is named, that of this launch, or for another number of ranks one with as many hosts."""
+    if arguments.machine:
+        return replace(named(arguments.machine), ranks_per_host=arguments.ranks_per_host or min(ranks, 8))
     if ranks == group.size and not arguments.ranks_per_host:
         return machine_for(group, device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else ranks
@@ -148,6 +155,7 @@ def describe_machine(machine: Machine, ranks: int) -> list[str]:
         f"  {machine.device}, kernel {machine.kernel}, {_gib(machine.memory)} GiB at "
         f"{machine.memory_bandwidth / 1e9:.0f} GB/s, {machine.launch * 1e6:.1f} us a launch",
     ]
+    lines.append(f"  products of matrices: {machine.products / 1e12:.3g} TFLOP/s")
     rates = [f"{rate.scores:.1e}: {rate.forward / 1e12:.3g} / {rate.backward / 1e12:.3g}" for rate in machine.rates]
     lines.append(f"  TFLOP/s forward / backward, by scores of a call: {', '.join(rates)}")
     links = {"symmetric": machine.symmetric, "p2p": machine.p2p, "between hosts": machine.between_hosts}
@@ -155,14 +163,12 @@ def describe_machine(machine: Machine, ranks: int) -> list[str]:
         if link:
             speed = f"{link.latency * 1e6:.0f} us + {link.bandwidth / 1e9:.1f} GB/s"
             lines.append(f"  {name}: {speed}, holds up a kernel by {link.drag:.0%} of its time")
-    if not measured:
-        lines.append("  measure this machine: hf-burst calibrate, under torchrun or accelerate launch")
     return lines
 
 
 def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int, device: torch.device) -> list[str]:
     """The schedule of the example and why, and what is predicted of every schedule that the ranks can run."""
-    itemsize = _dtype(device).itemsize
+    itemsize = 2 if machine.peak else _dtype(device).itemsize
     q_heads, kv_heads = arguments.q_heads, arguments.kv_heads
     shapes = Shapes(q_heads, kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
     ends = takewhile(lambda end: end < arguments.length, accumulate(cycle(arguments.documents or [arguments.length])))

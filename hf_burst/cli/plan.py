@@ -1,4 +1,5 @@
-"""`hf-burst plan`: which rank computes which part of a mask in which step of a ring, in numbers and as a picture."""
+"""`hf-burst plan`: which rank computes which part of a mask in which step of a ring, in numbers and as a picture; and
+with `--model` how long a training step takes, see `sizing.py`."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from ..errors import ConfigError
 from ..plan import Mask, Plan, assign, cut, make_plan
 from ..plan.steps import Rotating
 from ..plan.work import tile_pairs
+from . import sizing
 from .launch import launched
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rotating = 'the rotating block: K and V, or Q as in "burst" backward'
     parser.add_argument("--rotating", choices=get_args(Rotating), default="kv", help=rotating)
     parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
+    sizing.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,6 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     _, rank = launched()
     if rank:
         return 0
+    if arguments.model:
+        if arguments.length is None and not arguments.documents:
+            raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
+        whole = _mask(arguments)
+        return sizing.run(arguments, whole.documents, whole.length)
     most = _MOST_RANKS if arguments.out is None else _MOST_DRAWN
     if not 1 <= arguments.ranks <= most:
         raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}, for --out to {_MOST_DRAWN}.")

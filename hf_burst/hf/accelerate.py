@@ -11,7 +11,8 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils.deepspeed import DummyScheduler
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
@@ -131,6 +132,12 @@ class _Shared:
         self.accelerator, self.size = accelerator, size
         for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
             setattr(accelerator, name, getattr(self, name))
+        if accelerator.distributed_type is DistributedType.DEEPSPEED:
+            _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
+            accelerator._prepare_deepspeed = self._prepare_deepspeed
+            members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
+            mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
+            accelerator.state.ds_device_mesh = mesh
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         for item in args:
@@ -151,9 +158,17 @@ class _Shared:
         return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
+        return self._step_by_group(Accelerator.prepare_scheduler(self.accelerator, scheduler))
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        for item in args:
+            if isinstance(item, DummyScheduler) and item.total_num_steps is not None:
+                item.total_num_steps *= self.size  # which accelerate divides by all processes
+        return tuple(map(self._step_by_group, Accelerator._prepare_deepspeed(self.accelerator, *args)))
+
+    def _step_by_group(self, prepared: Any) -> Any:
         """Accelerate steps a scheduler for every process, and a group has one batch."""
         schedulers = self.accelerator._schedulers
-        prepared = Accelerator.prepare_scheduler(self.accelerator, scheduler)
         if type(prepared) is AcceleratedScheduler:
             groups = 1 if prepared.split_batches else self.accelerator.num_processes // self.size
             schedulers[schedulers.index(prepared)] = prepared = GroupScheduler(prepared, groups)
@@ -231,6 +246,19 @@ def _check_patched(item: Any, size: int) -> None:
             )
 
 
+def _check_deepspeed(config: dict[str, Any]) -> None:
+    """Raises for settings of DeepSpeed by which ranks share a sequence or a layer in its own way."""
+    for name, size in {
+        "sequence_parallel_size": config.get("sequence_parallel_size", 1),
+        "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 1),
+    }.items():
+        if size > 1:
+            raise ConfigError(
+                f"The DeepSpeed config has {name}={size} beside BurstParallelismConfig: a sequence is sharded by "
+                "burst_size alone, and tensor parallelism is not combined with it. Take it out of the DeepSpeed config."
+            )
+
+
 def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
     """Raises for loaders whose batches cannot be the same on all ranks of a group."""
     if dispatch:
@@ -260,8 +288,9 @@ def check_processes() -> None:
         raise ConfigError(
             f"accelerate knows of {counted} of the {max(launched, joined)} processes that were launched, so nobody "
             "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
-            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True). On GPUs launch with "
-            "`accelerate launch --num_processes N script.py`."
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True); for DeepSpeed on CPUs rather "
+            "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
+            "GPUs launch with `accelerate launch --num_processes N script.py`."
         )
     if launched > joined:
         raise ConfigError(

@@ -30,6 +30,7 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 logger = logging.get_logger(__name__)
 Step = tuple[str, tuple[Any, ...]]
+Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -45,9 +46,9 @@ class LazyLogits:
     def loss_sum(self, targets: torch.Tensor) -> torch.Tensor:
         """The sum of the cross-entropies of these tokens for shifted labels of shape `(batch, n)`."""
 
-        def compute(plain: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> torch.Tensor:
-            score, linear = (lambda hidden: self._after(plain(hidden))), self._linear(module)
-            return linear_loss_sum(self.hidden, targets, score, self.head.vocabulary, linear)
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            plain, linear = self.head.plain, self._linear(self.head.module)
+            return linear_loss_sum(hidden, targets, lambda part: self._after(plain(part)), self.head.vocabulary, linear)
 
         if "whole" in vars(self):
             return token_loss_sum(self.whole, targets)
@@ -65,17 +66,17 @@ class LazyLogits:
 
     @cached_property
     def whole(self) -> torch.Tensor:
-        return self._after(self._within(lambda plain, _: plain(self.hidden)))
+        return self._after(self._within(self.head.plain))
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32 if any(name == "float" for name, _ in self.steps) else self.hidden.dtype
 
-    def _within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Calls a function with the head, as if it ran where the head was called."""
+    def _within(self, compute: Compute) -> torch.Tensor:
+        """Calls a function of the hidden states, as if it ran where the head was called."""
         enabled, dtype = self.autocast
         with torch.autocast(self.hidden.device.type, dtype, enabled=enabled):
-            return self.head.within(compute)
+            return self.head.within(compute, self.hidden)
 
     def _after(self, logits: torch.Tensor) -> torch.Tensor:
         for name, operands in self.steps:
@@ -172,11 +173,12 @@ class LazyHead:
         self.module, self.vocabulary = module, vocabulary
         self.own = vars(module).get("forward")
         self.under_way = False
+        self.instead: Compute | None = None  # what the next call computes
         module.forward = self
 
     @property
-    def plain(self) -> Callable[..., torch.Tensor]:
-        own: Callable[..., torch.Tensor] = self.own or partial(type(self.module).forward, self.module)
+    def plain(self) -> Compute:
+        own: Compute = self.own or partial(type(self.module).forward, self.module)
         return own
 
     def remove(self) -> None:
@@ -190,6 +192,8 @@ class LazyHead:
 
     @torch.compiler.disable
     def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.instead is not None:
+            return self.instead(hidden)
         if args or kwargs or not self.under_way:
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
@@ -197,8 +201,9 @@ class LazyHead:
         if self._is_hooked():
             logger.warning_once(_HOOKED)
             return self.plain(hidden)
-        # in fp16, gradients would have to wait for their scale
-        if self._is_watched() or torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None):
+        half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
+        # in fp16, gradients would have to wait for their scale; weights inside of an adapter are gathered there alone
+        if half or self._is_watched() or any(map(is_partitioned, self.module.children())):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
@@ -219,16 +224,30 @@ class LazyHead:
             tensor._backward_hooks or not tensor.is_leaf for tensor in tensors if isinstance(tensor, torch.Tensor)
         )
 
-    def within(self, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Calls a function with the head's own `forward` and the head, whose weights FSDP2 may have to gather again."""
+    def within(self, compute: Compute, hidden: torch.Tensor) -> torch.Tensor:
+        """Calls a function that takes hidden states to the head, whose weights may have to be gathered again.
+
+        FSDP2 is asked to. DeepSpeed does it where the module is called, and once more in the backward pass.
+        """
+        if is_partitioned(self.module):
+            self.instead = compute
+            try:
+                return self.module(hidden)
+            finally:
+                self.instead = None
         again = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
         if not (again and isinstance(self.module, FSDPModule)):
-            return compute(self.plain, self.module)
+            return compute(hidden)
         self.module.unshard()
         try:
-            return compute(self.plain, self.module)
+            return compute(hidden)
         finally:
             self.module.reshard()
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 divides weights over the ranks: elsewhere than in their own module they are empty."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def lazy_head(model: PreTrainedModel, known: LazyHead | None) -> LazyHead | None:

@@ -3,9 +3,12 @@
 from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices
-from .machine import KernelRate, Link, Machine, built_in
+from .machine import DATA_SHEETS, KernelRate, Link, Machine, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
+from .memory import MemoryEstimate, estimate_memory
+from .model import SHAPES, ModelSize, Training
 from .sharding import Sharding, cut, make_sharding
+from .step import StepEstimate, estimate_step
 from .steps import Plan, Step, Transfer, make_plan
 from .tiles import Tile, tiles_between
 from .traffic import Shapes, Traffic, rank_traffic
@@ -14,9 +17,10 @@ from .work import Layer
 
 # fmt: off
 __all__ = [
-    "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern", "Plan", "Shapes", "Sharding",
-    "Step", "Tile", "Traffic", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
-    "estimate", "head_slices", "imbalance", "imbalance_of_steps", "make_plan", "make_sharding", "name_of",
-    "rank_traffic", "tiles_between", "verify_plan",
+    "DATA_SHEETS", "SHAPES", "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern",
+    "MemoryEstimate", "ModelSize", "Plan", "Shapes", "Sharding", "Step", "StepEstimate", "Tile", "Traffic",
+    "Training", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut", "data_sheet",
+    "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance", "imbalance_of_steps", "make_plan",
+    "make_sharding", "name_of", "named", "rank_traffic", "tiles_between", "verify_plan",
 ]
 # fmt: on

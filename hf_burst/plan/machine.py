@@ -1,10 +1,11 @@
-"""A machine in a few numbers: how fast its attention kernel, its memory and its links are. `cost.py` predicts seconds
-from them, `hf_burst.calibrate` measures them."""
+"""A machine in a few numbers: how fast its kernels, its memory and its links are. `cost.py` and `step.py` predict
+seconds from them, `hf_burst.calibrate` measures them. Data sheets stand in for GPUs that nobody measured."""
 
 import json
 import math
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..errors import ConfigError
 
@@ -53,6 +54,7 @@ class Machine:
         launch (`float`): Seconds that a kernel call adds beside what it computes.
         memory_bandwidth (`float`): Bytes/s of the device's memory, read and written.
         memory (`int`): Bytes of a device.
+        products (`float`): FLOP/s of large products of matrices.
         p2p ([`Link`]): Messages inside a host (NCCL, gloo).
         between_hosts ([`Link`]): Messages between hosts.
         symmetric ([`Link`], *optional*): Copy engines that read a peer's memory, inside a host.
@@ -66,6 +68,8 @@ class Machine:
             run ahead of each other.
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
             heads of a rank; 0 for no limit.
+        peak (`float`, defaults to 0.0): FLOP/s of the data sheet (bf16, not sparse), of which model FLOPs utilisation
+            is a share; 0 if unknown.
         source (`str`, defaults to `"built in"`): Where the numbers come from.
     """
 
@@ -75,6 +79,7 @@ class Machine:
     launch: float
     memory_bandwidth: float
     memory: int
+    products: float
     p2p: Link
     between_hosts: Link
     symmetric: Link | None = None
@@ -85,14 +90,22 @@ class Machine:
     strided_bandwidth: float = 1.0
     waiting: float = 1.0
     slice_blocks: int = 0
+    peak: float = 0.0
     source: str = "built in"
 
     def __post_init__(self) -> None:
         links = [link for link in (self.p2p, self.between_hosts, self.symmetric) if link is not None]
-        above = [self.memory_bandwidth, self.memory, self.ranks_per_host, self.gathered_rate, self.strided_bandwidth]
+        above = [
+            self.memory_bandwidth,
+            self.memory,
+            self.products,
+            self.ranks_per_host,
+            self.gathered_rate,
+            self.strided_bandwidth,
+        ]
         above += [link.bandwidth for link in links]
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
-        least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks]
+        least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks, self.peak]
         least += [number for link in links for number in (link.latency, link.drag)]
         sizes = [rate.scores for rate in self.rates]
         numbers = all(map(math.isfinite, above + least)) and min(above) > 0 and min(least) >= 0
@@ -128,14 +141,45 @@ class Machine:
             raise ConfigError(f"This is no machine: {problem}. Write one by hf-burst calibrate.") from problem
 
 
+class DataSheet(NamedTuple):
+    """What a vendor says of a GPU."""
+
+    device: str
+    memory: float  # bytes
+    bandwidth: float  # of the memory, bytes/s
+    peak: float  # FLOP/s in bf16, summed in fp32, not sparse
+    link: float  # bytes/s to the other GPUs of a host, each way
+    reads_peers: bool = True  # whether a GPU reads the memory of others
+    kernel: str = "flash_attn_4"
+
+
+# NVIDIA's data sheets. PCIe is counted as x16 of its generation; where GPUs have nothing else, hosts copy for them.
+DATA_SHEETS = {
+    "b200": DataSheet("NVIDIA B200", 180e9, 8.0e12, 2250e12, 900e9),
+    "h200": DataSheet("NVIDIA H200", 141e9, 4.8e12, 989e12, 450e9),
+    "h100": DataSheet("NVIDIA H100 SXM", 80e9, 3.35e12, 989e12, 450e9),
+    "a100": DataSheet("NVIDIA A100 SXM 80GB", 80e9, 2.04e12, 312e12, 300e9, kernel="flash_attn_2"),
+    "l40s": DataSheet("NVIDIA L40S", 48e9, 0.864e12, 362e12, 32e9, False, "flash_attn_2"),
+    "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 32e9, 1.79e12, 209e12, 64e9, False, "flash_attn_2"),
+    "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 24e9, 1.01e12, 165e12, 32e9, False, "flash_attn_2"),
+}
+
+
+def data_sheet(device: str) -> DataSheet | None:
+    """The data sheet of a device, by the name that torch or a user calls it."""
+    name = "".join(letter for letter in device.lower() if letter.isalnum())
+    return next((sheet for key, sheet in DATA_SHEETS.items() if key in name), None)
+
+
 def h200(kernel: str = "flash_attn_4") -> Machine:
     """An H200 in a host with NVLink, as measured there (bf16, heads of 128, 32 query heads).
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
-    32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. A
-    bandwidth of 400 Gb/s a GPU between hosts is assumed. A call with 10,000 documents of 100 tokens takes as long as 5
-    more blocks a document. Uneven steps took 1.40 times as long where [`lag`] is 0.72, and fewer than 2,048 blocks a
-    slice gained nothing (4 GPUs).
+    32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens.
+    Products of matrices are those of an 8B Llama (recipes/benchmarks/training_limits.py, 657e12 to 680e12). A bandwidth
+    of 400 Gb/s a GPU between hosts is assumed. A call with 10,000 documents of 100 tokens takes as long as 5 more
+    blocks a document. Uneven steps took 1.40 times as long where [`lag`] is 0.72, and fewer than 2,048 blocks a slice
+    gained nothing (4 GPUs).
     """
     share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
     small = [(3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)]
@@ -147,6 +191,7 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
         launch=6e-6,
         memory_bandwidth=4.0e12,
         memory=141 * 10**9,
+        products=670e12,
         p2p=Link(latency=0.12e-3, bandwidth=360e9, drag=0.5),
         between_hosts=Link(latency=0.15e-3, bandwidth=45e9, drag=0.5),
         symmetric=Link(latency=0.040e-3, bandwidth=375e9, drag=0.2),
@@ -157,6 +202,33 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
         strided_bandwidth=0.8,
         waiting=0.55,
         slice_blocks=2048,
+        peak=DATA_SHEETS["h200"].peak,
+        source="built in: measured on H200s",
+    )
+
+
+def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
+    """A GPU as its data sheet has it: one that nobody measured reaches the shares that an H200 reached of its own."""
+    own, newer = DATA_SHEETS["h200"], sheet.kernel == "flash_attn_4"  # in which older kernels leave something unused
+    measured = h200(kernel if newer and kernel else "flash_attn_4")
+    if sheet is own:
+        return measured
+    computing, sending = sheet.peak / own.peak, sheet.link / own.link
+    p2p, symmetric = (
+        replace(link, bandwidth=sending * link.bandwidth) for link in (measured.p2p, measured.symmetric or measured.p2p)
+    )
+    return replace(
+        measured,
+        device=sheet.device,
+        kernel=kernel or sheet.kernel,
+        rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
+        memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
+        memory=int(sheet.memory),
+        products=computing * measured.products,
+        p2p=p2p,
+        symmetric=symmetric if sheet.reads_peers else None,
+        peak=sheet.peak,
+        source="built in: the data sheet, at the shares that H200s reached of theirs",
     )
 
 
@@ -169,6 +241,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
         launch=4e-6,
         memory_bandwidth=13e9,
         memory=8 * 10**9,
+        products=60e9,
         p2p=Link(latency=0.3e-3, bandwidth=1e9, drag=0.5),
         between_hosts=Link(latency=0.5e-3, bandwidth=0.5e9, drag=0.5),
         ranks_per_host=64,
@@ -177,10 +250,18 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
     )
 
 
+def named(name: str) -> Machine:
+    """The machine that a user names: a GPU of [`DATA_SHEETS`], on hosts of 8."""
+    sheet = data_sheet(name)
+    if sheet is None:
+        raise ConfigError(f"No machine is called {name!r}. Known are {', '.join(DATA_SHEETS)}.")
+    return by_data_sheet(sheet)
+
+
 def built_in(device: str, kernel: str, memory: int, ranks_per_host: int) -> Machine:
     """The machine of a device (`"CPU"` for processors) that was not measured; arguments as in [`Machine`]."""
-    if device == "CPU":
-        return replace(cpu(kernel), memory=memory, ranks_per_host=ranks_per_host)
-    known = h200(kernel)
-    source = known.source if "H200" in device else f"built in: those of an {known.device}, as this device has none"
-    return replace(known, device=device, memory=memory, ranks_per_host=ranks_per_host, source=source)
+    sheet = data_sheet(device)
+    known = cpu(kernel) if device == "CPU" else by_data_sheet(sheet, kernel) if sheet else h200(kernel)
+    if sheet is None and device != "CPU":
+        known = replace(known, peak=0.0, source=f"built in: those of an {known.device}, as this device has none")
+    return replace(known, device=device, memory=memory, ranks_per_host=ranks_per_host)

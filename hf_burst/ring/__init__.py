@@ -1,5 +1,6 @@
 """Attention over ranks: messages, merging, and the loops that execute the steps of a plan."""
 
+from .clock import ExchangeClock
 from .exchange import Exchange, PeerToPeer
 from .merge import accumulation_dtype, merge_, row_products
 from .sharded import HeadSizes, ShardedAttention, kept_shapes
@@ -8,6 +9,7 @@ from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 __all__ = [
     "Exchange",
+    "ExchangeClock",
     "HeadSizes",
     "HeadsToTokens",
     "PeerToPeer",

@@ -1,0 +1,140 @@
+"""`hf-burst plan --model`: how long a training step takes, how the GPUs are best divided, and what memory it takes."""
+
+import argparse
+from dataclasses import replace
+from typing import get_args
+
+import torch
+
+from ..calibrate import machine_of
+from ..errors import ConfigError, ShardingError
+from ..plan import (
+    DATA_SHEETS,
+    SHAPES,
+    Machine,
+    MemoryEstimate,
+    ModelSize,
+    StepEstimate,
+    Training,
+    estimate_memory,
+    estimate_step,
+    name_of,
+    named,
+)
+from ..plan.model import Sharded, Weights
+
+_ROOM = 0.92  # of the memory; the rest is for the allocator, NCCL and what CUDA itself takes
+_HELP = f"a name on the hub, a folder or config.json of a model, a class of Transformers, or one of {', '.join(SHAPES)}"
+Row = tuple[Training, StepEstimate, MemoryEstimate]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a training run."""
+    group = parser.add_argument_group("how long the steps of a training take, and whether it fits (--model)")
+    group.add_argument("--model", help=_HELP)
+    group.add_argument("--gpus", type=int, help="(default those of this host, or 8)")
+    machine = f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)"
+    group.add_argument("--machine", help=machine)
+    group.add_argument("--gpus-per-host", type=int, help="(default as many as this host has, or 8)")
+    group.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="RANK", help="(rank 16 by default)")
+    group.add_argument("--weights", choices=get_args(Weights), default="bf16", help="(default %(default)s)")
+    group.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
+    group.add_argument("--attention-keep", type=float, default=1.0, help="as in BurstConfig (default %(default)s)")
+    group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
+    plain = "norms, rotary positions and SwiGLU without Liger"
+    group.add_argument("--plain-kernels", dest="fused", action="store_false", help=plain)
+    group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) -> int:
+    """Prints what is predicted; the exit status is 0 if it fits, 1 if not."""
+    model, (machine, gpus) = find_model(arguments.model, arguments.trust_remote_code), find_machine(arguments)
+    options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
+    training = Training(length, gpus, gpus, documents, attention_keep=arguments.attention_keep, **options)
+    rows = divisions(model, training, machine)
+    fitting = [row for row in rows if fits(row[2], machine)]
+    best = max(fitting, key=lambda row: row[1].tokens_per_second, default=None)
+    print("\n".join(_table(model, machine, rows, best)))
+    return 0 if best else 1
+
+
+def find_model(name: str, trust_remote_code: bool) -> ModelSize:
+    """The sizes of a model by its config."""
+    from ..check.run import find_target  # which takes seconds to import
+    from ..hf.model_size import model_size, shape_named
+
+    try:
+        target = find_target(shape_named(name) or name, trust_remote_code)
+    except ConfigError as problem:
+        raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(SHAPES)}.") from problem
+    return model_size(target.model_class, target.config, name)
+
+
+def find_machine(arguments: argparse.Namespace) -> tuple[Machine, int]:
+    """The machine that is named, or this one, or H200s; and the number of GPUs."""
+    here = torch.cuda.device_count()
+    gpus = arguments.gpus or here or 8
+    per_host = arguments.gpus_per_host or (here if here and not arguments.machine else 8)
+    if min(gpus, per_host) < 1:
+        raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
+    if arguments.machine or not here:
+        return replace(named(arguments.machine or "h200"), ranks_per_host=per_host), gpus
+    return machine_of(torch.device("cuda", 0), gpus, min(per_host, gpus)), gpus
+
+
+def divisions(model: ModelSize, training: Training, machine: Machine) -> list[Row]:
+    """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost."""
+    rows = []
+    for size in range(training.gpus, 0, -1):
+        if training.gpus % size == 0:
+            divided = replace(training, burst_size=size)
+            try:
+                rows.append((divided, estimate_step(model, divided, machine), estimate_memory(model, divided, machine)))
+            except ShardingError:  # too short for so many
+                continue
+    if not rows:
+        raise ConfigError(f"--length {training.length} is too short for any of {training.gpus} GPUs.")
+    return rows
+
+
+def fits(memory: MemoryEstimate, machine: Machine) -> bool:
+    """Whether a GPU has room for it."""
+    return memory.total <= _ROOM * machine.memory
+
+
+def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None) -> list[str]:
+    """What is predicted, in lines."""
+    (training, *_), room = rows[0], machine.memory / 2**30
+    what = f"adapters of rank {training.lora} on" if training.lora else "all"
+    again = f"layers checkpointed, attention_keep={training.attention_keep:g}"
+    cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
+    for row in rows:
+        how, step, memory = row
+        cells.append([f"{how.burst_size} x {how.gpus // how.burst_size}", f"{step.total_s:.2f}"])
+        cells[-1] += [f"{step.tokens_per_second:,.0f}", f"{step.mfu(machine):.0%}", f"{memory.total / 2**30:.1f}"]
+        cells[-1] += [name_of(step.schedule, how.burst_size) if how.burst_size > 1 else "-"]
+        cells[-1] += ["fastest that fits" if row is best else "" if fits(memory, machine) else "does not fit"]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    how, step, memory = best or rows[0]
+    seconds = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
+    lines = [
+        str(model),
+        f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
+        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {training.sharded}, "
+        + (again if training.checkpointing else "nothing checkpointed"),
+        "",
+        *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
+        "",
+        f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
+        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}",
+    ]
+    if best is None:
+        lines.append(
+            f"None fits into {_ROOM:.0%} of {room:.0f} GiB. Give more --gpus, fewer tokens, --attention-keep 0"
+        )
+        lines[-1] += "." if training.lora else " or --lora."
+    return lines
+
+
+def _listed(values: dict[str, float], unit: float) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value / unit:.2f}" for name, value in values.items() if value)

@@ -1,0 +1,115 @@
+"""Memory of a GPU in a training step, by what takes it."""
+
+from dataclasses import dataclass, fields, replace
+
+from .machine import Machine
+from .model import ModelSize, Training
+from .step import attention_costs
+
+_NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
+_LOGITS = 2**29  # at a time, as in linear_loss.py
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one GPU, at the moment of a step when they are the most.
+
+    Args:
+        weights, gradients, optimizer (`float`): Of the weights that this GPU holds.
+        gathered (`float`): Weights and gradients of the layers that FSDP has put together.
+        layer_inputs (`float`): What checkpointed layers keep to be computed again.
+        attention (`float`): Attention that is kept for it (`attention_keep`).
+        activations (`float`): What all layers keep, or the one that is computed again; and its gradients.
+        loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
+        exchange (`float`): Buffers through which ranks exchange blocks.
+        moment (`str`): When that is.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    gathered: float = 0.0
+    layer_inputs: float = 0.0
+    attention: float = 0.0
+    activations: float = 0.0
+    loss: float = 0.0
+    exchange: float = 0.0
+    moment: str = ""
+
+    @property
+    def items(self) -> dict[str, float]:
+        """The bytes by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "moment"}
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return float(sum(self.items.values()))
+
+
+def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> MemoryEstimate:
+    """Predicts the memory of a GPU: the most of three moments, the loss and the backward pass of the last and of the
+    first layer. In between, gradients come as activations go.
+
+    Args:
+        model ([`ModelSize`]): What is trained.
+        training ([`Training`]): How.
+        machine ([`Machine`]): On what; it decides how blocks travel.
+    """
+    number, trained, tokens = (4 if training.weights == "fp32" else 2), training.trained(model), training.tokens
+    learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
+    gradients, sharded = trained * number / shards, shards > 1
+    buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
+    layers = model.layers if training.checkpointing else 0
+    row = kept_by_layer(model, training.fused)
+    one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
+    every = 2 * tokens * model.layers * (row + model.hidden) if not layers else 0
+    unit = 2 * (model.weights - table) / model.layers  # bytes of a layer in bf16
+    gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
+    logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
+    scores = 4 * model.q_heads  # the log-sum-exp
+    always = MemoryEstimate(
+        weights=_weights(model, training, number),
+        gradients=buckets,
+        optimizer=2 * gradients,
+        layer_inputs=2 * tokens * layers * model.hidden,
+        attention=tokens * layers * training.attention_keep * (2 * model.queries + scores),
+        activations=every,
+        exchange=max(cost.memory_bytes for _, _, cost in attention_costs(model, training, machine)),
+    )
+    at_loss = replace(
+        always,
+        gathered=2.0 * table if sharded else 0.0,
+        loss=logits + 4 * tokens * model.hidden + (6 * table if learns else 0),
+        moment="the loss",
+    )
+    at_last = replace(
+        always,
+        gradients=buckets + (table * number / shards if learns else 0.0),
+        gathered=gathered,
+        activations=every + one,
+        moment="the backward pass of the last layer",
+    )
+    at_first = replace(
+        at_last,
+        gradients=buckets + gradients,
+        layer_inputs=always.layer_inputs / model.layers,
+        attention=always.attention / model.layers,
+        activations=every / model.layers + one,
+        moment="the backward pass of the first layer",
+    )
+    return max((at_loss, at_last, at_first), key=lambda estimate: estimate.total)
+
+
+def kept_by_layer(model: ModelSize, fused: bool) -> int:
+    """Elements of a token that a layer keeps for its backward pass, beside its input: what norms and products are
+    given, q, k, v and out, and for SwiGLU both halves; without Liger's kernels also its sigmoid, and norms in fp32."""
+    kept = 3 * model.inner + 3 * model.hidden + 2 * (model.queries + model.keys)
+    return kept if fused else kept + model.inner + 4 * model.hidden
+
+
+def _weights(model: ModelSize, training: Training, number: int) -> float:
+    """Bytes of the weights on one GPU. With 4 bits only layers are quantised."""
+    held = (training.trained(model) + (model.weights if training.lora else 0)) * number / training.shards
+    apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
+    return held - (number - _NF4) * (model.weights - apart) if training.weights == "4bit" else held

@@ -1,0 +1,151 @@
+"""A model in a few sizes, and how it is trained: what the seconds and the memory of a step follow from."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from .mask import MaskPattern
+
+Weights = Literal["bf16", "fp32", "4bit"]
+Sharded = Literal["fsdp2", "ddp"]
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The sizes of a model that time and memory follow from.
+
+    Args:
+        name (`str`): What it is called.
+        layers (`int`): Its layers.
+        hidden (`int`): Elements of a hidden state.
+        inner (`int`): Elements of a token inside of its MLP, of all experts that it is sent to.
+        q_heads, kv_heads (`int`): Query and key heads.
+        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values.
+        vocabulary (`int`): Tokens that there are.
+        weights (`int`): All parameters.
+        used (`int`): Weights that one token is multiplied with. Tables of embeddings are left out, and so are the
+            experts that it is not sent to.
+        head (`int`): Those of them in the language-model head.
+        tied (`bool`): Whether the head shares its weights with the embeddings.
+        adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
+        patterns (`tuple[tuple[MaskPattern, int], ...]`): How many layers see how far.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    vocabulary: int
+    weights: int
+    used: int
+    head: int
+    tied: bool
+    adapted: int
+    patterns: tuple[tuple[MaskPattern, int], ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.weights / 1e9:.2f}e9 weights, {self.layers} layers, {self.hidden} wide, "
+            f"{self.q_heads} query and {self.kv_heads} key heads of {self.head_dim}, vocabulary {self.vocabulary}"
+        )
+
+    @property
+    def queries(self) -> int:
+        """Elements of a token's queries, and of what attention finds for them."""
+        return self.q_heads * (self.head_dim + self.value_dim) // 2
+
+    @property
+    def keys(self) -> int:
+        """Elements of a token's keys, and of its values."""
+        return self.kv_heads * (self.head_dim + self.value_dim) // 2
+
+    def flops(self, tokens: int, pairs: int, trained: float = 1.0) -> float:
+        """Floating point operations of a training step that computes nothing twice, as model FLOPs utilisation counts
+        them: 6 for each weight and token, 4 if it is frozen, and 12 for each pair and element of the queries.
+
+        Args:
+            tokens (`int`): Of all sequences.
+            pairs (`int`): (query, key) pairs that are admitted, added up over the layers.
+            trained (`float`, defaults to 1.0): Share of the weights that learn.
+        """
+        return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: one sequence for each group of GPUs, by AdamW.
+
+    Args:
+        length (`int`): Tokens of a sequence.
+        gpus (`int`): All GPUs.
+        burst_size (`int`): Those that share a sequence.
+        documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries of packed documents.
+        sharded (`str`, defaults to `"fsdp2"`): `"fsdp2"` shards weights, gradients and optimizer over all GPUs,
+            `"ddp"` nothing.
+        weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three,
+            computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under adapters, which no GPU shards.
+        lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
+        checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
+        attention_keep (`float`, defaults to 1.0): As in [`BurstConfig`].
+        fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
+            Liger's are.
+    """
+
+    length: int
+    gpus: int
+    burst_size: int
+    documents: tuple[int, ...] = ()
+    sharded: Sharded = "fsdp2"
+    weights: Weights = "bf16"
+    lora: int = 0
+    checkpointing: bool = True
+    attention_keep: float = 1.0
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
+        if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
+            raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
+        if not 0 <= self.attention_keep <= 1:
+            raise ConfigError(f"attention_keep is {self.attention_keep}; it is the share that is kept, 0 to 1.")
+        if self.weights == "4bit" and not self.lora:
+            raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (--lora).")
+
+    @property
+    def tokens(self) -> int:
+        """Those of one GPU."""
+        return -(-self.length // self.burst_size)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts weights are sharded."""
+        return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
+
+    def trained(self, model: ModelSize) -> int:
+        """The weights that learn."""
+        return self.lora * model.adapted or model.weights
+
+
+_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128}
+# fmt: off
+_SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "llama-3.2-1b": ("llama", (128256, 2048, 8192, 16, 32, 8, 64), {"tie_word_embeddings": True}),
+    "llama-3-8b": ("llama", (128256, 4096, 14336, 32, 32, 8, 128), {}),
+    "llama-3-70b": ("llama", (128256, 8192, 28672, 80, 64, 8, 128), {}),
+    "mistral-7b": ("mistral", (32768, 4096, 14336, 32, 32, 8, 128), {"sliding_window": None}),
+    "qwen3-8b": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 128), {}),
+    "qwen3-32b": ("qwen3", (151936, 5120, 25600, 64, 64, 8, 128), {}),
+    "qwen3-30b-a3b": ("qwen3_moe", (151936, 2048, 6144, 48, 32, 4, 128), _EXPERTS),
+}
+# fmt: on
+# shapes that need no hub: a model type of Transformers, and what its config differs in
+SHAPES = {
+    name: {"model_type": kind, **dict(zip(_NAMES + _HEADS, sizes, strict=True)), **more}
+    for name, (kind, sizes, more) in _SHAPES.items()
+}

@@ -1,0 +1,178 @@
+"""What `hf-burst plan` predicts beside what was measured. Needs no GPU.
+
+    python recipes/benchmarks/predictions.py --write    # the tables of docs/sizing.md
+    python recipes/benchmarks/predictions.py --check    # whether they are those of this version
+
+Predicted is every result of hf_burst in `results/training_*.json` and `results/attention_*.json`, with the numbers of
+H200s that are built in (`hf_burst/plan/machine.py`). None of these numbers belongs to a case.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+from hf_burst.config import Schedule
+from hf_burst.hf.model_size import model_size
+from hf_burst.plan import Training, estimate, estimate_memory, estimate_step
+from hf_burst.plan.machine import h200
+from recipes.benchmarks.choice import layer_of, measured
+from recipes.benchmarks.training_job import SHAPES
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[2] / "docs/sizing.md"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hf_burst, attention saved": {},
+    "hf_burst, half of it saved": {"attention_keep": 0.5},
+    "hf_burst, attention recomputed": {"attention_keep": 0.0},
+    "hf_burst, everything saved": {"checkpointing": False},
+}
+BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
+GIB = 2**30
+
+
+class Step(NamedTuple):
+    """A measured training step beside its prediction."""
+
+    file: str
+    gpus: int
+    model: str
+    length: int
+    kept: str
+    seconds: float
+    predicted_seconds: float
+    gib: float
+    predicted_gib: float
+    plain: bool  # norms, rotary positions and SwiGLU without Liger
+    compiled: bool
+    first: bool  # the only step of its run
+
+    @property
+    def time_error(self) -> float:
+        """How far the prediction is above the measured seconds."""
+        return self.predicted_seconds / self.seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        """How far the prediction is above the measured memory."""
+        return self.predicted_gib / self.gib - 1
+
+
+def training_steps() -> Iterator[Step]:
+    """All measured steps of hf_burst. Their memory is that of torch's allocator: symmetric buffers lie beside it, and
+    the first step of a run ends before the optimizer has its states."""
+    machine = h200()
+    for file in sorted(RESULTS.glob("training_*.json")):
+        result = json.loads(file.read_text())
+        model_class, config_class, sizes = SHAPES[result["shape"]]
+        model, ranks = model_size(model_class, config_class(**sizes)), result["hardware"]["ranks"]
+        rows = [row for row in result["results"] if "median_s" in row]
+        for row in rows:
+            if row["contender"] not in SETTINGS:
+                continue
+            how = {"lora": 16 * result["lora"], "fused": bool(result.get("liger")), **SETTINGS[row["contender"]]}
+            training = Training(row["length"], ranks, ranks, **how)
+            memory, first = estimate_memory(model, training, machine), row is rows[0] and len(row["steps"]) == 1
+            allocated = memory.total - memory.exchange - (memory.optimizer if first else 0)
+            yield Step(
+                file=file.stem,
+                gpus=ranks,
+                model=result["shape"] + (", LoRA" if result["lora"] else ""),
+                length=row["length"],
+                kept=row["contender"].removeprefix("hf_burst, "),
+                seconds=row["median_s"],
+                predicted_seconds=estimate_step(model, training, machine).total_s,
+                gib=row["peak_memory_gib"],
+                predicted_gib=allocated / GIB,
+                plain=not how["fused"],
+                compiled=bool(result.get("compiled")),
+                first=first,
+            )
+
+
+class Attention(NamedTuple):
+    """A measured attention, both passes, beside its prediction."""
+
+    file: str
+    gpus: int
+    length: int
+    kv_heads: int
+    kernel: str
+    mask: str
+    schedule: str
+    milliseconds: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is above the measured time."""
+        return self.predicted / self.milliseconds - 1
+
+
+def attentions() -> Iterator[Attention]:
+    """All measured attentions of hf_burst with chunks cut as by default."""
+    for file in sorted(RESULTS.glob("attention_*.json")):
+        for case in measured(file):
+            layer, ranks = layer_of(case), case["ranks"]
+            count, window = len(layer.masks[0].documents) - 1, case.get("window")
+            mask = f"{count:,} documents" if count > 1 else f"window {window + 1:,}" if window else "whole"
+            for name, milliseconds in case["ms"].items():
+                cost = estimate(Schedule.parse(name, ranks), layer, h200(case["kernel"]))
+                values = (ranks, case["length"], case["kv_heads"], case["kernel"], mask, name)
+                yield Attention(file.stem, *values, milliseconds, 1e3 * cost.total_s)
+
+
+def kind_of(case: Attention) -> str:
+    """The row of the table that a measured attention belongs to."""
+    if case.mask == "whole":
+        return f"one document, {'at least' if case.length >= 8192 * case.gpus else 'fewer than'} 8,192 tokens a GPU"
+    if case.mask.startswith("window"):
+        return "one document, window of 4,096 tokens"
+    return "documents of 512 to 65,536 tokens" if case.mask == "17 documents" else "documents of about 100 tokens"
+
+
+def markdown() -> str:
+    """Both tables."""
+    lines = ["| model | GPUs | tokens | kept for the backward pass | seconds | predicted | GiB | predicted |"]
+    lines.append("|---|---:|---:|---|---:|---:|---:|---:|")
+    for step in training_steps():
+        notes = [word for word, holds in (("compiled", step.compiled), ("without Liger", step.plain)) if holds]
+        notes += ["first step"] if step.first else []
+        kept = ", ".join([step.kept, *notes])
+        seconds = f"{step.seconds:.2f} | {step.predicted_seconds:.2f} ({step.time_error:+.0%})"
+        memory = f"{step.gib:.1f} | {step.predicted_gib:.1f} ({step.memory_error:+.0%})"
+        lines.append(f"| {step.model} | {step.gpus} | {step.length:,} | {kept} | {seconds} | {memory} |")
+    kinds: dict[str, list[float]] = {}
+    for case in attentions():
+        kinds.setdefault(kind_of(case), []).append(case.error)
+    lines += ["", "| attention of | results | median error | from | to |", "|---|---:|---:|---:|---:|"]
+    for kind, errors in kinds.items():
+        spread = " | ".join(f"{value:+.0%}" for value in (statistics.median(errors), min(errors), max(errors)))
+        lines.append(f"| {kind} | {len(errors)} | {spread} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true", help="write the tables into docs/sizing.md")
+    what.add_argument("--check", action="store_true", help="fail if docs/sizing.md has others")
+    arguments = parser.parse_args()
+    before, begin, rest = PAGE.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    page = f"{before}{begin}\n{markdown()}\n{end}{after}"
+    if arguments.write:
+        PAGE.write_text(page)
+    elif page != PAGE.read_text():
+        print(f"{PAGE} has other tables: python recipes/benchmarks/predictions.py --write", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Predicted steps and memory: beside all results that were measured, beside torch's own counts, and by hand."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from hf_burst.cli import main
+from hf_burst.errors import ConfigError
+from hf_burst.hf.model_size import model_size, shape_named
+from hf_burst.plan import DATA_SHEETS, SHAPES, MaskPattern, Training, estimate_memory, estimate_step, named
+from hf_burst.plan.machine import h200
+from hf_burst.plan.memory import kept_by_layer
+from hf_burst.plan.step import products
+from recipes.benchmarks import predictions
+
+SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
+SMALL = LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2)
+LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
+TOKENS = 512
+
+
+def test_all_measured_steps_are_predicted() -> None:
+    """The bounds that docs/sizing.md names."""
+    steps = list(predictions.training_steps())
+    assert len(steps) >= 33
+    for step in steps:
+        assert -(0.11 if step.plain else 0.055) < step.time_error < 0, step
+        assert abs(step.memory_error) < 0.05 or step.compiled, step
+
+
+def test_all_measured_attentions_are_predicted() -> None:
+    cases = list(predictions.attentions())
+    assert len(cases) >= 65
+    for case in cases:
+        sure = "at least" in predictions.kind_of(case)
+        assert abs(case.error) < (0.06 if sure else 0.3), case
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = predictions.PAGE.read_text()
+    assert f"{predictions.BEGIN}\n{predictions.markdown()}\n{predictions.END}" in page
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) -> None:
+    model = base = LlamaForCausalLM(SMALL).train()
+    if lora:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(base, peft.LoraConfig(r=lora, target_modules="all-linear"))
+    if checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.enable_input_require_grads()
+    ids = torch.randint(0, 512, (1, TOKENS))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    training = Training(TOKENS, 1, 1, lora=lora, checkpointing=checkpointing)
+    assert products(model_size(LlamaForCausalLM, SMALL), training) == pytest.approx(
+        counted, rel=0.03 if lora else 0.003
+    )
+
+
+def test_a_layer_keeps_what_autograd_keeps() -> None:
+    """Without Liger's kernels; the last norm is not in the formula."""
+    model = LlamaForCausalLM(SMALL).to(torch.bfloat16).train()
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model(input_ids=torch.randint(0, 512, (1, TOKENS)))
+    measured = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+    elements = kept_by_layer(model_size(LlamaForCausalLM, SMALL), fused=False) + SMALL.hidden_size
+    assert 2 * TOKENS * 4 * elements == pytest.approx(measured, rel=0.05)
+
+
+def test_sizes_of_models() -> None:
+    for model_class, config in ((LlamaForCausalLM, SMALL), (LlamaForCausalLM, LlamaConfig(**SIZES))):
+        size, model = model_size(model_class, config), model_class(config)
+        assert size.weights == sum(weight.numel() for weight in model.parameters())
+        assert size.used == size.weights - 512 * 256
+        assert (size.head, size.tied, size.inner) == (512 * 256, False, 896)
+    tied = model_size(LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True))
+    assert tied.tied
+    assert tied.used == tied.weights
+    experts = MixtralConfig(**SIZES, num_attention_heads=8, num_local_experts=8, num_experts_per_tok=2)
+    mixture = model_size(MixtralForCausalLM, experts)
+    in_experts = 4 * 8 * 3 * 256 * 896
+    assert mixture.used == mixture.weights - 512 * 256 - in_experts * 3 // 4
+    assert mixture.inner == pytest.approx(2 * 896, rel=0.01)  # and a router
+    windows = model_size(MistralForCausalLM, MistralConfig(**SIZES, sliding_window=100))
+    assert windows.patterns == ((MaskPattern(window=99), 4),)
+    assert model_size(BertForMaskedLM, BertConfig(**SIZES, num_attention_heads=8)).patterns[0][0].causal is False
+    assert SMALL.to_dict() == LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama-3.2-1b", 1.24), ("llama-3-70b", 70.6), ("qwen3-8b", 8.19), ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5)],
+)
+def test_named_shapes_are_those_of_their_models(name: str, billions: float) -> None:
+    config = shape_named(name)
+    model_class = {"llama": LlamaForCausalLM}.get(config.model_type)
+    if model_class is None:
+        from transformers import AutoModelForCausalLM
+
+        model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    assert model_size(model_class, config).weights == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_memory_by_hand() -> None:
+    """Weights of 2, 4 and about 0.5 bytes; sharded by FSDP2 and whole under DDP."""
+    plain = Training(65536, 8, 8)
+    weights = LLAMA.weights
+    sharded = estimate_memory(LLAMA, plain, h200())
+    assert (sharded.weights, sharded.optimizer) == (2 * weights / 8, 4 * weights / 8)
+    assert sharded.layer_inputs == 8192 * 4096 * 32 * 2
+    assert sharded.attention == 8192 * 32 * (4096 * 2 + 32 * 4)
+    fp32 = estimate_memory(LLAMA, replace(plain, weights="fp32"), h200())
+    assert (fp32.weights, fp32.optimizer) == (4 * weights / 8, 8 * weights / 8)
+    whole = estimate_memory(LLAMA, replace(plain, sharded="ddp"), h200())
+    assert (whole.weights, whole.optimizer, whole.gathered) == (2 * weights, 4 * weights, 0)
+    assert whole.gradients >= 2 * weights
+    lora = estimate_memory(LLAMA, replace(plain, sharded="ddp", lora=16), h200())
+    learn = 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+    assert (lora.weights, lora.optimizer) == (2 * weights + 2 * learn, 4 * learn)
+    quantised = estimate_memory(LLAMA, replace(plain, sharded="ddp", lora=16, weights="4bit"), h200())
+    assert 5e9 < quantised.weights < 6.5e9
+    assert sharded.total == sum(sharded.items.values())
+
+
+def test_what_costs_time_saves_memory() -> None:
+    keeps, again = Training(131072, 8, 4), Training(131072, 8, 4, attention_keep=0.0)
+    everything = replace(keeps, checkpointing=False)
+    steps, memories = (
+        [what(LLAMA, how, h200()) for how in (again, keeps, everything)] for what in (estimate_step, estimate_memory)
+    )
+    assert steps[0].total_s > steps[1].total_s > steps[2].total_s
+    assert memories[0].total < memories[1].total < memories[2].total
+    more = replace(keeps, gpus=16, burst_size=8)
+    assert estimate_memory(LLAMA, more, h200()).total < memories[1].total
+    packed = replace(keeps, documents=tuple(range(0, 131073, 16384)))
+    assert estimate_step(LLAMA, packed, h200()).attention_s < steps[1].attention_s / 6
+    half = estimate_step(LLAMA, replace(keeps, attention_keep=0.5), h200())
+    quarter = (steps[0].attention_s - steps[1].attention_s) / 4  # of causal attention is that of the first half
+    assert half.attention_s - steps[1].attention_s == pytest.approx(quarter)
+    assert steps[1].mfu(h200()) == pytest.approx(steps[1].flops / steps[1].total_s / 989e12)
+    assert estimate_step(LLAMA, replace(keeps, fused=False), h200()).elementwise_s > 2 * steps[1].elementwise_s
+
+
+@pytest.mark.parametrize("name", DATA_SHEETS)
+def test_machines_of_data_sheets(name: str) -> None:
+    machine, sheet = named(name), DATA_SHEETS[name]
+    assert ("measured" in machine.source, "data sheet" in machine.source) == (name == "h200", name != "h200")
+    assert machine.products / sheet.peak == pytest.approx(670 / 989)
+    assert machine.memory_bandwidth / sheet.bandwidth == pytest.approx(4.0 / 4.8)
+    assert machine.p2p.bandwidth / sheet.link == pytest.approx(0.8)
+    assert (machine.symmetric is not None) == sheet.reads_peers
+    assert all(at.forward < sheet.peak for at in machine.rates)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"burst_size": 3}, "burst_size divides gpus"),
+        ({"length": 0}, "sizes are at least 1"),
+        ({"attention_keep": 1.5}, "attention_keep is 1.5"),
+        ({"weights": "4bit"}, "Weights of 4 bits are frozen"),
+    ],
+)
+def test_trainings_that_cannot_be(changes: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        replace(Training(1024, 4, 4), **changes)
+
+
+def test_the_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3-8b", "--length", "131072", "--gpus", "4", "--machine", "h200"]
+    assert main(words) == 0
+    page = predictions.PAGE.read_text()
+    assert "hf-burst " + " ".join(words) in page
+    assert f"```text\n{capsys.readouterr().out}```" in page
+
+
+def test_a_model_is_named_by_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SMALL.save_pretrained(tmp_path)
+    said = []
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        assert main(["plan", "--model", name, "--documents", "3000", "1096", "--gpus", "2", "--machine", "a100"]) == 0
+        said.append(capsys.readouterr().out.replace(f"{name}: ", ""))
+    assert said[0] == said[1]
+    assert "2 x NVIDIA A100 SXM 80GB, 75 GiB; built in: the data sheet" in said[0]
+    assert "4,096 tokens a sequence, all bf16 weights, AdamW, fsdp2, layers checkpointed, attention_keep=1" in said[0]
+    options = ["--lora", "--weights", "4bit", "--sharded", "ddp", "--no-checkpointing", "--plain-kernels"]
+    assert main(["plan", "--model", "LlamaForCausalLM", "--length", "4096", "--machine", "rtx4090", *options]) == 0
+    report = capsys.readouterr().out
+    assert "adapters of rank 16 on 4bit weights, AdamW, ddp, nothing checkpointed" in report
+    assert re.findall(r"^ +(\d x \d) ", report, re.MULTILINE) == ["8 x 1", "4 x 2", "2 x 4", "1 x 8"]
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3-70b", "--length", "131072", "--gpus", "8", "--machine", "h100"]
+    assert main(words) == 1
+    report = capsys.readouterr().out
+    assert report.count("does not fit") == 4
+    assert "None fits into 92% of 75 GiB. Give more --gpus" in report
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "llama-3-8b"], "--model needs --length"),
+        (["--model", "llama-3-8b", "--length", "64", "--machine", "tpu"], "No machine is called 'tpu'. Known are b200"),
+        (["--model", "llama-3-8b", "--length", "64", "--gpus", "-1"], "--gpus is -1"),
+        (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {next(iter(SHAPES))}"),
+    ],
+)
+def test_what_cannot_be_predicted(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["plan", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_doctor_predicts_for_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert main(["doctor", "--machine", "a100", "--ranks", "16", "--length", "65536"]) == 0
+    report = capsys.readouterr().out
+    assert "cost model: built in: the data sheet" in report
+    assert "NVIDIA A100 SXM 80GB, kernel flash_attn_2, 75 GiB at 1700 GB/s" in report
+    assert "over 16 ranks, 8 a host takes ulysses_8+kv_ring" in report
+    assert "hf-burst calibrate" not in report
+    assert main(["doctor", "--machine", "abacus"]) == 1
+    assert "Not usable: No machine is called 'abacus'" in capsys.readouterr().out
