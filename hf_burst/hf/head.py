@@ -57,9 +57,9 @@ class LazyLogits:
     def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
         """The cross-entropy of each of these tokens, `(batch, n)`, without a gradient."""
 
-        def compute(plain: Callable[[torch.Tensor], torch.Tensor], _: nn.Module) -> torch.Tensor:
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
             return linear_token_losses(
-                self.hidden, targets, lambda some: self._after(plain(some)), self.head.vocabulary
+                hidden, targets, lambda some: self._after(self.head.plain(some)), self.head.vocabulary
             )
 
         return token_losses(self.whole, targets) if "whole" in vars(self) else self._within(compute)
