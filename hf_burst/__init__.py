@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .mesh import ContextGroup
     from .plan import MaskPattern
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _HOME = {
     "AttentionRequest": ".attention",

@@ -2,9 +2,7 @@
 
 import json
 import os
-import resource
 import sys
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import transformers
 import trl
 from matplotlib.figure import Figure
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import hf_burst
 
@@ -86,28 +84,6 @@ def describe(trainer: Trainer) -> str:
         f"{ranks} rank{'s' * (ranks > 1)} in {groups} group{'s' * (groups > 1)} of {size}; a step takes {rows} "
         f"sequence{'s' * (rows > 1)} {tokens}"
     )
-
-
-class Speed(TrainerCallback):
-    """Adds tokens a second and peak memory to the trainer's log."""
-
-    tokens, since = 0.0, 0.0
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
-    ) -> None:
-        entry = state.log_history[-1]
-        if "loss" not in entry or "num_tokens" not in entry:
-            return
-        now, tokens = time.perf_counter(), entry["num_tokens"]
-        if self.since:
-            entry["tokens_per_second"] = round((tokens - self.tokens) / (now - self.since), 1)
-        self.tokens, self.since = tokens, now
-        if torch.cuda.is_available():
-            entry["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-        else:  # the peak of this process: ru_maxrss counts KiB, on macOS bytes
-            unit = 2**30 if sys.platform == "darwin" else 2**20
-            entry["memory_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 2)
 
 
 def made_by(processes: int) -> dict[str, Any]:

@@ -8,11 +8,12 @@ import settings
 from settings import BurstSettings, ModelSettings
 from transformers import PreTrainedConfig, Trainer, TrainerCallback
 
+import hf_burst
+
 
 def callbacks(model: ModelSettings, config: PreTrainedConfig) -> list[TrainerCallback]:
     """What a recipe adds to the trainer."""
-    saves_config = [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
-    return [report.Speed(), *saves_config]
+    return [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
 
 
 def train(trainer: Trainer, burst: BurstSettings) -> None:
@@ -21,6 +22,7 @@ def train(trainer: Trainer, burst: BurstSettings) -> None:
     The adapters are merged by one process, when the others are done.
     """
     first, training = trainer.is_world_process_zero(), trainer.args
+    trainer.add_callback(hf_burst.BurstCallback(trainer))  # speed, memory and balance, in every log
     trainer.accelerator.print(report.describe(trainer))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if trainer.eval_dataset is not None:

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -178,19 +179,23 @@ def run_script(rank: int, size: int, folder: str, name: str, arguments: list[str
 def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], folder: Path) -> None:
     pytest.importorskip("trl")
     (folder / "script.py").write_text(block.source)
-    ranks(2).run(run_script, str(folder), "script.py", arguments_of(block.source))
+    ranks(1 if "save_pretrained" in block.source else 2).run(
+        run_script, str(folder), "script.py", arguments_of(block.source)
+    )
 
 
-def test_the_script_of_the_readme(folder: Path) -> None:
-    """As it is printed, by its launch line for CPUs."""
+@pytest.mark.parametrize("processes", [1, 4])
+def test_the_script_of_the_readme(folder: Path, processes: int) -> None:
+    """As it is printed, by python alone and by its launch line for CPUs."""
     pytest.importorskip("trl")
     (script,) = [block for block in SCRIPTS if block.page == "README.md"]
     (folder / "train.py").write_text(script.source)
     launch = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "recipes/configs/accelerate_2_processes.yaml"]
+    launch += ["--num_processes", str(processes), "--main_process_port", "0"]
     environment: dict[str, Any] = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *launch, "--main_process_port", "0", "train.py", *arguments_of(script.source)],
+        [sys.executable, *(launch if processes > 1 else []), "train.py", *arguments_of(script.source)],
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
@@ -201,6 +206,7 @@ def test_the_script_of_the_readme(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     assert "'num_tokens': '604'" in done.stdout, "every token of the four documents, and their ends"
     assert (folder / "outputs/books/adapter_model.safetensors").exists()
+    shutil.rmtree(folder / "outputs")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

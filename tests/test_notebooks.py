@@ -1,8 +1,12 @@
 """The notebooks run from top to bottom, define nothing, and are committed with their pictures."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+IN_A_CLONE = ("01_quickstart",)  # they launch a recipe; the others stand on installed packages alone
 RECALL = '"outputs/quickstart"),'  # where the quickstart's training is launched
 SHORTER = '"outputs/quickstart", "--length", "32", "--steps", "200"),'  # which shows the same
 
@@ -20,13 +25,15 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 
 def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+    assert len(NOTEBOOKS) == 5
 
 
-def test_runs_from_its_folder(notebook: Path, tmp_path: Path) -> None:
-    """In a copy of the repository, so that what a notebook writes does not meet what lies in outputs/."""
-    for folder in ("hf_burst", "notebooks", "recipes"):
+def test_runs_from_its_folder(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
+    for folder in ("hf_burst", "notebooks", "recipes") if notebook.stem in IN_A_CLONE else ():
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "notebooks").mkdir(exist_ok=True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     content = nbformat.read(notebook, as_version=4)
     for cell in content.cells:
         cell.source = cell.source.replace(RECALL, SHORTER)
@@ -35,12 +42,42 @@ def test_runs_from_its_folder(notebook: Path, tmp_path: Path) -> None:
     outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
     assert outputs
     assert all(output.output_type != "error" for output in outputs)
+    CLAIMS.get(notebook.stem, str)(printed(content))
     recalls = list(tmp_path.glob("outputs/*/results.json"))
     assert recalls or "recall_across_shards" not in notebook.read_text()
     for path in recalls:
         results = json.loads(path.read_text())
         assert results["config"]["steps"] == 200
         check_recall(results)
+
+
+def printed(content: "nbformat.NotebookNode") -> str:
+    cells = (cell for cell in content.cells if cell.cell_type == "code")
+    return "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+
+
+def answers_right(text: str) -> None:
+    """The model answers after training, and did not before."""
+    before, after = (float(re.search(rf"{name}: +([\d.]+)%", text)[1]) for name in ("base", "trained"))
+    assert before < 25
+    assert after >= 99
+
+
+def context_is_longer(text: str) -> None:
+    """Perplexities up to the trained length, and at the end of the longer one."""
+    near, far = {}, {}
+    for name, *values in re.findall(r" (\w.*): perplexity +([\d.]+) up to 128, +([\d.]+) at 1,024", text):
+        near[name], far[name] = map(float, values)
+    assert far["as it was trained"] > 1.6 * near["as it was trained"]
+    assert far["YaRN, not trained"] < 1.3 * near["as it was trained"]
+    assert far["YaRN, trained"] < 1.1 * near["as it was trained"]
+
+
+CLAIMS: dict[str, Callable[[str], object]] = {
+    "03_your_documents": answers_right,
+    "04_longer_context": context_is_longer,
+    "05_chats_and_agents": answers_right,
+}
 
 
 def check_recall(results: dict) -> None:
@@ -57,16 +94,41 @@ def test_committed_recall_results() -> None:
 
 def test_committed_outputs(notebook: Path) -> None:
     """The committed outputs: every cell ran, in order; pictures, and neither warnings nor paths of one machine."""
-    cells = [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
+    content = nbformat.read(notebook, as_version=4)
+    cells = [cell for cell in content.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert all(output.get("name") != "stderr" and output.output_type != "error" for output in outputs)
     texts = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
     assert not re.search(r"(?<![\w./])/(root|home|Users|tmp|work|usr|opt)/", "\n".join(texts))
+    CLAIMS.get(notebook.stem, str)(printed(content))
 
 
 def test_defines_nothing(notebook: Path) -> None:
     cells = nbformat.read(notebook, as_version=4).cells
     source = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     assert not re.search(r"^\s*(def|class)\s|\blambda\b", source, re.MULTILINE)
+
+
+def first_cell(notebook: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What the first cell with code says where the notebook is opened in a folder."""
+    source = next(cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *options, "-c", source]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_says_what_it_needs(notebook: Path, tmp_path: Path) -> None:
+    """Without the packages, and outside of a clone."""
+    bare = first_cell(notebook, tmp_path, "-I", "-S")
+    assert bare.returncode == 1
+    assert "Not installed: hf_burst," in bare.stderr
+    assert 'pip install ".[recipes]" ipykernel' in bare.stderr
+    installed = first_cell(notebook, tmp_path)
+    if notebook.stem in IN_A_CLONE:
+        assert installed.returncode == 1
+        assert "Open it in a clone of hf_burst" in installed.stderr
+    else:
+        assert installed.returncode == 0, installed.stderr
+    assert first_cell(notebook, ROOT / "notebooks").returncode == 0

@@ -308,7 +308,7 @@ def test_unpatch_puts_everything_back(broken: bool) -> None:
     assert models.patch(model) is model
     if broken:
         with pytest.raises(ConfigError, match="patched already"):
-            models.patch(model)
+            hf_burst.patch_model(model, hf_burst.BurstConfig(chunking="zigzag"))
         with pytest.raises(ValueError, match="input_ids"):
             model(labels=batch["labels"])
         handle = model.model.layers[0].register_forward_hook(lambda *_: 1 // 0)

@@ -56,7 +56,7 @@ def patch_model(
 
     Raises:
         UnsupportedModelError: If the model is not served exactly.
-        ConfigError: If it is patched already.
+        ConfigError: If it is patched already with another config or mesh. With the same ones nothing changes.
 
     Example:
 
@@ -74,9 +74,15 @@ def patch_under_check(model: AnyModel) -> AnyModel:
 
 def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> AnyModel:
     base = base_model(model)
-    if hasattr(base, PATCH):
-        raise ConfigError("The model is patched already. Call hf_burst.unpatch_model(model) before patching it anew.")
     check_adapters(model)
+    there: _Patch | None = getattr(base, PATCH, None)
+    if there is not None and (there.config, there.group) == (config, group) and not verdict:
+        return model  # a cell of a notebook that runs again
+    if there is not None:
+        raise ConfigError(
+            f"The model is patched already, with {there.config} and {_named(there.group)}; now {config} and "
+            f"{_named(group)} were given. Call hf_burst.unpatch_model(model) before patching it anew."
+        )
     check_model(base)
     patch = _Patch(base, config, group, verdict or verdict_on(base))
     try:
@@ -86,6 +92,10 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         raise
     setattr(base, PATCH, patch)
     return model
+
+
+def _named(group: ContextGroup | None) -> str:
+    return "no mesh" if group is None else f"a mesh of {group.size} ranks"
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -173,7 +183,8 @@ class _Patch:
         error: Exception | None = None
         try:
             run.batch = bound_arguments(module, args, kwargs)
-            whole = not module.training and run.batch.get("labels") is None and not is_sharded(run.batch)
+            learns = module.training and torch.is_grad_enabled()
+            whole = not learns and run.batch.get("labels") is None and not is_sharded(run.batch)
             cached = run.batch.get("past_key_values") is not None or bool(run.batch.get("use_cache"))
             if self.task.generates and whole and cached:  # a step of `generate`: attention is Transformers' own
                 return (), run.batch

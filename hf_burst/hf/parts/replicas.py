@@ -19,7 +19,6 @@ from ..sharded import sum_of_bits
 from .base import ForwardPass, Part
 
 WEIGHTS = "weights (checksum)"
-_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
     "accelerate.utils.set_seed(seed) before the model is made. accelerator.prepare(model) sends those of rank 0 to all."
@@ -84,16 +83,26 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
                 "Wrap the model for all of them: pass hf_burst.BurstParallelismConfig to the Accelerator, or a mesh to "
                 "the wrapper that has these ranks."
             )
-    sharded = AcceleratorState._shared_state.get("distributed_type") in _SHARDING
-    sharded |= any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    # DeepSpeed's ZeRO is among those that hook
     hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
-    if not (averaged or sharded or hooked):
+    if not (averaged or sharded or hooked or _leaves_no_mark()):
         raise ConfigError(
             f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
             "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
             "what accelerator.prepare(model, optimizer) returns, as Trainer does. If you average gradients yourself, "
             "say so: patch_model(model, hf_burst.BurstConfig(gradients='averaged_by_hand'))."
         )
+
+
+def _leaves_no_mark() -> bool:
+    """Whether accelerate wraps models by FSDP1 or DeepSpeed's stage 0, which cannot be seen from inside of a model."""
+    if not AcceleratorState._shared_state:
+        return False
+    state = AcceleratorState()
+    if state.distributed_type == DistributedType.FSDP:
+        return bool(state.fsdp_plugin.fsdp_version == 1)
+    return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage == 0
 
 
 def _replicated(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
