@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .hf.accelerate import BurstParallelismConfig
     from .hf.collator import BurstCollator, shard_batch
     from .hf.monitor import BurstCallback
+    from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .layout import SequenceLayout
     from .mesh import ContextGroup
@@ -35,13 +36,15 @@ _HOME = {
     "check_model": ".check.run",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.collator",
+    "token_losses": ".hf.parts.token_losses",
     "unpatch_model": ".hf.patch",
 }
 
 # fmt: off
 __all__ = [
     "AttentionRequest", "BurstCallback", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup",
-    "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "unpatch_model",
+    "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "token_losses",
+    "unpatch_model",
 ]
 # fmt: on
 

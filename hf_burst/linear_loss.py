@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .loss import IGNORE_INDEX, refuse_second_derivative, token_loss_sum
+from .loss import IGNORE_INDEX, refuse_second_derivative, token_loss_sum, token_losses
 from .ring import accumulation_dtype
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,15 @@ def linear_loss_sum(
         hidden = hidden.detach()
     total: Tensor = _LinearLoss.apply(hidden, targets, score, rows, linear, *learned)
     return total
+
+
+@torch.no_grad()
+def linear_token_losses(hidden: Tensor, targets: Tensor, score: Score, vocabulary: int) -> Tensor:
+    """The cross-entropy of each of this rank's tokens, `(batch, n)`, as [`token_losses`] of `score(hidden)`; without a
+    gradient. Arguments are those of [`linear_loss_sum`]."""
+    rows = max(1, _LOGITS // vocabulary)
+    parts = zip(hidden.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+    return torch.cat([token_losses(score(states[None]), labels[None])[0] for states, labels in parts]).view_as(targets)
 
 
 def _learned(score: Score, hidden: Tensor) -> list[Tensor]:

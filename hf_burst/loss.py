@@ -32,6 +32,12 @@ def token_loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each token, `(batch, n)`, as [`token_loss_sum`] adds them up; 0 for targets of -100."""
+    wide = logits.to(accumulation_dtype(logits.dtype)).transpose(1, 2)
+    return functional.cross_entropy(wide, targets.to(logits.device), ignore_index=IGNORE_INDEX, reduction="none")
+
+
 @torch.compiler.disable
 def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
     """The loss of the whole batch from each rank's sum: the same value on every rank of the group.

@@ -38,6 +38,7 @@ WITHIN = {
             "checkpointing",
             "experts",
             "loss",
+            "token_losses",
             "outputs",
             "dropout",
         ),

@@ -21,6 +21,7 @@ NAMES = [
     "check_model",
     "patch_model",
     "shard_batch",
+    "token_losses",
     "unpatch_model",
 ]
 

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..linear_loss import Linear, linear_loss_sum
-from ..loss import token_loss_sum
+from ..linear_loss import Linear, linear_loss_sum, linear_token_losses
+from ..loss import token_loss_sum, token_losses
 
 _WRAPPERS = ("torch.distributed.", "deepspeed.", "accelerate.", "trl.")  # whose hooks look after weights and memory
 _HOOKED = (
@@ -53,6 +53,16 @@ class LazyLogits:
         if "whole" in vars(self):
             return token_loss_sum(self.whole, targets)
         return self._within(compute)
+
+    def token_losses(self, targets: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of each of these tokens, `(batch, n)`, without a gradient."""
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            return linear_token_losses(
+                hidden, targets, lambda some: self._after(self.head.plain(some)), self.head.vocabulary
+            )
+
+        return token_losses(self.whole, targets) if "whole" in vars(self) else self._within(compute)
 
     @cached_property
     def whole(self) -> torch.Tensor:
@@ -140,6 +150,12 @@ class LazyLogits:
 def loss_sum(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
     """The sum of the cross-entropies of this rank's tokens, see [`token_loss_sum`]."""
     return logits.loss_sum(targets) if isinstance(logits, LazyLogits) else token_loss_sum(logits, targets)
+
+
+@torch.compiler.disable
+def token_losses_of(logits: torch.Tensor | LazyLogits, targets: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of each of this rank's tokens, see [`token_losses`]."""
+    return logits.token_losses(targets) if isinstance(logits, LazyLogits) else token_losses(logits, targets)
 
 
 # FSDP2 finds the tensors that a module returns this way, and learns from their gradients when the backward pass begins

@@ -29,6 +29,7 @@ from .parts.outputs import Outputs
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .sharded import is_sharded
 from .support import base_model, check_adapters, check_model, verdict_on
@@ -133,6 +134,7 @@ def make_parts(
         SavedAttention(config.attention_keep),
         RouterLogits(model),
         Loss(model, group),
+        TokenLosses(),
         Outputs(),  # gathers after the loss was computed from the outputs of this rank
         DropoutStreams(),  # draws seeds last, when nothing stops the pass any more
     )

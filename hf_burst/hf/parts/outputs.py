@@ -79,6 +79,8 @@ class Outputs(Part):
     def _fate(self, run: ForwardPass) -> str:
         """What becomes of the logits."""
         labels, layout = run.inputs.get("labels") is not None, run.layout
+        if run.facts.get("token losses"):
+            return "drop"
         if self.kept is not None and (labels or run.explicit):
             raise BatchError(
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "

@@ -1,0 +1,95 @@
+"""The loss of every single token of a batch, for evaluation: the logits of a long sequence are never in memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ...errors import BatchError, ConfigError
+from ...loss import IGNORE_INDEX, gather_tokens
+from ..accelerate import PATCH
+from ..documents import batch_shape
+from ..head import token_losses_of
+from ..sharded import checksum, is_sharded
+from ..support import base_model
+from .base import ForwardPass, Part
+from .tokens import check_ranges
+
+
+def token_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The cross-entropy of every token of a full batch, over all ranks that share it. It has no gradient.
+
+    Every rank of the group calls it with the same batch. Ranks score their own tokens, some at a time, and exchange one
+    number a token. Switch the model to evaluation first (`model.eval()`).
+
+    Args:
+        model (`nn.Module`): A model that [`patch_model`] patched, or what `accelerator.prepare` made of it.
+        batch (mapping): A full batch, see [`shard_batch`], with `labels` of shape `(batch, tokens)`.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, tokens)` in nats, fp32 (fp64 for a model in fp64), the same on every rank. Each
+        value stands where its label does. It is 0 where nothing is predicted: labels of -100, and the first token of a
+        row for a causal model.
+
+    Raises:
+        ConfigError: If the model is not patched.
+        BatchError: If there are no labels, or the batch is sharded already.
+
+    Example:
+
+    ```python
+    >>> losses = hf_burst.token_losses(model, {"input_ids": tokens, "labels": tokens})
+    >>> perplexity = losses[:, -1000:].mean().exp()  # of the last thousand tokens
+    ```
+    """
+    base = base_model(model.module if isinstance(model, DistributedDataParallel) else model)
+    patch = getattr(base, PATCH, None)
+    if patch is None:
+        raise ConfigError("token_losses takes a patched model. Call hf_burst.patch_model(model) first.")
+    (part,) = (part for part in patch.parts if isinstance(part, TokenLosses))
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if patch.task.generates:
+        inputs["use_cache"] = False
+    part.wanted, part.labels = True, batch.get("labels")
+    try:
+        with torch.no_grad():
+            model(**inputs)
+        losses = part.losses
+    finally:
+        part.wanted, part.labels, part.losses = False, None, None
+    assert losses is not None, "the model ran"
+    return functional.pad(losses, (1, 0))[:, :-1] if patch.task.causal else losses
+
+
+class TokenLosses(Part):
+    """Scores each token where [`token_losses`] asks for it, in place of the logits."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.labels: Tensor | None = None
+        self.losses: Tensor | None = None
+
+    def prepare(self, run: ForwardPass) -> None:
+        if not self.wanted:
+            return
+        if is_sharded(run.batch) or run.batch.get("logits_to_keep"):
+            raise BatchError(
+                "token_losses takes full batches (no shard_batch, no BurstCollator) without logits_to_keep."
+            )
+        shape = batch_shape(run.batch)
+        if self.labels is None or tuple(self.labels.shape) != shape:
+            shown = "missing" if self.labels is None else f"of shape {tuple(self.labels.shape)}"
+            raise BatchError(f"The labels are {shown}; token_losses needs labels of shape {shape}, as input_ids.")
+        check_ranges({"labels": self.labels}, run.model.config.get_text_config().vocab_size, None, None)
+        labels = checksum({"labels": self.labels}, ())
+        run.facts |= {"token losses": True, "labels of tokens (checksum)": labels if labels is None else int(labels)}
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if not self.wanted or self.labels is None:
+            return
+        targets = run.task.targets_of(self.labels)[run.task.targets]
+        own = run.layout.shard(targets, run.group.rank, pad_value=IGNORE_INDEX)
+        self.losses = gather_tokens(token_losses_of(outputs["logits"], own), run.layout, run.group)

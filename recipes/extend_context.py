@@ -1,0 +1,164 @@
+"""Extends the context of a model by YaRN, and shows the perplexity by position before and after.
+
+The model's rotary positions are stretched (YaRN, arXiv 2309.00071), which its config saves. It is then trained on long
+documents, each shared by several processes. Text that is held out says what that changes beyond the old length.
+
+Two CPU processes: a small model learns Python's own documentation 256 tokens at a time, and is extended to 1,024:
+
+    ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
+        recipes/extend_context.py --config recipes/configs/extend_cpu.yaml
+
+Four GPUs, a model of 8,192 positions extended to 32,768:
+
+    accelerate launch --num_processes 4 recipes/extend_context.py --config recipes/configs/extend_4gpu.yaml \
+        --dataset books/ --output_dir outputs/extended
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import data
+import models
+import report
+import settings
+import torch
+import training
+from datasets import Dataset
+from pictures import draw_positions
+from scoring import Groups, PositionLosses, losses_by_position
+from settings import BurstSettings, DataSettings, ModelSettings
+from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig, SFTTrainer, get_peft_config
+
+DEFAULTS = {"too_long": "split", "eval_share": 0.1, "packing": True, "output_dir": "outputs/extended"}
+BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and trained"
+
+
+@dataclass
+class Extension:
+    """What the perplexity is measured on, and how a model without weights comes to some."""
+
+    windows: int = field(default=32, metadata={"help": "Pieces of held-out text for the perplexity."})
+    pretraining_steps: int = field(
+        default=0, metadata={"help": "With model_config: steps to train the model first, at its own length."}
+    )
+    pretraining_batch: int = field(default=16, metadata={"help": "Sequences of such a step, of each group."})
+
+    def __post_init__(self) -> None:
+        for name, least in {"windows": 1, "pretraining_steps": 0, "pretraining_batch": 1}.items():
+            if type(value := getattr(self, name)) is not int or value < least:
+                raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
+
+
+class PositionTrainer(SFTTrainer):
+    """TRL's trainer, whose evaluation also measures the loss by the position in held-out text."""
+
+    windows: list[list[int]]
+    curve: PositionLosses
+
+    def measure(self, model: torch.nn.Module) -> PositionLosses:
+        """The curve of a patched model."""
+        groups, length = Groups(self.accelerator), self.args.max_length
+        return losses_by_position(model.to(self.args.device).eval(), length, groups.own(self.windows), groups.add)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The metrics, as ever."""
+        metrics = super().evaluate(*args, **kwargs)
+        self.curve = self.measure(self.model)
+        return metrics
+
+
+def pretrain(
+    model: ModelSettings,
+    burst: BurstSettings,
+    args: SFTConfig,
+    extension: Extension,
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Trains a model from its config, at its own length, and makes it the one that is extended."""
+    config, short = models.load_config(model, len(tokenizer)), copy.copy(args)
+    short.max_length, short.max_steps = config.max_position_embeddings, extension.pretraining_steps
+    short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
+    short.output_dir = str(Path(args.output_dir) / "short")
+    trainer = SFTTrainer(
+        models.load_model(model, config, burst, args.seed),
+        short,
+        train_dataset=data.fit(rows, short, "split", "the pretraining"),
+        processing_class=tokenizer,
+    )
+    trainer.accelerator.print(report.describe(trainer))
+    trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
+    model.model_name_or_path, model.model_config = short.output_dir, {}
+
+
+def write(curves: Mapping[str, PositionLosses], old: int, args: SFTConfig, made_by: dict[str, Any]) -> None:
+    """Writes the curves and their picture, and prints the perplexity within the old length and beyond it."""
+    folder = Path(args.output_dir)
+    parts = {f"within {old:,} tokens": (1, old), "beyond": (old, args.max_length)}
+    perplexity = {
+        label: {part: round(exp(curve.mean(*span)), 3) for part, span in parts.items()}
+        for label, curve in curves.items()
+    }
+    results = {"old length": old, "new length": args.max_length, "perplexity": perplexity, **made_by}
+    results["curves"] = {label: asdict(curve) for label, curve in curves.items()}
+    (folder / "extension.json").write_text(json.dumps(results) + "\n")
+    title = f"Context extended from {old:,} to {args.max_length:,} tokens, over {made_by['processes']} processes"
+    draw_positions(curves, {"old length": old}, title, folder / "extension.png")
+    for label, values in perplexity.items():
+        print(f"perplexity {label:>24}: " + ", ".join(f"{value:8.3f} {part}" for part, value in values.items()))
+
+
+def main(arguments: list[str]) -> None:
+    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig, Extension)
+    model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
+    settings.prepare(args, model, burst)
+    tokenizer = models.load_tokenizer(model)
+    scaling, model.rope_scaling = model.rope_scaling, {}
+    old = models.load_config(model, len(tokenizer)).max_position_embeddings
+    if args.max_length <= old:
+        raise SystemExit(
+            f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
+        )
+    if extension.pretraining_steps and model.model_name_or_path is not None:
+        raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
+    train, held_out = data.load_tokens(documents, tokenizer, args)
+    if held_out is None:
+        raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
+    windows = [ids for ids in held_out["input_ids"] if len(ids) == args.max_length][: extension.windows]
+    if not windows:
+        raise SystemExit(
+            f"No held-out document has {args.max_length:,} tokens; set eval_share higher, or eval_dataset."
+        )
+    if extension.pretraining_steps:
+        pretrain(model, burst, args, extension, train, tokenizer)
+    before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
+    model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / old}
+    config = models.load_config(model, len(tokenizer))
+    trainer = PositionTrainer(
+        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+        args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model),
+        callbacks=training.callbacks(model, config),
+    )
+    trainer.windows = windows
+    curves = {BEFORE: trainer.measure(before), STRETCHED: trainer.measure(trainer.model)}
+    del before
+    first, made_by = trainer.is_world_process_zero(), report.made_by(trainer.accelerator.num_processes)
+    training.train(trainer, burst)
+    if first:
+        write({**curves, TRAINED: trainer.curve}, old, args, made_by)
+
+
+if __name__ == "__main__":
+    settings.run(main)

@@ -1,0 +1,189 @@
+"""Facts hidden in a long text, and a question about them at its end: the tasks of `evaluate.py`.
+
+The tasks are those that RULER asks of long contexts (arXiv 2404.06654, section 3), in words of our own: a fact among
+text, a fact among other facts, several facts of one key, and a chain of variables. Samples are made on the spot, of any
+number of tokens, with the facts at any depth of the text.
+"""
+
+import pydoc_data.topics
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, takewhile
+from pathlib import Path
+from string import ascii_uppercase
+
+from transformers import PreTrainedTokenizerBase
+
+TASKS = ("single", "multikey", "multivalue", "variables")
+INTRO = "Some facts are hidden in the following text. Remember them.\n\n"
+FACT = "The secret number of the {key} is {value}.\n"
+COLOURS = ("amber", "black", "blue", "brown", "golden", "green", "grey", "ivory", "orange", "pink", "purple", "red")
+ANIMALS = ("badger", "bear", "crane", "eagle", "falcon", "fox", "goose", "hare", "heron", "lion", "otter", "raven")
+NO_FACT = 1_000_000  # the order of a line of text
+KEYS = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
+
+
+def read_haystack(sources: Sequence[str]) -> str:
+    """The text in which facts are hidden: of files, or Python's own documentation for `python_topics`."""
+    if list(sources) == ["python_topics"]:
+        return "\n\n".join(pydoc_data.topics.topics.values())
+    texts = []
+    for source in sources:
+        try:
+            texts.append(Path(source).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f"haystack {source!r} cannot be read as UTF-8 text: {error}") from None
+    if not "".join(texts).strip():
+        raise SystemExit(f"haystack {list(sources)} holds no text; give text files, or python_topics.")
+    return "\n".join(texts)
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token by which texts of a model begin, if there is one."""
+    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    return tokenizer.bos_token if begins else ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text with its question and answer.
+
+    Args:
+        input_ids (`list[int]`): Text, question and answer, as many tokens as were asked for.
+        answer (`int`): How many tokens the answer has. They are the last ones.
+        facts (`list[range]`): The tokens of each fact that the answer needs.
+    """
+
+    input_ids: list[int]
+    answer: int
+    facts: list[range]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is hidden and asked, as text: facts that the answer needs, facts that it does not, question and answer."""
+
+    asked: list[str]
+    others: list[str]
+    question: str
+    begins: str  # the sentence that the answer ends
+    answer: str
+
+    @property
+    def endings(self) -> tuple[str, str]:
+        """The last sentence without and with the answer."""
+        return self.begins, f"{self.begins} {self.answer}"
+
+
+@dataclass
+class Needles:
+    """Makes samples.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Of the model that is asked.
+        haystack (`str`): The text. It begins anew where a sample is longer.
+        digits (`int`, defaults to 5): Of a secret number. A model that guesses is right once in `10 ** digits` times.
+        facts (`int`, defaults to 4): Facts of `"multikey"` and `"multivalue"`, and variables of `"variables"`.
+        chat (`bool`, defaults to `False`): Whether to ask by the tokenizer's chat template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    haystack: str
+    digits: int = 5
+    facts: int = 4
+    chat: bool = False
+
+    def sample(self, task: str, length: int, depth: float, seed: int) -> Sample:
+        """One sample of `length` tokens, the same for the same seed.
+
+        The fact that is asked for stands at `depth`: 0 is the start of the text, 1 its end. Where the answer needs
+        several facts, the first stands there and the others follow anywhere behind it. Other facts stand anywhere.
+
+        Raises:
+            SystemExit: If the length leaves no room for text.
+        """
+        draw = random.Random(f"{task} {length} {depth} {seed}")
+        prompt = self._prompt(task, draw)
+        before, between = self._frame
+        opening = self._encode([before + INTRO])[0]
+        question, ending = self._encode([prompt.question + between + end for end in prompt.endings])
+        asked, others = self._encode(prompt.asked), self._encode(prompt.others)
+        room = length - sum(map(len, (opening, ending, *asked, *others)))
+        if room < 1:
+            raise SystemExit(f"length {length} is too short for the task {task!r}; give at least {length - room + 1}.")
+        first = depth * room
+        places = [first, *sorted(draw.uniform(first, room) for _ in asked[1:])]
+        hidden = [(place, order, fact) for order, (place, fact) in enumerate(zip(places, asked, strict=True))]
+        hidden += [(draw.uniform(0, room), len(asked), fact) for fact in others]
+        tokens, facts = list(opening), []
+        for piece in self._hide(self._text(room, draw), sorted(hidden)):
+            order, piece_tokens = piece
+            if order < len(asked):
+                facts.append(range(len(tokens), len(tokens) + len(piece_tokens)))
+            tokens += piece_tokens
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(question, ending, strict=False)))
+        return Sample([*tokens, *ending], len(ending) - shared, facts)
+
+    @cached_property
+    def _lines(self) -> list[list[int]]:
+        """The tokens of each line of the text."""
+        lines = [line for line in self._encode(self.haystack.splitlines(keepends=True)) if line]
+        if not lines:
+            raise SystemExit("The tokenizer makes no tokens of the haystack; give another text, or python_topics.")
+        return lines
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        """What stands before the text, and between the question and the answer."""
+        if self.chat:
+            message = [{"role": "user", "content": "(text)"}]
+            asked = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            before, between = asked.split("(text)")
+            return before, between
+        return first_token(self.tokenizer), "\nAnswer: "
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+    def _text(self, room: int, draw: random.Random) -> list[list[int]]:
+        """Lines of the haystack from anywhere in it, of `room` tokens together."""
+        lines, left, line = [], room, draw.randrange(len(self._lines))
+        while left:
+            lines.append(self._lines[line % len(self._lines)][:left])
+            left, line = left - len(lines[-1]), line + 1
+        return lines
+
+    @staticmethod
+    def _hide(lines: list[list[int]], hidden: list[tuple[float, int, list[int]]]) -> Iterator[tuple[int, list[int]]]:
+        """Lines and facts in turn, each with its order; a fact stands before the line that holds its place."""
+        waiting, end = deque(hidden), 0
+        for line in lines:
+            end += len(line)
+            while waiting and waiting[0][0] < end:
+                yield waiting.popleft()[1:]
+            yield NO_FACT, line
+        for _, order, fact in waiting:
+            yield order, fact
+
+    def _prompt(self, task: str, draw: random.Random) -> Prompt:
+        """What a sample hides and asks."""
+
+        def number() -> str:
+            return "".join(draw.choices("0123456789", k=self.digits))
+
+        if task == "variables":
+            names = ["".join(draw.sample(ascii_uppercase, 4)) for _ in range(self.facts)]
+            value = number()
+            asked = [f"VAR {names[0]} = {value}.\n"]
+            asked += [f"VAR {name} = VAR {before}.\n" for before, name in pairwise(names)]
+            begins = f"The variables with the value {value} are"
+            return Prompt(asked, [], f"\nQuestion: Which variables have the value {value}?", begins, ", ".join(names))
+        keys = draw.sample(KEYS, self.facts)
+        values = [number() for _ in range(self.facts if task == "multivalue" else 1)]
+        asked = [FACT.format(key=keys[0], value=value) for value in values]
+        others = [FACT.format(key=key, value=number()) for key in keys[1:]] if task == "multikey" else []
+        question = f"\nQuestion: What is the secret number of the {keys[0]}?"
+        return Prompt(asked, others, question, f"The secret number of the {keys[0]} is", ", ".join(values))

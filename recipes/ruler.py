@@ -1,0 +1,201 @@
+"""RULER's generated tasks (arXiv 2404.06654) by lm-eval, on a model whose sequences are shared by several processes.
+
+lm-eval makes the texts and says what is right. Answers are either scored over all processes, at any length, or
+generated on each process by itself, as lm-eval's own models do. Install it by `pip install "lm_eval[ruler]"`.
+"""
+
+import contextlib
+import os
+import tempfile
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, set_seed
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks.ruler import cwe_utils, vt_utils
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from scoring import score_answers
+from transformers import PreTrainedTokenizerBase
+
+import hf_burst
+
+# made of word lists and numbers; the other tasks of RULER download essays or questions
+OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+FOLDER = str(Path(cwe_utils.__file__).parent)  # where lm-eval's tasks of RULER are; to read all tasks takes long
+SEED = 0
+Scores = dict[str, dict[int, float]]
+
+
+class ShardedLM(TemplateLM):
+    """A patched model as lm-eval calls models. All processes make the same requests, in the same order.
+
+    Args:
+        model (`PreTrainedModel`): A patched model in evaluation mode.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        max_length (`int`): The most tokens of a sequence, over all processes.
+    """
+
+    def __init__(self, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, max_length: int) -> None:
+        super().__init__()
+        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self.tokenizer.eos_token_id if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        begins = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+        special = not begins if add_special_tokens is None else add_special_tokens
+        tokens = self.tokenizer(string, add_special_tokens=special)["input_ids"]
+        return tokens[:-1] if special and tokens[-1:] == [self.tokenizer.eos_token_id] else tokens
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether greedy decoding would write it; over all processes."""
+        scores = []
+        for _, context, continuation in requests:
+            tokens = [*context, *continuation][-self.max_length :]
+            scores.append(tuple(score_answers(self.model, [tokens], [len(continuation)])[0]))
+        return scores
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, in windows of `max_length` tokens; over all processes."""
+        totals = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                self.tok_encode(request.args[0], add_special_tokens=False), self.prefix_token_id, self.max_length, 1
+            )
+            total = 0.0
+            for context, continuation in map(make_disjoint_window, windows):
+                ids = torch.tensor([[*context, *continuation]], device=self.model.device)
+                labels = ids.clone()
+                labels[:, : len(context)] = -100
+                total -= float(hf_burst.token_losses(self.model, {"input_ids": ids, "labels": labels}).double().sum())
+            totals.append(total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Greedy answers; processes share the requests out, and each holds whole sequences."""
+        state = PartialState()
+        own = range(state.process_index, len(requests), state.num_processes)
+        return [
+            text for _, text in sorted(gather_object([(index, self._generate(*requests[index].args)) for index in own]))
+        ]
+
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
+        most = options.get("max_gen_toks", 256)
+        ids = torch.tensor([self.tok_encode(context)[-(self.max_length - most) :]], device=self.model.device)
+        until = [stop for stop in options.get("until", []) if stop]
+        with torch.no_grad():
+            written = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=most,
+                do_sample=False,
+                pad_token_id=self.tokenizer.eos_token_id,
+            )
+        text = self.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+        return min((text.split(stop)[0] for stop in until), key=len, default=text)
+
+
+def answer_of(document: dict[str, Any]) -> str:
+    """The answer of a text, as the example in its prompt writes answers."""
+    outputs, prefix = document["outputs"], document["gen_prefix"]
+    if "10 words" in prefix:
+        return "".join(f" {number}. {word}" for number, word in enumerate(outputs, 1))
+    return " " + (" " if "variables" in prefix else ", ").join(outputs)
+
+
+def by_answer(document: dict[str, Any], results: list[tuple[float, bool]]) -> dict[str, float]:
+    """Whether greedy decoding would write the answer; its key is the length of the text, as of RULER's own score."""
+    return {str(document["max_length"]): float(results[0][1])}
+
+
+def check_room(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int]) -> None:
+    """Raises for lengths to which lm-eval would fit the texts of a task forever."""
+
+    def tokens(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    if "ruler_vt" in tasks:  # its prompt has an example of at most 500 tokens
+        example, shortest = (tokens(vt_utils.generate_input_output(noise, 1, 4)[0]) + 30 for noise in (5, 10))
+        if example > 500:
+            raise SystemExit(
+                f"ruler_vt has an example that takes {example} tokens of this tokenizer, and may take 500."
+            )
+        if 500 + shortest > lengths[0]:
+            raise SystemExit(f"ruler_vt takes {500 + shortest} tokens at least; lengths begins with {lengths[0]}.")
+    for length in lengths if "ruler_cwe" in tasks else ():
+        shortest = tokens(cwe_utils.generate_input_output(20, length)[1]) + 120
+        if shortest > length:
+            raise SystemExit(f"ruler_cwe takes {shortest} tokens at least at the length {length}; give greater ones.")
+
+
+def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples: int, way: str, chat: bool) -> Scores:
+    """Scores of some tasks.
+
+    Args:
+        lm ([`ShardedLM`]): The model. All processes call this.
+        tasks (`list[str]`): Tasks of RULER in lm-eval; those of `OFFLINE` download nothing.
+        lengths (`list[int]`): Tokens of the texts, the room for the answer included.
+        samples (`int`): Texts of each task and length, at most the 500 that lm-eval makes.
+        way (`str`): `"answer"`, whether greedy decoding would write the answer, over all processes; or `"generation"`,
+            RULER's own score, the share of the answers in a text that each process generates by itself.
+        chat (`bool`): Whether to ask by the chat template of the tokenizer.
+
+    Returns:
+        `dict`: For each task the scores by length, on the first process of a machine; empty on the others.
+    """
+    check_room(lm.tokenizer, tasks, lengths)
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
+        lm.tokenizer.save_pretrained(folder)
+        set_seed(SEED)  # all processes make the same texts
+        with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
+            metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
+            manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
+            if unknown := sorted(set(tasks) - set(manager.all_tasks)):
+                raise SystemExit(f"ruler has {unknown[0]!r}; tasks that need no network: {', '.join(OFFLINE)}.")
+            made = manager.load(tasks)["tasks"]
+    chosen = {}
+    for name, task in made.items():
+        sizes = task.dataset["test"]["max_length"]
+        first = [[place for place, size in enumerate(sizes) if size == length][:samples] for length in lengths]
+        chosen[name] = list(chain.from_iterable(first))
+        if way == "answer":
+            task.OUTPUT_TYPE = "loglikelihood"
+            for key, value in {"doc_to_target": answer_of, "process_results": by_answer}.items():
+                task.set_config(key, value)
+    results = simple_evaluate(
+        lm,
+        tasks=list(made.values()),
+        task_manager=manager,
+        samples=chosen,
+        apply_chat_template=chat,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    if results is None:
+        return {}
+    return {task: {length: results["results"][task][f"{length},none"] for length in lengths} for task in tasks}

@@ -1,0 +1,170 @@
+"""Scores of a patched model whose sequences are shared by several processes; every process gets all of them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from needles import first_token
+from transformers import PreTrainedTokenizerBase
+
+import hf_burst
+
+FIRST_BIN = 16  # tokens
+
+
+class Score(NamedTuple):
+    """How a model scores an answer.
+
+    Args:
+        log_likelihood (`float`): Of all its tokens together, in nats.
+        greedy (`bool`): Whether greedy decoding would write it: each token has the highest score.
+    """
+
+    log_likelihood: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One square of the heat map.
+
+    Args:
+        task (`str`): The recall task.
+        length (`int`): Tokens of the texts.
+        depth (`float`): Where the fact stands, 0 to 1.
+        log_likelihood (`float`): The mean log-likelihood of an answer, in nats.
+        right (`float`): Share of the answers that greedy decoding would write.
+        samples (`int`): How many texts.
+    """
+
+    task: str
+    length: int
+    depth: float
+    log_likelihood: float
+    right: float
+    samples: int
+
+
+class Groups:
+    """The processes: those of a group share each text, and groups share the texts out."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.size = accelerator.parallelism_config.burst_size or 1
+        self.count = self.accelerator.num_processes // self.size
+        self.index, self.place = divmod(self.accelerator.process_index, self.size)
+
+    def own(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Those that this group does."""
+        return items[self.index :: self.count]
+
+    def gather(self, results: list[Any]) -> list[Any]:
+        """The results of all groups, on every process."""
+        return gather_object(results if self.place == 0 else [])
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over groups, on every process."""
+        return self.accelerator.reduce(tensor) / self.size
+
+
+@torch.no_grad()
+def score_answers(model: torch.nn.Module, rows: Sequence[list[int]], answers: Sequence[int]) -> list[Score]:
+    """Scores the answers that end some rows, of which the logits of the answers alone are computed.
+
+    Args:
+        model (`nn.Module`): A patched model; all processes of a group call it with the same rows.
+        rows (sequence of `list[int]`): Token ids, of one length.
+        answers (sequence of `int`): How many tokens the answer of each row has.
+    """
+    ids, most = torch.tensor(rows, device=model.device), max(answers)
+    logits = model(input_ids=ids, logits_to_keep=most + 1, use_cache=False).logits[:, :-1].double()
+    targets = ids[:, -most:]
+    likelihoods = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    right = logits.argmax(-1) == targets
+    rows_of = zip(likelihoods, right, answers, strict=True)
+    return [Score(float(values[-size:].sum()), bool(hits[-size:].all())) for values, hits, size in rows_of]
+
+
+@dataclass(frozen=True)
+class PositionLosses:
+    """The loss by the position in the document.
+
+    Args:
+        edges (`list[int]`): Bin `i` holds the positions from `edges[i]` to before `edges[i + 1]`.
+        losses (`list[float]`): The mean loss of each bin, in nats per token; its exponential is the perplexity.
+        tokens (`list[int]`): How many tokens each bin has.
+    """
+
+    edges: list[int]
+    losses: list[float]
+    tokens: list[int]
+
+    @property
+    def middles(self) -> list[float]:
+        """The geometric middle of each bin."""
+        return [(first * end) ** 0.5 for first, end in pairwise(self.edges)]
+
+    def mean(self, first: int, end: int) -> float:
+        """The mean loss of the bins that lie within some positions."""
+        inside = [first <= a and b <= end for a, b in pairwise(self.edges)]
+        chosen = [(loss, size) for loss, size, is_in in zip(self.losses, self.tokens, inside, strict=True) if is_in]
+        return sum(loss * size for loss, size in chosen) / sum(size for _, size in chosen)
+
+
+def position_edges(length: int) -> list[int]:
+    """Edges of bins that double every second time, from the first predicted token to `length`."""
+    edges, edge = [1], float(FIRST_BIN)
+    while edge < length / 2**0.25:  # a last bin that is not too small
+        edges.append(round(edge))
+        edge *= 2**0.5
+    return [*edges, length]
+
+
+def text_windows(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> list[list[int]]:
+    """The first `most` pieces of `length` tokens of some texts, each of which lies in one text.
+
+    Raises:
+        SystemExit: If no text is as long.
+    """
+    first = tokenizer(first_token(tokenizer), add_special_tokens=False)["input_ids"]
+    size = length - len(first)
+
+    def pieces() -> Iterator[list[int]]:
+        for text in texts:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            yield from ([*first, *tokens[start : start + size]] for start in range(0, len(tokens) - size + 1, size))
+
+    windows = list(islice(pieces(), most))
+    if not windows:
+        raise SystemExit(f"No document has {length:,} tokens, the length to evaluate. Give longer ones.")
+    return windows
+
+
+def losses_by_position(
+    model: torch.nn.Module,
+    length: int,
+    windows: Sequence[list[int]],
+    add: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> PositionLosses:
+    """The loss of a patched model by the position in windows of text.
+
+    Args:
+        model (`nn.Module`): A patched model; all processes of a group call it with the same windows.
+        length (`int`): Tokens of a window.
+        windows (sequence of `list[int]`): Token ids.
+        add (`Callable`, *optional*): Adds a tensor up over groups that have windows of their own.
+    """
+    edges = position_edges(length)
+    bins = torch.bucketize(torch.arange(1, length), torch.tensor(edges[1:]), right=True).to(model.device)
+    totals = torch.zeros(2, len(edges) - 1, dtype=torch.float64, device=model.device)
+    for window in windows:
+        ids = torch.tensor([window], device=model.device)
+        losses = hf_burst.token_losses(model, {"input_ids": ids, "labels": ids})[0, 1:].double()
+        totals[0].index_add_(0, bins, losses)
+        totals[1].index_add_(0, bins, torch.ones_like(losses))
+    sums, counts = add(totals).cpu()
+    return PositionLosses(edges, (sums / counts).tolist(), counts.long().tolist())

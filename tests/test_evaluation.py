@@ -1,0 +1,427 @@
+"""The recipes that evaluate: over ranks, recall, perplexity by position and RULER's tasks equal one process."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hf_burst
+from tests import models
+from tests.ranks import RankPool, reset_accelerate
+
+pytest.importorskip("trl")
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import evaluate  # noqa: E402
+import extend_context  # noqa: E402
+import needles  # noqa: E402
+import scoring  # noqa: E402
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of the words that the tasks and some of Python's documentation have; every digit is a token."""
+    split = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)])
+
+    def pieces(text: str) -> list[str]:
+        return [word for word, _ in split.pre_tokenize_str(text)]
+
+    haystack = needles.read_haystack(["python_topics"])
+    own = [needles.INTRO, needles.FACT, *needles.KEYS, "0123456789 Question: What is the secret number? Answer: ,"]
+    common = [word for word, _ in Counter(pieces(haystack)).most_common(300)]
+    known = dict.fromkeys(["<unk>", "<eos>", *pieces(" ".join(own)), *common])
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(known)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = split
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+
+
+def small(vocabulary: int) -> LlamaForCausalLM:
+    """A Llama that can learn to recall, of 96 positions."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = {"vocab_size": vocabulary, "max_position_embeddings": 96, "initializer_range": 0.07}
+    return LlamaForCausalLM(LlamaConfig(**config, **sizes, **heads))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was taught nothing, and its tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), words()
+    tokenizer.save_pretrained(folder)
+    small(len(tokenizer)).double().save_pretrained(folder)
+    return folder
+
+
+def answers(rank: int, size: int) -> list[scoring.Score]:
+    rows = torch.randint(models.VOCABULARY, (3, 41), generator=torch.Generator().manual_seed(1))
+    model = hf_burst.patch_model(models.make_model("llama", torch.float64)).eval()
+    with torch.no_grad():  # one answer that greedy decoding writes
+        for place in range(37, 41):
+            rows[2, place] = model(input_ids=rows[2:, :place], logits_to_keep=1).logits[0, -1].argmax()
+    return rows, scoring.score_answers(model, rows.tolist(), [1, 7, 4])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_answers_over_ranks_equal_one_process(ranks: Callable[[int], RankPool], size: int) -> None:
+    for rows, scores in ranks(size).run(answers):
+        model = models.make_model("llama", torch.float64).eval()
+        with torch.no_grad():
+            likelihoods = model(rows).logits[:, :-1].log_softmax(-1)
+        for row, own, score, count in zip(rows, likelihoods, scores, [1, 7, 4], strict=True):
+            values = own.gather(-1, row[1:, None])[-count:, 0]
+            assert score.log_likelihood == pytest.approx(float(values.sum()), rel=1e-10)
+            assert score.greedy == bool((own[-count:].argmax(-1) == row[-count:]).all())
+        assert [score.greedy for score in scores] == [False, False, True]
+
+
+def position_losses(rank: int, size: int, windows: list[list[int]]) -> scoring.PositionLosses:
+    model = hf_burst.patch_model(models.make_model("llama", torch.float64)).eval()
+    return scoring.losses_by_position(model, len(windows[0]), windows)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_losses_by_position_equal_one_process(ranks: Callable[[int], RankPool], size: int) -> None:
+    windows = torch.randint(models.VOCABULARY, (3, 101), generator=torch.Generator().manual_seed(1))
+    model = models.make_model("llama", torch.float64).eval()
+    with torch.no_grad():
+        logits = model(windows).logits[:, :-1].transpose(1, 2)
+    losses = torch.nn.functional.cross_entropy(logits, windows[:, 1:], reduction="none").mean(0)
+    for curve in ranks(size).run(position_losses, windows.tolist()):
+        assert curve.edges == [1, 16, 23, 32, 45, 64, 101]
+        assert sum(curve.tokens) == 300
+        for loss, count, first, end in zip(curve.losses, curve.tokens, curve.edges, curve.edges[1:], strict=False):
+            assert count == 3 * (end - first)
+            assert loss == pytest.approx(float(losses[first - 1 : end - 1].mean()), rel=1e-10)
+        assert curve.mean(1, 101) == pytest.approx(float(losses.mean()), rel=1e-10)
+        assert curve.mean(32, 64) == pytest.approx(float(losses[31:63].mean()), rel=1e-10)
+
+
+@pytest.mark.parametrize("task", needles.TASKS)
+def test_samples_hold_what_is_asked(task: str) -> None:
+    maker = needles.Needles(words(), needles.read_haystack(["python_topics"]))
+    for depth in (0.0, 0.5, 1.0):
+        sample = maker.sample(task, 700, depth, 3)
+        assert sample == maker.sample(task, 700, depth, 3) != maker.sample(task, 700, depth, 4)
+        assert len(sample.input_ids) == 700
+        asked = [maker.tokenizer.decode(sample.input_ids[fact.start : fact.stop]) for fact in sample.facts]
+        assert len(asked) == (maker.facts if task in ("multivalue", "variables") else 1)
+        answer = maker.tokenizer.decode(sample.input_ids[-sample.answer :]).split(" , ")
+        assert len(answer) == len(asked)
+        if task != "variables":  # whose names are unknown words here
+            assert all(value in fact for value, fact in zip(answer, asked, strict=True))
+        text = 700 - sum(map(len, sample.facts))
+        assert abs(sample.facts[0].start - depth * text) < 150
+
+
+def test_a_text_that_is_too_short_says_so() -> None:
+    maker = needles.Needles(words(), "Some text.")
+    with pytest.raises(SystemExit, match="length 30 is too short for the task 'single'; give at least") as end:
+        maker.sample("single", 30, 0.5, 0)
+    least = int(str(end.value).split()[-1].rstrip("."))
+    assert len(maker.sample("single", least, 0.5, 0).input_ids) == least
+
+
+def test_a_text_without_tokens_says_so() -> None:
+    with pytest.raises(SystemExit, match="makes no tokens of the haystack"):
+        needles.Needles(words(), " \n \n").sample("single", 300, 0.5, 0)
+
+
+def test_a_chat_template_frames_the_text() -> None:
+    tokenizer = words()
+    tokenizer.chat_template = "<eos>{{ messages[0]['content'] }}<eos>{% if add_generation_prompt %}Answer: {% endif %}"
+    sample = needles.Needles(tokenizer, "Some text.", chat=True).sample("single", 100, 0.5, 0)
+    assert sample.input_ids[0] == tokenizer.eos_token_id
+    assert sample.input_ids.count(tokenizer.eos_token_id) == 2
+    assert tokenizer.decode(sample.input_ids).split("<eos>")[2].startswith(" Answer : The secret number of the")
+
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+def evaluated(rank: int, size: int, arguments: list[str], fsdp: bool = False) -> None:
+    """Evaluates; under FSDP2, of which accelerate knows nothing on CPUs, as if the processes had GPUs."""
+    reset_accelerate()
+    with mock.patch.dict(os.environ, FSDP2 if fsdp else {}):
+        PartialState(cpu=True)
+        if fsdp:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        groups = evaluate.evaluate(arguments)
+        assert (groups.accelerator.distributed_type == DistributedType.FSDP) == fsdp
+
+
+OPTIONS = ["--tasks", "single", "variables", "--lengths", "128", "192", "--depths", "2", "--samples", "2"]
+OPTIONS += ["--digits", "2", "--windows", "2"]
+
+
+def test_the_recipe_under_fsdp2_equals_one_process(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
+) -> None:
+    arguments = ["--model_name_or_path", str(folder), *OPTIONS, "--output_dir"]
+    ranks(1).run(evaluated, [*arguments, str(tmp_path / "one")])
+    ranks(2).run(evaluated, [*arguments, str(tmp_path / "all")], True)
+    expected, results = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "all"))
+    for ours, plain in zip(results["recall"], expected["recall"], strict=True):
+        assert ours == {**plain, "log_likelihood": pytest.approx(plain["log_likelihood"], rel=1e-6)}
+    assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
+
+
+def test_an_adapter_is_evaluated_with_its_base(ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64), adapter)
+    for name in ("adapter", "merged"):
+        words().save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    base, ours, merged = (
+        [cell["log_likelihood"] for cell in results_of(ranks, 1, source, tmp_path / "out", *OPTIONS)["recall"]]
+        for source in (folder, tmp_path / "adapter", tmp_path / "merged")
+    )
+    assert ours == pytest.approx(merged, rel=1e-6)
+    assert ours != pytest.approx(base, rel=1e-2)
+
+
+def results_of(ranks: Callable[[int], RankPool], size: int, folder: Path, out: Path, *options: str) -> dict:
+    common = ["--model_name_or_path", str(folder), "--output_dir", str(out), *options]
+    ranks(size).run(evaluated, common)
+    return json.loads((out / "results.json").read_text())
+
+
+@pytest.mark.parametrize(("size", "burst"), [(2, 2), (4, 2)])
+def test_the_recipe_over_ranks_equals_one_process(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, size: int, burst: int
+) -> None:
+    """All recall tasks and the perplexity; two groups share the texts out. Untaught, the model guesses."""
+    options = ["--tasks", *needles.TASKS, "--lengths", "128", "192", "--depths", "3", "--samples", "3"]
+    options += ["--digits", "2", "--batch_size", "2", "--windows", "3"]
+    expected = results_of(ranks, 1, folder, tmp_path / "one", *options)
+    results = results_of(ranks, size, folder, tmp_path / "all", *options, "--burst_size", str(burst))
+    for ours, plain in zip(results["recall"], expected["recall"], strict=True):
+        assert ours == {**plain, "log_likelihood": pytest.approx(plain["log_likelihood"], rel=1e-6)}
+        assert ours["right"] == 0
+        assert ours["samples"] == 3
+    assert [cell["depth"] for cell in results["recall"][:3]] == [0, 0.5, 1]
+    assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
+    assert results["perplexity"]["tokens"] == expected["perplexity"]["tokens"]
+    for name in ("recall.png", "perplexity.png"):
+        assert (tmp_path / "all" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tasks", "nonsense"], "tasks has 'nonsense'; give some of single, multikey"),
+        (["--lengths", "0"], r"lengths is \[0\]; give whole numbers"),
+        (["--samples", "0"], "samples is 0; give a whole number, at least 1"),
+        (["--facts", "145"], "facts is 145; give at most 144"),
+        (["--merge_to", "full"], "merge_to is for training"),
+        (["--haystack", "missing.txt"], "haystack 'missing.txt' cannot be read"),
+        (["--lengths", "20"], "length 20 is too short"),
+        (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
+        (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
+    ],
+)
+def test_settings_of_an_evaluation_that_are_wrong(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, options: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit, match=told):
+        evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])
+    reset_accelerate()
+
+
+def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--ruler", "niah_single_1"]
+    with mock.patch.object(evaluate, "find_spec", return_value=None), pytest.raises(SystemExit, match="pip install"):
+        evaluate.evaluate(arguments)
+
+
+def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: list[int], way: str) -> object:
+    """Scores of RULER's tasks, and what lm-eval asked: context, answer, and their score."""
+    import ruler
+    from transformers import AutoTokenizer
+
+    reset_accelerate()
+    PartialState(cpu=True)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 4096)
+    asked, plain = [], lm._loglikelihood_tokens
+
+    def noted(requests: list, **options: object) -> list:
+        scores = plain(requests, **options)
+        asked.extend((*request[1:], score) for request, score in zip(requests, scores, strict=True))
+        return scores
+
+    lm._loglikelihood_tokens = noted
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
+        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), asked
+
+
+@pytest.mark.parametrize(
+    ("tasks", "lengths"),
+    [
+        (["niah_single_1"], [512]),
+        pytest.param(["niah_multikey_2", "niah_multikey_3", "ruler_fwe"], [512, 768], marks=pytest.mark.full),
+        pytest.param(["ruler_vt", "ruler_cwe"], [4096], marks=pytest.mark.full),
+    ],
+)
+def test_answers_to_ruler_are_scored_offline_and_over_ranks(
+    ranks: Callable[[int], RankPool], folder: Path, tasks: list[str], lengths: list[int]
+) -> None:
+    """As one plain model scores them that holds whole texts."""
+    pytest.importorskip("lm_eval")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    for scores, asked in ranks(2).run(ruler_scores, str(folder), tasks, lengths, "answer"):
+        assert {task: list(by_length) for task, by_length in scores.items()} == dict.fromkeys(tasks, lengths)
+        assert len(asked) == 2 * len(tasks) * len(lengths)
+        for context, answer, (likelihood, greedy) in asked:
+            assert 0 < len(answer) < 80
+            assert len(context) + len(answer) <= lengths[-1]
+            with torch.no_grad():
+                own = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+            expected = own.gather(-1, torch.tensor(answer)[:, None]).sum()
+            assert likelihood == pytest.approx(float(expected), rel=1e-6)
+            assert greedy == (own.argmax(-1).tolist() == answer)
+
+
+@pytest.mark.full
+def test_tasks_that_ruler_has_not(folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
+        ruler_scores(0, 1, str(folder), ["nonsense"], [512], "answer")
+
+
+@pytest.mark.full
+def test_processes_share_out_what_ruler_generates(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    pytest.importorskip("lm_eval")
+    arguments = str(folder), ["niah_single_1", "niah_multikey_3"], [512, 768], "generation"
+    ((expected, _),) = ranks(1).run(ruler_scores, *arguments)
+    assert ranks(2).run(ruler_scores, *arguments) == [(expected, [])] * 2
+
+
+def rolling(rank: int, size: int, folder: str, text: str) -> float:
+    import ruler
+    from transformers import AutoTokenizer
+
+    model = hf_burst.patch_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)).eval()
+    lm = ruler.ShardedLM(model, AutoTokenizer.from_pretrained(folder), 40)
+    (total,) = lm.loglikelihood_rolling([mock.Mock(args=(text,))])
+    return total
+
+
+def test_rolling_log_likelihoods_count_every_token_once(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    """Of a text of several windows, each of which begins by one token of the window before."""
+    pytest.importorskip("lm_eval")
+    text, tokenizer = " ".join(["The secret number of the red fox is 123 ."] * 9), words()
+    tokens = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    windows = [tokens[start : start + 41] for start in range(0, len(tokens) - 1, 40)]
+    windows[-1] = tokens[-41:]  # lm-eval gives the last tokens as much context as fits
+    counted = (len(tokens) - 1) % 40 or 40
+    expected = 0.0
+    with torch.no_grad():
+        for window in windows:
+            ids = torch.tensor([window])
+            likelihoods = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+            expected += float(likelihoods[-counted if window is windows[-1] else None :].sum())
+    for total in ranks(2).run(rolling, str(folder), text):
+        assert total == pytest.approx(expected, rel=1e-6)
+
+
+def taught(maker: needles.Needles) -> LlamaForCausalLM:
+    """A model that learned to recall one digit in texts of 64 to 96 tokens. It takes half a minute."""
+    model, draw = small(len(maker.tokenizer)), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(700):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, (step + 1) / 30) * max(0.05, 1 - step / 700)
+        length = draw.choice((64, 80, 96))
+        rows = [maker.sample("single", length, draw.random(), 10**6 + 32 * step + row).input_ids for row in range(32)]
+        ids = torch.tensor(rows)
+        labels = torch.full_like(ids, -100)
+        labels[:, -1] = ids[:, -1]
+        model(ids, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.full
+def test_a_model_that_was_taught_recalls_within_its_length(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    maker = needles.Needles(words(), needles.read_haystack(["python_topics"]), digits=1)
+    maker.tokenizer.save_pretrained(tmp_path / "taught")
+    taught(maker).save_pretrained(tmp_path / "taught")
+    options = ["--tasks", "single", "--lengths", "64", "96", "768", "--samples", "40", "--batch_size", "20"]
+    options += ["--digits", "1", "--documents", "none"]
+    cells = results_of(ranks, 2, tmp_path / "taught", tmp_path / "out", *options)["recall"]
+    assert len(cells) == 15
+    within, beyond = ([cell["right"] for cell in cells if (cell["length"] <= 96) == known] for known in (True, False))
+    assert sum(within) / 10 > 0.99
+    assert sum(beyond) / 5 < 0.9, "what is far beyond its positions it does not know"
+
+
+CONFIGS = sorted(path.name for kind in ("evaluate", "extend") for path in ROOT.glob(f"recipes/configs/{kind}_*.yaml"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
+    from settings import BurstSettings, DataSettings, ModelSettings, parse
+    from trl import SFTConfig
+
+    kinds = (ModelSettings, BurstSettings)
+    more = (evaluate.Evaluation,) if "evaluate" in name else (DataSettings, SFTConfig, extend_context.Extension)
+    arguments = ["--config", str(ROOT / "recipes/configs" / name), "--output_dir", str(tmp_path)]
+    if "extend" in name:
+        arguments += ["--bf16", "false", "--use_cpu", "true", "--dataset", "python_topics"]
+    assert len(parse(arguments, (*kinds, *more), {})) == len(kinds) + len(more)
+
+
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
+
+
+def test_a_context_is_extended_by_two_processes(tmp_path: Path) -> None:
+    """The recipe as it is launched, with few steps: what is saved loads without hf_burst, and has the new positions."""
+    from transformers import AutoModelForCausalLM
+
+    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/extend_context.py", "--config"]
+    command += ["recipes/configs/extend_cpu.yaml", "--output_dir", str(tmp_path), "--windows", "2", "--max_steps", "2"]
+    command += ["--pretraining_steps", "2", "--pretraining_batch", "2", "--per_device_train_batch_size", "1"]
+    command += ["--eval_share", "0.01"]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    results = json.loads((tmp_path / "extension.json").read_text())
+    assert (results["old length"], results["new length"], results["processes"]) == (256, 1024, 2)
+    assert set(results["curves"]) == {extend_context.BEFORE, extend_context.STRETCHED, extend_context.TRAINED}
+    assert (tmp_path / "extension.png").read_bytes().startswith(b"\x89PNG")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.max_position_embeddings == 1024
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert model.config.rope_parameters["factor"] == 4.0
+    assert model.config.rope_parameters["original_max_position_embeddings"] == 256
+
+
+def test_the_committed_extension_shows_the_effect() -> None:
+    """Beyond the old length the perplexity rises before, and is as low as within it after."""
+    results = json.loads((ROOT / "recipes/results/extension.json").read_text())
+    within, beyond = f"within {results['old length']:,} tokens", "beyond"
+    before, after = (results["perplexity"][label] for label in (extend_context.BEFORE, extend_context.TRAINED))
+    assert before[beyond] > 2 * before[within]
+    assert after[beyond] < 1.1 * before[within]
+    assert after[within] < 1.1 * before[within]
