@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import hf_burst
 
 ROOT = Path(__file__).parents[1]
-FOR_USERS = {"recipes", "trl", "qlora", "liger", "docs", "all"}
+FOR_USERS = {"recipes", "trl", "qlora", "liger", "eval", "docs", "all"}
 PINNED = {"test", "oldest"}
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 JUNK = (
