@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import (
     get_training_chat_template,
     has_generation_markers,
@@ -74,12 +75,12 @@ class ChatTokenizer:
             raise ValueError("the tokenizer has no chat template; set chat_template_path to a .jinja file")
         self.template: str | None = None
         self.marked = has_generation_markers(self.tokenizer.chat_template)
+        if self.assistant_only and not self.tokenizer.is_fast:
+            raise ValueError(
+                "the tokenizer is a slow one, which does not tell where its tokens stand; take a fast one, or set "
+                "assistant_only_loss to false"
+            )
         if self.assistant_only and not self.marked:
-            if not self.tokenizer.is_fast:
-                raise ValueError(
-                    "the tokenizer is a slow one, which does not tell where its tokens stand; take a fast one, or set "
-                    "assistant_only_loss to false"
-                )
             try:
                 self.template, self.marked = get_training_chat_template(self.tokenizer), True
             except ValueError:  # not one of those that TRL has marked
@@ -108,10 +109,7 @@ class ChatTokenizer:
             ids = self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
             mask = [1] * len(ids)
         elif self.marked:
-            output = self.tokenizer.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True, **options
-            )
-            ids, mask = output["input_ids"], output["assistant_masks"]
+            ids, mask = self.by_marks(messages, options)
         else:
             ids, mask = self.by_difference(messages, options)
         if prompt:
@@ -138,6 +136,17 @@ class ChatTokenizer:
             "to stop. Put {% endgeneration %} after it."
         )
 
+    def by_marks(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Tokens, and which of them stand between the template's marks, if only in part.
+
+        Transformers' own mask runs on to the end of the chat where a mark ends in white space that is no token.
+        """
+        variables = {**self.tokenizer.special_tokens_map, **options}
+        variables["chat_template"] = self.tokenizer.get_chat_template(self.template, options["tools"])
+        (text,), (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoding["input_ids"], [int(count > 0) for count in covered(encoding["offset_mapping"], spans)]
+
     def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int]]:
         """Tokens, and which of them the template adds for messages of the assistant."""
 
@@ -147,18 +156,26 @@ class ChatTokenizer:
         text = render(len(messages))
         spans = assistant_spans(text, messages, render, tuple(self.tokenizer.all_special_tokens))
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask, span = [], iter([*spans, (len(text), len(text))])
-        start, end = next(span)
-        for first, last in encoding["offset_mapping"]:
-            while first >= end and end < len(text):
-                start, end = next(span)
-            if first < start < last or first < end < last:
+        offsets = encoding["offset_mapping"]
+        counts = covered(offsets, spans)
+        for (first, last), count in zip(offsets, counts, strict=True):
+            if 0 < count < last - first:
                 raise ValueError(
                     f"the token of {text[first:last]!r} is partly the assistant's; give a chat template with "
                     "{% generation %} marks, or set assistant_only_loss to false"
                 )
-            mask.append(int(start <= first < last <= end))
-        return encoding["input_ids"], mask
+        return encoding["input_ids"], [int(count > 0) for count in counts]
+
+
+def covered(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
+    """How many characters of each token stand in one of the spans; both rise."""
+    counts, index = [], 0
+    for first, last in offsets:
+        while index < len(spans) and spans[index][1] <= first:
+            index += 1
+        start, end = spans[index] if index < len(spans) else (last, last)
+        counts.append(max(0, min(last, end) - max(first, start)))
+    return counts
 
 
 def assistant_spans(

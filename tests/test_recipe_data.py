@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
@@ -131,6 +134,21 @@ def test_marks_and_difference_find_the_same_answers(make: Any) -> None:
     assert everything["labels"] == everything["input_ids"] == marked["input_ids"]
 
 
+def test_marks_that_end_in_white_space_that_is_no_token() -> None:
+    """Transformers' own mask then holds the rest of the chat."""
+    words = {"<unk>": 0, "user": 1, "assistant": 2, "Hello": 3, "Bye": 4, "<end>": 5}
+    inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ' ' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + ' <end> ' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + ' <end> ' }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": role, "content": "Bye"} for role in ("user", "assistant", "user", "assistant")]
+    assert chats.ChatTokenizer(tokenizer)(chat)["labels"] == [-100, -100, -100, -100, 4, 5] * 2
+
+
 def test_templates_of_known_models_are_marked_by_trl() -> None:
     import trl
 
@@ -178,10 +196,6 @@ def test_answers_that_cannot_be_told_apart_are_an_error() -> None:
 
 
 def test_a_token_that_is_partly_the_assistants_is_an_error() -> None:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(WordLevel({"Hi": 0, "Hello": 1, "HiHello": 2, "?": 3}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", chat_template=MERGES)
