@@ -122,7 +122,8 @@ def main(arguments: list[str]) -> None:
     settings.prepare(args, model, burst)
     tokenizer = models.load_tokenizer(model)
     scaling, model.rope_scaling = model.rope_scaling, {}
-    old = models.load_config(model, len(tokenizer)).max_position_embeddings
+    config = models.load_config(model, len(tokenizer)).get_text_config()
+    old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
     if args.max_length <= old:
         raise SystemExit(
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
@@ -140,7 +141,7 @@ def main(arguments: list[str]) -> None:
     if extension.pretraining_steps:
         pretrain(model, burst, args, extension, train, tokenizer)
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
-    model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / old}
+    model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
     trainer = PositionTrainer(
         models.load_model(model, config, burst, args.seed),  # patched by hf_burst

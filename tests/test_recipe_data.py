@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
@@ -309,3 +309,38 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
         assert f"{label}: {documents} of documents" in said.replace("  ", " ")
     assert (tmp_path / "lengths.png").exists()
     assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("scaled", [LLAMA3, {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}, {}])
+def test_what_the_warning_of_a_short_rope_says_makes_it_go_away(scaled: dict[str, Any]) -> None:
+    original = {"original_max_position_embeddings": 8192} if scaled else {}
+    rope = {"rope_theta": 5e5, **scaled, **original}
+    config = LlamaConfig(max_position_embeddings=32768, rope_parameters=rope)
+    factor = float(str(models.too_short_a_rope(config, 131072)).rsplit("factor: ")[1].rstrip("}."))
+    assert factor == (16 if scaled else 4)
+    assert factor == 131072 / models.pretrained_length(config)
+    models.scale_rope(config, {"rope_type": "yarn", "factor": factor})
+    assert config.max_position_embeddings == 131072
+    assert models.too_short_a_rope(config, 131072) is None
+    assert config.rope_parameters["rope_theta"] == 5e5
+    assert not {"low_freq_factor", "high_freq_factor"} & set(config.rope_parameters)
+    assert config.rope_parameters.get("beta_fast") == scaled.get("beta_fast")
+    with pytest.raises(SystemExit, match="Set factor to 16 or more" if scaled else "Set factor to 4 or more"):
+        models.scale_rope(config, {"rope_type": "yarn", "factor": 2.0})
+
+
+def test_rope_parameters_by_the_type_of_layer_are_scaled() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 6, "head_dim": 16, "vocab_size": 50, "max_position_embeddings": 1024}
+    config = Gemma3TextConfig(**sizes)
+    models.scale_rope(config, {"rope_type": "yarn", "factor": 4.0})
+    assert set(config.rope_parameters) == {"full_attention", "sliding_attention"}
+    before, after = (Gemma3ForCausalLM(item).model.rotary_emb for item in (Gemma3TextConfig(**sizes), config))
+    assert before.sliding_attention_inv_freq.equal(after.sliding_attention_inv_freq)
+    assert not before.full_attention_inv_freq.equal(after.full_attention_inv_freq)
+    assert config.max_position_embeddings == 4096
+    with pytest.raises(SystemExit, match="by the type of layer"):
+        models.scale_rope(config, {"full_attention": {"rope_type": "yarn", "factor": 4.0}})
