@@ -1,5 +1,6 @@
 """Documents, chats and pairs from files, folders and the hub, and their tokens."""
 
+import json
 import os
 import pydoc_data.topics
 from collections import Counter
@@ -12,12 +13,12 @@ from typing import Any
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer, clean
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from chats import IGNORED, ChatTokenizer, clean, parse_tools, without_nulls
+from datasets import Dataset, DatasetDict, Features, Json, List, Value, load_dataset, load_from_disk
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig
-from trl.data_utils import common_prefix_length
+from trl.data_utils import common_prefix_length, extract_prompt
 
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 READERS = {
@@ -137,15 +138,35 @@ def load_pairs(settings: DataSettings, training: DPOConfig) -> tuple[Dataset, Da
         if rows is not None:
             if missing := {"chosen", "rejected"} - set(rows.column_names):
                 raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
-            keys = [key for key in ("prompt", "chosen", "rejected") if key in rows.column_names]
             with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
-                rows = rows.map(partial(clean_pair, keys=keys), desc="Cleaning messages")
+                features = features_of_pairs(rows)
+                function = partial(clean_pair, others=set(rows.column_names) & {"tools", "chat_template_kwargs"})
+                rows = rows.map(function, remove_columns=rows.column_names, features=features, desc="Cleaning messages")
         loaded.append(rows)
     return loaded[0], loaded[1]
 
 
-def clean_pair(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    return {key: clean(row[key]) if isinstance(row[key], list) else row[key] for key in keys}
+def features_of_pairs(rows: Dataset) -> Features:
+    """Messages are JSON: structs of Arrow would give each tool call the arguments of all others, as nulls."""
+    kinds = {True: Value("string"), False: List(Json())}
+    features = {key: kinds[is_text(rows, "chosen")] for key in ("prompt", "chosen", "rejected")}
+    others = {"tools": Value("string"), "chat_template_kwargs": Json()}
+    return Features({**features, **{key: kind for key, kind in others.items() if key in rows.column_names}})
+
+
+def clean_pair(row: dict[str, Any], others: set[str]) -> dict[str, Any]:
+    """A pair with its prompt, and what TRL hands on to the chat template."""
+    pair = {
+        key: clean(row[key]) if isinstance(row[key], list) else row[key]
+        for key in ("prompt", "chosen", "rejected")
+        if row.get(key) is not None
+    }
+    pair = pair if "prompt" in pair else {**pair, **extract_prompt(pair)}
+    if "tools" in others:
+        pair["tools"] = json.dumps(parse_tools(row["tools"]))
+    if "chat_template_kwargs" in others:
+        pair["chat_template_kwargs"] = without_nulls(row["chat_template_kwargs"]) or {}
+    return pair
 
 
 def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None:
@@ -186,7 +207,7 @@ def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def tokenize_chat(row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...]) -> dict[str, list[int]]:
     """A row of messages, or of a prompt and a completion of messages."""
     parts = [row[key] for key in keys]
-    options = row.get("chat_template_kwargs") or {}
+    options = without_nulls(row.get("chat_template_kwargs")) or {}
     try:
         prompt = len(parts[0]) if len(parts) > 1 else 0
         return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)

@@ -344,3 +344,87 @@ def test_rope_parameters_by_the_type_of_layer_are_scaled() -> None:
     assert config.max_position_embeddings == 4096
     with pytest.raises(SystemExit, match="by the type of layer"):
         models.scale_rope(config, {"full_attention": {"rope_type": "yarn", "factor": 4.0}})
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+USER = {"role": "user", "content": "Hi"}
+CALLS = {"role": "assistant", "content": "Let me see.", "tool_calls": [call("look", a=1), call("seek", b="2")]}
+DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ WRITES }}"
+DROPS += "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+THINKS = {"role": "assistant", "content": "It is 5.", "reasoning_content": "2 + 3"}
+
+
+@pytest.mark.parametrize(
+    ("writes", "answer", "told"),
+    [
+        ("m.content", CALLS, "message 1: the chat template leaves out its tool call 'look'"),
+        ("m.content ~ m.tool_calls[0].function.name", CALLS, "message 1: .* its tool call 'seek'"),
+        ("m.tool_calls | tojson", CALLS, "message 1: .* its text 'Let me see.'"),
+        ("m.content", THINKS, "message 1: .* its reasoning '2 . 3'"),
+        ("m.content ~ (m.tool_calls | tojson)", CALLS, None),
+        ("'<think>' ~ m.reasoning_content ~ '</think>' ~ m.content", THINKS, None),
+        ("m.content.split('</think>')[-1] | trim", {"role": "assistant", "content": "<think>a</think>\n\n5 "}, None),
+    ],
+)
+def test_a_template_that_drops_what_the_assistant_wrote(writes: str, answer: Any, told: str | None) -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = DROPS.replace("WRITES", writes)
+    chat = chats.ChatTokenizer(tokenizer)
+    if told is None:
+        assert len(answers(chat([USER, answer]))) == 1
+        return
+    with pytest.raises(ValueError, match=told):
+        chat([USER, answer])
+    later = {"role": "assistant", "content": "5", "tool_calls": [call("look"), call("seek")], "reasoning": "5"}
+    if writes == "m.content":  # the messages of a prompt get no loss
+        assert chat([USER, answer, USER, {"role": "assistant", "content": "5"}], prompt=3)
+    with pytest.raises(ValueError, match="the chat template leaves out its"):
+        chat([USER, answer, USER, later])
+
+
+def test_function_calls_of_sharegpt_and_roles() -> None:
+    shared = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
+    assert chats.clean(shared)[1] == {"role": "assistant", "content": "", "tool_calls": [call("f")]}
+    assert '"name": "f"' in answers(chats.ChatTokenizer(models.byte_tokenizer())(shared))[0]
+    with pytest.raises(ValueError, match="message 1 has the role 'bot'; it must be one of system"):
+        chats.clean([USER, {"role": "bot", "content": "Hi"}])
+
+
+def test_nulls_of_arrow_are_no_arguments(tmp_path: Path, arguments: Any) -> None:
+    """Arrow gives each tool call and each tool the fields of all others."""
+    from trl import DPOConfig
+
+    tools = [
+        [{**conversations.TOOL, "function": {"name": "f", "parameters": {name: {"type": "string"}}}}] for name in "xy"
+    ]
+    turns = [{**CALLS, "tool_calls": [call("look", a=1)]}, {**CALLS, "tool_calls": [call("seek", b="2")]}]
+    rows = [{"messages": [USER, turn], "tools": tool} for turn, tool in zip(turns, tools, strict=True)]
+    rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"]["nested"] = {"c": 1}
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    for row in tokens_of(tmp_path / "rows.parquet", arguments):
+        assert "null" not in models.byte_tokenizer().decode(row["input_ids"])
+    pairs = [{"prompt": [USER], "chosen": [turn], "rejected": [turns[0]], "tools": tools[0]} for turn in turns]
+    for keys in ({"prompt"}, set()):
+        given = [{key: pair[key] if keys else [USER, *pair[key]] for key in ("chosen", "rejected")} for pair in pairs]
+        given = [{**pair, **cut, "extra": 1} for pair, cut in zip(pairs, given, strict=True)]
+        given = [pair if keys else {key: pair[key] for key in pair if key != "prompt"} for pair in given]
+        path = tmp_path / f"pairs_{len(keys)}.parquet"
+        datasets.Dataset.from_list(given).to_parquet(path)
+        training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        loaded = list(data.load_pairs(DataSettings(dataset=[str(path)]), training)[0])
+        assert [pair["chosen"] for pair in loaded] == [[turn] for turn in turns]
+        assert [pair["prompt"] for pair in loaded] == [[USER]] * 2
+        assert json.loads(loaded[0]["tools"]) == tools[0]
+
+
+def test_a_template_that_ignores_the_generation_prompt_is_refused() -> None:
+    tokenizer = models.byte_tokenizer()
+    turn = [USER, {"role": "assistant", "content": "Hello"}]
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ValueError, match="ignores add_generation_prompt, so it is not certain where message 1 begins"):
+        chats.ChatTokenizer(tokenizer)(turn)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello<|im_end|>"]
