@@ -180,6 +180,8 @@ def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None
             report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
         over = too_long(sizes, longest, settings.too_long, f"{name.split('_')[0]} pairs")
         if over.any():
+            if trainer.args.process_index == 0:
+                print(f"{name.split('_')[0]} pairs: {over.sum():,} of more than max_length tokens are dropped.")
             setattr(trainer, name, pairs.select(numpy.flatnonzero(~over)))
 
 
@@ -191,11 +193,11 @@ def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, colum
     return {"input_ids": ids, "labels": ids}
 
 
-def tokenize_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """A prompt without loss, and its completion, which ends by the end-of-sequence token."""
+def tokenize_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, only: bool) -> dict[str, list[int]]:
+    """A prompt, without loss if `only` completions have it, and its completion, ended by the end-of-sequence token."""
     prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
     ids = ended(whole, tokenizer)
-    first = common_prefix_length(prompt, ids)
+    first = common_prefix_length(prompt, ids) if only else 0
     return {"input_ids": ids, "labels": [IGNORED] * first + ids[first:]}
 
 
@@ -204,12 +206,14 @@ def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def tokenize_chat(row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...]) -> dict[str, list[int]]:
-    """A row of messages, or of a prompt and a completion of messages."""
+def tokenize_chat(
+    row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...], only: bool
+) -> dict[str, list[int]]:
+    """A row of messages, or of a prompt and a completion of messages; `only` leaves the prompt without loss."""
     parts = [row[key] for key in keys]
     options = without_nulls(row.get("chat_template_kwargs")) or {}
     try:
-        prompt = len(parts[0]) if len(parts) > 1 else 0
+        prompt = len(parts[0]) if len(parts) > 1 and only else 0
         return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)
     except Exception as error:
         raise ValueError(f"row {index}: {error}") from error
@@ -220,13 +224,14 @@ def tokenizer_of(
 ) -> tuple[Callable[..., dict[str, list[int]]], bool]:
     """What makes tokens of a row, by the columns there are, and whether it wants the row's number."""
     columns, text_column = rows.column_names, training.dataset_text_field
+    only = training.completion_only_loss is not False
     for keys in (("messages",), ("conversations",), ("prompt", "completion")):
         if set(keys) <= set(columns):
             if keys[0] != "prompt" or not is_text(rows, "prompt"):
                 chat = ChatTokenizer(tokenizer, training.assistant_only_loss)
                 report.warn(training, chat.warning)
-                return partial(tokenize_chat, chat=chat, keys=keys), True
-            return partial(tokenize_completion, tokenizer=tokenizer), False
+                return partial(tokenize_chat, chat=chat, keys=keys, only=only), True
+            return partial(tokenize_completion, tokenizer=tokenizer, only=only), False
     if text_column not in columns:
         raise ValueError(
             f"its columns are {columns}; it needs messages, or prompt and completion, or {text_column!r} (set "
@@ -263,10 +268,12 @@ def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTCon
             writer_batch_size=WRITTEN,
             desc="Tokenizing",
         )
-        tokens = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
-    if len(tokens) == 0:
+        kept = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
+    if len(kept) != len(tokens) and training.process_index == 0:
+        print(f"{name}: {len(tokens) - len(kept):,} of {len(tokens):,} rows hold nothing to train on and are left out.")
+    if len(kept) == 0:
         raise SystemExit(f"{name} holds nothing to train on.")
-    return tokens
+    return kept
 
 
 def has_label(labels: list[int]) -> bool:
@@ -295,7 +302,10 @@ def fit(tokens: Dataset, training: SFTConfig, choice: str, name: str) -> Dataset
         cut = tokens.map(
             partial(pieces, length=training.max_length), batched=True, batch_size=WRITTEN, desc="Splitting"
         )
-        return cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
+        kept = cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
+    if len(kept) != len(cut) and training.process_index == 0:
+        print(f"{name}: {len(cut) - len(kept):,} of {len(cut):,} pieces have no label and are left out.")
+    return kept
 
 
 def too_long(sizes: numpy.ndarray, longest: int, choice: str, name: str) -> numpy.ndarray:

@@ -33,7 +33,7 @@ from pictures import draw_positions
 from scoring import Groups, PositionLosses, losses_by_position
 from settings import BurstSettings, DataSettings, ModelSettings
 from transformers import PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer, get_peft_config
+from trl import SFTConfig, SFTTrainer
 
 DEFAULTS = {"too_long": "split", "eval_share": 0.1, "packing": True, "output_dir": "outputs/extended"}
 BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and trained"
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
     kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig, Extension)
     model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
     settings.prepare(args, model, burst)
-    tokenizer = models.load_tokenizer(model)
+    tokenizer = models.load_tokenizer(model, args)
     scaling, model.rope_scaling = model.rope_scaling, {}
     config = models.load_config(model, len(tokenizer)).get_text_config()
     old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> None:
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model),
+        peft_config=models.adapter_config(model),
         callbacks=training.callbacks(model, config),
     )
     trainer.windows = windows

@@ -25,7 +25,7 @@ from transformers import (
     set_seed,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from trl import get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 import hf_burst
 
@@ -51,16 +51,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(settings: ModelSettings, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of a file where one is set."""
+def load_tokenizer(settings: ModelSettings, training: TrainingArguments | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template of a file and the end-of-sequence token where they are set."""
+    chat_template_path, end = (getattr(training, key, None) for key in ("chat_template_path", "eos_token"))
+    revision = None if settings.tokenizer else settings.model_revision
     name = settings.tokenizer or settings.model_name_or_path
     if name is None:
         raise SystemExit("A model made from a config has no tokenizer of its own: set tokenizer, for example to bytes.")
     with using(f"tokenizer {name!r}"):
-        tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+        tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
     if chat_template_path is not None:
         with using(f"chat_template_path {chat_template_path!r}"):
             tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+    if end is not None:
+        if end not in tokenizer.get_vocab():
+            raise SystemExit(f"eos_token is {end!r}, which tokenizer {name!r} does not have; set a token that it has.")
+        tokenizer.eos_token = end
     if tokenizer.eos_token is None:
         raise SystemExit(f"tokenizer {name!r} has no end-of-sequence token, by which documents end; set another one.")
     return tokenizer
@@ -171,6 +177,14 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
     return hf_burst.patch_model(model, burst.config)
 
 
+def adapter_config(settings: ModelSettings) -> PeftConfig | None:
+    """The adapters to train, if there are any; they remember the revision of their base."""
+    adapter = get_peft_config(settings)
+    if adapter is not None:
+        adapter.revision = settings.model_revision
+    return adapter
+
+
 class SaveConfig(TrainerCallback):
     """Saves the config beside an adapter whose model has other RoPE parameters than its base.
 
@@ -205,9 +219,11 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
         folder (`str` or `Path`): Where the adapter was saved; a `config.json` in it replaces that of the base.
         dtype (`str`, *optional*, defaults to `"auto"`): Dtype of the base. It is not quantized.
     """
-    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    config = AutoConfig.from_pretrained(folder if (Path(folder) / "config.json").exists() else base)
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    adapter = PeftConfig.from_pretrained(folder)
+    base, revision = adapter.base_model_name_or_path, adapter.revision
+    own = (Path(folder) / "config.json").exists()
+    config = AutoConfig.from_pretrained(folder) if own else AutoConfig.from_pretrained(base, revision=revision)
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype, revision=revision)
     return PeftModel.from_pretrained(model, folder)
 
 

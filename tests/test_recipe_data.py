@@ -72,11 +72,12 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
         data.load_rows([str(tmp_path / "documents.jsonl"), str(tmp_path / "documents.parquet")], "train")
 
 
-def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any) -> None:
+def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in (*TEXTS, "", "done<|im_end|>")])
     rows = tokens_of(path, arguments)
     end = models.byte_tokenizer().eos_token_id
     assert len(rows) == 4  # the empty one is left out
+    assert "1 of 5 rows hold nothing to train on and are left out" in capsys.readouterr().out
     for row in rows:
         assert row["labels"] == row["input_ids"]
         assert [token == end for token in row["input_ids"][-2:]] == [False, True]
@@ -89,6 +90,9 @@ def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     tokenizer = models.byte_tokenizer()
     assert tokenizer.decode(row["input_ids"]) == "What is 2 + 2? 4.<|im_end|>"
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
+    arguments.completion_only_loss = False
+    assert (row := tokens_of(path, arguments)[0])["labels"] == row["input_ids"]
+    arguments.completion_only_loss = None
     arguments.assistant_only_loss = True  # which is off once the labels are made
     roles = {"prompt": "user", "completion": "assistant"}
     messages = {key: [{"role": role, "content": rows[0][key]}] for key, role in roles.items()}
