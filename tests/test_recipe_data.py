@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -432,3 +433,12 @@ def test_a_template_that_ignores_the_generation_prompt_is_refused() -> None:
         chats.ChatTokenizer(tokenizer)(turn)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello<|im_end|>"]
+
+
+def test_pairs_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt_ids": [1], "chosen_ids": [2] * count, "rejected_ids": [3]} for count in (1, 2, 9)]
+    pairs, training = datasets.Dataset.from_list(rows), SimpleNamespace(process_index=0, output_dir=str(tmp_path))
+    trainer = SimpleNamespace(train_dataset=pairs, eval_dataset=None, args=training)
+    data.fit_pairs(trainer, DataSettings(dataset=["x"], too_long="drop"), 4)
+    assert len(trainer.train_dataset) == 2
+    assert "train pairs: 1 of more than max_length tokens are dropped" in capsys.readouterr().out

@@ -309,6 +309,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
     recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path
 ) -> None:
     options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
+    assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
     assert "merge_to is output_dir" in wrong(*options, "--merge_to", "./out")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")
