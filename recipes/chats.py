@@ -9,6 +9,7 @@ follows them; otherwise an error says so.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,8 +23,16 @@ from trl.chat_template_utils import (
 from trl.data_utils import common_prefix_length
 
 Message = dict[str, Any]
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}  # of ShareGPT
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
 IGNORED = -100
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without fields that are `None`, at any depth: Arrow adds the fields that other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def clean(messages: list[Message]) -> list[Message]:
@@ -31,14 +40,22 @@ def clean(messages: list[Message]) -> list[Message]:
 
     Fields that are `None` are left out, a missing content is empty, and arguments of tool calls that are JSON text, as
     in the API of OpenAI, become mappings. `from` and `value`, as in ShareGPT, become `role` and `content`.
+
+    Raises:
+        ValueError: If a role is none that chat templates know.
     """
     cleaned = []
-    for message in messages:
-        message = {key: value for key, value in message.items() if value is not None}
+    for index, message in enumerate(without_nulls(messages)):
         if "from" in message:
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", "")
-        message["role"] = ROLES.get(message.get("role"), message.get("role"))
+        if message.get("role") == "function_call":  # of ShareGPT: JSON text
+            calls = json.loads(message["content"])
+            calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
+            message |= {"role": "assistant", "content": "", "tool_calls": calls}
+        message["role"] = SHAREGPT.get(message.get("role"), message.get("role"))
+        if message["role"] not in ROLES:
+            raise ValueError(f"message {index} has the role {message['role']!r}; it must be one of {', '.join(ROLES)}")
         message.setdefault("content", "")
         if "tool_calls" in message:
             message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
@@ -46,6 +63,11 @@ def clean(messages: list[Message]) -> list[Message]:
                 del message["tool_calls"]
         cleaned.append(message)
     return cleaned
+
+
+def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Tools for a chat template, from a list or JSON text."""
+    return (json.loads(tools) if isinstance(tools, str) else without_nulls(tools)) or None
 
 
 def parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -100,18 +122,20 @@ class ChatTokenizer:
             `input_ids` and `labels`, of equal length.
 
         Raises:
-            ValueError: If nothing is labelled, or if it is not certain which tokens are the assistant's.
+            ValueError: If nothing is labelled, if it is not certain which tokens are the assistant's, or if the chat
+                template leaves out what the assistant wrote.
         """
         messages = clean(messages)
-        options["tools"] = json.loads(tools) if isinstance(tools, str) else tools or None
+        options["tools"] = parse_tools(tools)
         options["chat_template"] = self.template
         if not self.assistant_only:
-            ids = self.tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
+            written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
             mask = [1] * len(ids)
         elif self.marked:
-            ids, mask = self.by_marks(messages, options)
+            ids, mask, written = self.by_marks(messages, options)
         else:
-            ids, mask = self.by_difference(messages, options)
+            ids, mask, written = self.by_difference(messages, options)
         if prompt:
             first = self.tokenizer.apply_chat_template(
                 messages[:prompt], add_generation_prompt=True, return_dict=True, **options
@@ -122,6 +146,7 @@ class ChatTokenizer:
             raise ValueError(
                 "no token is the assistant's: give a message with the role assistant, and check the chat template"
             )
+        refuse_what_is_dropped(messages, prompt, written)
         return {"input_ids": ids, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
 
     @property
@@ -136,8 +161,8 @@ class ChatTokenizer:
             "to stop. Put {% endgeneration %} after it."
         )
 
-    def by_marks(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Tokens, and which of them stand between the template's marks, if only in part.
+    def by_marks(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int], str]:
+        """Tokens, which of them stand between the template's marks, if only in part, and the text between them.
 
         Transformers' own mask runs on to the end of the chat where a mark ends in white space that is no token.
         """
@@ -145,10 +170,11 @@ class ChatTokenizer:
         variables["chat_template"] = self.tokenizer.get_chat_template(self.template, options["tools"])
         (text,), (spans,) = render_jinja_template([messages], return_assistant_tokens_mask=True, **variables)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return encoding["input_ids"], [int(count > 0) for count in covered(encoding["offset_mapping"], spans)]
+        mask = [int(count > 0) for count in covered(encoding["offset_mapping"], spans)]
+        return encoding["input_ids"], mask, "".join(text[start:end] for start, end in spans)
 
-    def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """Tokens, and which of them the template adds for messages of the assistant."""
+    def by_difference(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int], str]:
+        """Tokens, which of them the template adds for messages of the assistant, and the text of these."""
 
         def render(count: int, **more: bool) -> str:
             return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **more, **options)
@@ -164,7 +190,55 @@ class ChatTokenizer:
                     f"the token of {text[first:last]!r} is partly the assistant's; give a chat template with "
                     "{% generation %} marks, or set assistant_only_loss to false"
                 )
-        return encoding["input_ids"], [int(count > 0) for count in counts]
+        mask = [int(count > 0) for count in counts]
+        return encoding["input_ids"], mask, "".join(text[start:end] for start, end in spans)
+
+
+def texts(message: Message) -> list[str]:
+    """What the message says, of several parts maybe."""
+    content = message["content"]
+    parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+    return [part.strip() for part in parts if part.strip()]
+
+
+def refuse_what_is_dropped(messages: list[Message], prompt: int, written: str) -> None:
+    """Refuses a chat of which the template leaves out what the assistant wrote. White space is not compared.
+
+    Many templates leave out the thoughts of earlier answers, as they do when the model is used. Thoughts are therefore
+    looked for in the last answer alone.
+
+    Args:
+        messages (`list[dict]`): The cleaned chat.
+        prompt (`int`): Number of first messages that are not looked at.
+        written (`str`): The text that is labelled.
+    """
+    rendered, position = "".join(written.split()), 0
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= prompt]
+    for index in answers:
+        message, ends = messages[index], [position]
+        wanted = [("text", part.rpartition("</think>")[2]) for part in texts(message)]
+        if index == answers[-1]:
+            thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
+            wanted += [("reasoning", thought) for thought in thoughts if isinstance(thought, str)]
+        for kind, text in wanted:
+            ends.append(end_of(text, rendered, position, f"message {index}: the chat template leaves out its {kind}"))
+        after = position
+        for call in message.get("tool_calls", []):
+            name = call.get("function", call)["name"]
+            after = end_of(name, rendered, after, f"message {index}: the chat template leaves out its tool call")
+        position = max(*ends, after)
+
+
+def end_of(text: str, rendered: str, position: int, complaint: str) -> int:
+    """Where the text ends in what is rendered, from `position` on. Both are compared without white space."""
+    searched = "".join(text.split())
+    start = rendered.find(searched, position)
+    if start < 0:
+        raise ValueError(
+            f"{complaint} {shorten(text, 60)!r}, or puts it outside of what is labelled; give another template by "
+            "chat_template_path, or remove it from the data"
+        )
+    return start + len(searched)
 
 
 def covered(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
@@ -198,6 +272,12 @@ def assistant_spans(
                 f"the chat template writes the messages up to {index} otherwise where others follow, so it is not "
                 "certain which tokens are the assistant's; give a template with {% generation %} marks by "
                 "chat_template_path, or set assistant_only_loss to false"
+            )
+        starts = after[len(before) :].lstrip()
+        if before == render(index) and not any(starts.startswith(part) for part in texts(message)[:1]):
+            raise ValueError(
+                f"the chat template ignores add_generation_prompt, so it is not certain where message {index} begins; "
+                "give a template that heeds it, or one with {% generation %} marks, by chat_template_path"
             )
         stripped = after.rstrip()
         spans.append((len(before), len(stripped) if stripped.endswith(special) else len(after)))

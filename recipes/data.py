@@ -1,5 +1,6 @@
 """Documents, chats and pairs from files, folders and the hub, and their tokens."""
 
+import json
 import os
 import pydoc_data.topics
 from collections import Counter
@@ -12,12 +13,12 @@ from typing import Any
 import numpy
 import pyarrow.compute
 import report
-from chats import IGNORED, ChatTokenizer, clean
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from chats import IGNORED, ChatTokenizer, clean, parse_tools, without_nulls
+from datasets import Dataset, DatasetDict, Features, Json, List, Value, load_dataset, load_from_disk
 from settings import DataSettings, using
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig
-from trl.data_utils import common_prefix_length
+from trl.data_utils import common_prefix_length, extract_prompt
 
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 READERS = {
@@ -137,15 +138,35 @@ def load_pairs(settings: DataSettings, training: DPOConfig) -> tuple[Dataset, Da
         if rows is not None:
             if missing := {"chosen", "rejected"} - set(rows.column_names):
                 raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
-            keys = [key for key in ("prompt", "chosen", "rejected") if key in rows.column_names]
             with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
-                rows = rows.map(partial(clean_pair, keys=keys), desc="Cleaning messages")
+                features = features_of_pairs(rows)
+                function = partial(clean_pair, others=set(rows.column_names) & {"tools", "chat_template_kwargs"})
+                rows = rows.map(function, remove_columns=rows.column_names, features=features, desc="Cleaning messages")
         loaded.append(rows)
     return loaded[0], loaded[1]
 
 
-def clean_pair(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    return {key: clean(row[key]) if isinstance(row[key], list) else row[key] for key in keys}
+def features_of_pairs(rows: Dataset) -> Features:
+    """Messages are JSON: structs of Arrow would give each tool call the arguments of all others, as nulls."""
+    kinds = {True: Value("string"), False: List(Json())}
+    features = {key: kinds[is_text(rows, "chosen")] for key in ("prompt", "chosen", "rejected")}
+    others = {"tools": Value("string"), "chat_template_kwargs": Json()}
+    return Features({**features, **{key: kind for key, kind in others.items() if key in rows.column_names}})
+
+
+def clean_pair(row: dict[str, Any], others: set[str]) -> dict[str, Any]:
+    """A pair with its prompt, and what TRL hands on to the chat template."""
+    pair = {
+        key: clean(row[key]) if isinstance(row[key], list) else row[key]
+        for key in ("prompt", "chosen", "rejected")
+        if row.get(key) is not None
+    }
+    pair = pair if "prompt" in pair else {**pair, **extract_prompt(pair)}
+    if "tools" in others:
+        pair["tools"] = json.dumps(parse_tools(row["tools"]))
+    if "chat_template_kwargs" in others:
+        pair["chat_template_kwargs"] = without_nulls(row["chat_template_kwargs"]) or {}
+    return pair
 
 
 def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None:
@@ -159,6 +180,8 @@ def fit_pairs(trainer: DPOTrainer, settings: DataSettings, longest: int) -> None
             report.report_lengths(sizes, longest, trainer.args.output_dir, "pairs")
         over = too_long(sizes, longest, settings.too_long, f"{name.split('_')[0]} pairs")
         if over.any():
+            if trainer.args.process_index == 0:
+                print(f"{name.split('_')[0]} pairs: {over.sum():,} of more than max_length tokens are dropped.")
             setattr(trainer, name, pairs.select(numpy.flatnonzero(~over)))
 
 
@@ -170,11 +193,11 @@ def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, colum
     return {"input_ids": ids, "labels": ids}
 
 
-def tokenize_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
-    """A prompt without loss, and its completion, which ends by the end-of-sequence token."""
+def tokenize_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, only: bool) -> dict[str, list[int]]:
+    """A prompt, without loss if `only` completions have it, and its completion, ended by the end-of-sequence token."""
     prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
     ids = ended(whole, tokenizer)
-    first = common_prefix_length(prompt, ids)
+    first = common_prefix_length(prompt, ids) if only else 0
     return {"input_ids": ids, "labels": [IGNORED] * first + ids[first:]}
 
 
@@ -183,12 +206,14 @@ def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def tokenize_chat(row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...]) -> dict[str, list[int]]:
-    """A row of messages, or of a prompt and a completion of messages."""
+def tokenize_chat(
+    row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...], only: bool
+) -> dict[str, list[int]]:
+    """A row of messages, or of a prompt and a completion of messages; `only` leaves the prompt without loss."""
     parts = [row[key] for key in keys]
-    options = row.get("chat_template_kwargs") or {}
+    options = without_nulls(row.get("chat_template_kwargs")) or {}
     try:
-        prompt = len(parts[0]) if len(parts) > 1 else 0
+        prompt = len(parts[0]) if len(parts) > 1 and only else 0
         return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)
     except Exception as error:
         raise ValueError(f"row {index}: {error}") from error
@@ -199,13 +224,14 @@ def tokenizer_of(
 ) -> tuple[Callable[..., dict[str, list[int]]], bool]:
     """What makes tokens of a row, by the columns there are, and whether it wants the row's number."""
     columns, text_column = rows.column_names, training.dataset_text_field
+    only = training.completion_only_loss is not False
     for keys in (("messages",), ("conversations",), ("prompt", "completion")):
         if set(keys) <= set(columns):
             if keys[0] != "prompt" or not is_text(rows, "prompt"):
                 chat = ChatTokenizer(tokenizer, training.assistant_only_loss)
                 report.warn(training, chat.warning)
-                return partial(tokenize_chat, chat=chat, keys=keys), True
-            return partial(tokenize_completion, tokenizer=tokenizer), False
+                return partial(tokenize_chat, chat=chat, keys=keys, only=only), True
+            return partial(tokenize_completion, tokenizer=tokenizer, only=only), False
     if text_column not in columns:
         raise ValueError(
             f"its columns are {columns}; it needs messages, or prompt and completion, or {text_column!r} (set "
@@ -242,10 +268,12 @@ def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTCon
             writer_batch_size=WRITTEN,
             desc="Tokenizing",
         )
-        tokens = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
-    if len(tokens) == 0:
+        kept = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
+    if len(kept) != len(tokens) and training.process_index == 0:
+        print(f"{name}: {len(tokens) - len(kept):,} of {len(tokens):,} rows hold nothing to train on and are left out.")
+    if len(kept) == 0:
         raise SystemExit(f"{name} holds nothing to train on.")
-    return tokens
+    return kept
 
 
 def has_label(labels: list[int]) -> bool:
@@ -274,7 +302,10 @@ def fit(tokens: Dataset, training: SFTConfig, choice: str, name: str) -> Dataset
         cut = tokens.map(
             partial(pieces, length=training.max_length), batched=True, batch_size=WRITTEN, desc="Splitting"
         )
-        return cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
+        kept = cut.filter(has_label, input_columns="labels", desc="Leaving out pieces without labels")
+    if len(kept) != len(cut) and training.process_index == 0:
+        print(f"{name}: {len(cut) - len(kept):,} of {len(cut):,} pieces have no label and are left out.")
+    return kept
 
 
 def too_long(sizes: numpy.ndarray, longest: int, choice: str, name: str) -> numpy.ndarray:

@@ -21,7 +21,7 @@ import report
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
-from trl import DPOConfig, DPOTrainer, get_peft_config
+from trl import DPOConfig, DPOTrainer
 
 DEFAULTS = {"output_dir": "outputs/dpo", "learning_rate": 1e-6}
 
@@ -31,6 +31,8 @@ def make_trainer(arguments: list[str]) -> tuple[DPOTrainer, BurstSettings]:
     kinds = (ModelSettings, DataSettings, BurstSettings, DPOConfig)
     model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
     settings.prepare(args, model, burst)
+    if args.precompute_ref_log_probs:
+        raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length))
@@ -43,7 +45,7 @@ def make_trainer(arguments: list[str]) -> tuple[DPOTrainer, BurstSettings]:
         train_dataset=train,
         eval_dataset=evaluation,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model),
+        peft_config=models.adapter_config(model),
         callbacks=training.callbacks(model, config),
     )
     args.max_length = longest

@@ -33,7 +33,7 @@ from pictures import draw_positions
 from scoring import Groups, PositionLosses, losses_by_position
 from settings import BurstSettings, DataSettings, ModelSettings
 from transformers import PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer, get_peft_config
+from trl import SFTConfig, SFTTrainer
 
 DEFAULTS = {"too_long": "split", "eval_share": 0.1, "packing": True, "output_dir": "outputs/extended"}
 BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and trained"
@@ -120,9 +120,10 @@ def main(arguments: list[str]) -> None:
     kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig, Extension)
     model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
     settings.prepare(args, model, burst)
-    tokenizer = models.load_tokenizer(model)
+    tokenizer = models.load_tokenizer(model, args)
     scaling, model.rope_scaling = model.rope_scaling, {}
-    old = models.load_config(model, len(tokenizer)).max_position_embeddings
+    config = models.load_config(model, len(tokenizer)).get_text_config()
+    old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
     if args.max_length <= old:
         raise SystemExit(
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
@@ -140,7 +141,7 @@ def main(arguments: list[str]) -> None:
     if extension.pretraining_steps:
         pretrain(model, burst, args, extension, train, tokenizer)
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
-    model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / old}
+    model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
     trainer = PositionTrainer(
         models.load_model(model, config, burst, args.seed),  # patched by hf_burst
@@ -148,7 +149,7 @@ def main(arguments: list[str]) -> None:
         train_dataset=train,
         eval_dataset=held_out,
         processing_class=tokenizer,
-        peft_config=get_peft_config(model),
+        peft_config=models.adapter_config(model),
         callbacks=training.callbacks(model, config),
     )
     trainer.windows = windows

@@ -14,13 +14,10 @@ Four GPUs, Llama-3.1-8B with LoRA on local text, a file a document:
         --config recipes/configs/text_4gpu.yaml --dataset books/ --output_dir outputs/books
 """
 
-import data
-import models
-import report
 import settings
 import training
-from settings import BurstSettings, DataSettings, ModelSettings
-from trl import SFTConfig, SFTTrainer, get_peft_config
+from settings import BurstSettings
+from trl import SFTTrainer
 
 DEFAULTS = {
     "dataset": ["python_topics"],
@@ -32,23 +29,7 @@ DEFAULTS = {
 
 def make_trainer(arguments: list[str]) -> tuple[SFTTrainer, BurstSettings]:
     """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
-    model, documents, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, model, burst)
-    tokenizer = models.load_tokenizer(model)
-    config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length))
-    train, evaluation = data.load_tokens(documents, tokenizer, args)
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-        args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(model),
-        callbacks=training.callbacks(model, config),
-    )
-    return trainer, burst
+    return training.sft_trainer(arguments, DEFAULTS)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from transformers import (
     set_seed,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from trl import get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 import hf_burst
 
@@ -51,16 +51,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(settings: ModelSettings, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of a file where one is set."""
+def load_tokenizer(settings: ModelSettings, training: TrainingArguments | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template of a file and the end-of-sequence token where they are set."""
+    chat_template_path, end = (getattr(training, key, None) for key in ("chat_template_path", "eos_token"))
+    revision = None if settings.tokenizer else settings.model_revision
     name = settings.tokenizer or settings.model_name_or_path
     if name is None:
         raise SystemExit("A model made from a config has no tokenizer of its own: set tokenizer, for example to bytes.")
     with using(f"tokenizer {name!r}"):
-        tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name)
+        tokenizer = byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
     if chat_template_path is not None:
         with using(f"chat_template_path {chat_template_path!r}"):
             tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+    if end is not None:
+        if end not in tokenizer.get_vocab():
+            raise SystemExit(f"eos_token is {end!r}, which tokenizer {name!r} does not have; set a token that it has.")
+        tokenizer.eos_token = end
     if tokenizer.eos_token is None:
         raise SystemExit(f"tokenizer {name!r} has no end-of-sequence token, by which documents end; set another one.")
     return tokenizer
@@ -91,36 +97,63 @@ def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
     return config
 
 
+def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The RoPE parameters to scale: those of full attention, where the types of layers have their own."""
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters and config.nested_rope_parameter_keys(parameters):
+        return parameters.get("full_attention")
+    return parameters
+
+
+def pretrained_length(config: PreTrainedConfig) -> int:
+    """The length, in tokens, that YaRN's factor multiplies."""
+    original = getattr(config, "original_max_position_embeddings", None)
+    original = original or (scaled_rope(config) or {}).get("original_max_position_embeddings")
+    return original or config.max_position_embeddings
+
+
 def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
-    """Sets RoPE parameters in a config.
+    """Sets RoPE parameters in a config. Parameters of another `rope_type` are dropped.
 
     With YaRN, `max_position_embeddings` becomes `factor` times the length that the model was pretrained for.
     """
+    config = config.get_text_config()
     if "type" in scaling:  # as it was called
         scaling.setdefault("rope_type", scaling.pop("type"))
-    parameters = getattr(config, "rope_parameters", None)
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise SystemExit("rope_scaling has parameters by the type of layer; give those of full attention alone.")
+    parameters, before = scaled_rope(config), getattr(config, "max_position_embeddings", None)
     if parameters is None:
         raise SystemExit(f"rope_scaling is set, but a {config.model_type} has no RoPE parameters; leave it out.")
-    original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-    merged = {**parameters, **scaling}
-    kind, allowed = merged.get("rope_type", "default"), ["default", *ROPE_INIT_FUNCTIONS]
+    kind, allowed = scaling.get("rope_type", parameters.get("rope_type", "default")), ["default", *ROPE_INIT_FUNCTIONS]
     if kind not in allowed:
         raise SystemExit(f"rope_scaling has the rope_type {kind!r}; it must be one of {', '.join(allowed)}.")
+    if kind != parameters.get("rope_type", "default"):
+        kept = {"rope_theta", "partial_rotary_factor", *(config.ignore_keys_at_rope_validation or ())}
+        parameters = {key: value for key, value in parameters.items() if key in kept}
+    merged = {**parameters, **scaling}
     with using(f"rope_scaling {scaling}"):
         if kind == "yarn" and "factor" in merged:  # without it, validate_rope says so
-            merged.setdefault("original_max_position_embeddings", original)
-            config.max_position_embeddings = round(merged["factor"] * merged["original_max_position_embeddings"])
-        config.rope_parameters = merged
+            original = merged.setdefault("original_max_position_embeddings", pretrained_length(config))
+            config.max_position_embeddings = round(merged["factor"] * original)
+            if config.max_position_embeddings < before:
+                raise SystemExit(
+                    f"rope_scaling {scaling} gives {config.max_position_embeddings:,} positions, but the model has "
+                    f"{before:,}: the factor is of {original:,}. Set factor to {before / original:g} or more."
+                )
+        nested = config.nested_rope_parameter_keys(config.rope_parameters)
+        config.rope_parameters = {**config.rope_parameters, "full_attention": merged} if nested else merged
         config.standardize_rope_params()
         config.validate_rope()
 
 
 def too_short_a_rope(config: PreTrainedConfig, length: int) -> str | None:
     """A warning where sequences are longer than the positions of the model."""
+    config = config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     if most is None or length <= most:
         return None
-    factor = -(-length // most)
+    factor = -(-length // pretrained_length(config))
     return (
         f"max_length is {length:,}, but the model has max_position_embeddings {most:,}: it has not learned later "
         f"positions. To extend it, set rope_scaling: {{rope_type: yarn, factor: {factor}.0}}."
@@ -142,6 +175,14 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
         with using(f"model_name_or_path {name!r}"):
             model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
     return hf_burst.patch_model(model, burst.config)
+
+
+def adapter_config(settings: ModelSettings) -> PeftConfig | None:
+    """The adapters to train, if there are any; they remember the revision of their base."""
+    adapter = get_peft_config(settings)
+    if adapter is not None:
+        adapter.revision = settings.model_revision
+    return adapter
 
 
 class SaveConfig(TrainerCallback):
@@ -178,9 +219,11 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
         folder (`str` or `Path`): Where the adapter was saved; a `config.json` in it replaces that of the base.
         dtype (`str`, *optional*, defaults to `"auto"`): Dtype of the base. It is not quantized.
     """
-    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    config = AutoConfig.from_pretrained(folder if (Path(folder) / "config.json").exists() else base)
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype)
+    adapter = PeftConfig.from_pretrained(folder)
+    base, revision = adapter.base_model_name_or_path, adapter.revision
+    own = (Path(folder) / "config.json").exists()
+    config = AutoConfig.from_pretrained(folder) if own else AutoConfig.from_pretrained(base, revision=revision)
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype, revision=revision)
     return PeftModel.from_pretrained(model, folder)
 
 

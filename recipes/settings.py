@@ -34,7 +34,6 @@ DEFAULTS = {  # where long sequences want others than TRL
     "per_device_eval_batch_size": 1,
     "warmup_steps": 0.03,  # a share of all steps
     "logging_steps": 1,
-    "activation_checkpointing": True,
     "ddp_find_unused_parameters": False,
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
@@ -60,6 +59,8 @@ class ModelSettings(ModelConfig):
         super().__post_init__()
         for name in ("model_config", "rope_scaling"):
             setattr(self, name, mapping(name, getattr(self, name)))
+        if self.attn_implementation is not None:
+            raise SystemExit("attn_implementation is set, but the attention is hf_burst's; leave it out.")
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise SystemExit("Quantized weights cannot be trained; set use_peft to train adapters beside them (QLoRA).")
         if self.load_in_4bit and self.dtype == "auto":
@@ -89,10 +90,12 @@ class DataSettings:
     def __post_init__(self) -> None:
         self.dataset = sources("dataset", self.dataset)
         self.eval_dataset = sources("eval_dataset", self.eval_dataset) if self.eval_dataset else []
-        if not 0 <= self.eval_share < 1:
-            raise SystemExit(f"eval_share is {self.eval_share}; give a share from 0 to below 1, such as 0.05.")
+        if type(self.eval_share) not in (int, float) or not 0 <= self.eval_share < 1:
+            raise SystemExit(f"eval_share is {self.eval_share!r}; give a share from 0 to below 1, such as 0.05.")
         if self.eval_share and self.eval_dataset:
             raise SystemExit("eval_share and eval_dataset are both set; set one of them.")
+        if self.eval_split != "train" and not self.eval_dataset:
+            raise SystemExit(f"eval_split is {self.eval_split!r} without eval_dataset; set eval_dataset too.")
 
 
 @dataclass
@@ -172,6 +175,8 @@ def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
     parser = HfArgumentParser(kinds, usage=usage, allow_abbrev=False)
     known = {action.dest: action for action in parser._actions if action.dest != "help"}
+    checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
+    parser.set_defaults(**dict.fromkeys(checkpointing))
     parser.set_defaults(**{name: value for name, value in {**DEFAULTS, **defaults}.items() if name in known})
     more = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=more)
@@ -188,6 +193,9 @@ def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any
             if (choices := known[name].choices) and value not in (None, *choices):
                 raise SystemExit(f"{file}: {name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
         parser.set_defaults(**values)
+    given = vars(parser.parse_known_args(arguments)[0])
+    if checkpointing and all(given[name] is None for name in checkpointing):
+        parser.set_defaults(activation_checkpointing=True)
     try:
         return parser.parse_args_into_dataclasses(arguments)[: len(kinds)]
     except ValueError as error:
@@ -202,21 +210,30 @@ def similar(name: str, known: dict[str, Any]) -> str:
 
 def prepare(training: TrainingArguments, model: ModelSettings, burst: BurstSettings) -> None:
     """Checks the training arguments, and gives them the groups of processes."""
-    if (length := training.max_length) is not None and (type(length) is not int or length < 2):
+    if type(length := training.max_length) is not int or length < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     training.parallelism_config = burst.parallelism
-    with using(f"output_dir {training.output_dir!r}"):
-        Path(training.output_dir).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=training.output_dir).close()  # fails where nothing can be written
+    probe("output_dir", training.output_dir)
     kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
     for pattern, kind in kinds.items():
         if any(Path(training.output_dir).glob(pattern)) and (kind == "an adapter") != model.use_peft:
             raise SystemExit(f"output_dir {training.output_dir!r} holds {kind} of another run; set another folder.")
     if burst.merge_to is not None and not model.use_peft:
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
+    if burst.merge_to is not None:
+        if Path(burst.merge_to).resolve() == Path(training.output_dir).resolve():
+            raise SystemExit(f"merge_to is output_dir, {burst.merge_to!r}, where the adapter is; set another folder.")
+        probe("merge_to", burst.merge_to)
     training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
+
+
+def probe(name: str, folder: str) -> None:
+    """Makes the folder, and fails where nothing can be written into it."""
+    with using(f"{name} {folder!r}"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:

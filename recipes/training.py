@@ -1,12 +1,15 @@
-"""The way of every recipe from a trainer to a checkpoint."""
+"""The way of every recipe from settings to a trainer, and from a trainer to a checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
+import data
 import models
 import report
 import settings
-from settings import BurstSettings, ModelSettings
+from settings import BurstSettings, DataSettings, ModelSettings
 from transformers import PreTrainedConfig, Trainer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
 import hf_burst
 
@@ -14,6 +17,27 @@ import hf_burst
 def callbacks(model: ModelSettings, config: PreTrainedConfig) -> list[TrainerCallback]:
     """What a recipe adds to the trainer."""
     return [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
+
+
+def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> tuple[SFTTrainer, BurstSettings]:
+    """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
+    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
+    model, documents, burst, args = settings.parse(arguments, kinds, defaults)
+    settings.prepare(args, model, burst)
+    tokenizer = models.load_tokenizer(model, args)
+    config = models.load_config(model, len(tokenizer))
+    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    train, evaluation = data.load_tokens(documents, tokenizer, args)
+    trainer = SFTTrainer(
+        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+        args,
+        train_dataset=train,
+        eval_dataset=evaluation,
+        processing_class=tokenizer,
+        peft_config=models.adapter_config(model),
+        callbacks=callbacks(model, config),
+    )
+    return trainer, burst
 
 
 def train(trainer: Trainer, burst: BurstSettings) -> None:

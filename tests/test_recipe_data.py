@@ -6,12 +6,13 @@ import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
@@ -72,11 +73,12 @@ def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
         data.load_rows([str(tmp_path / "documents.jsonl"), str(tmp_path / "documents.parquet")], "train")
 
 
-def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any) -> None:
+def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in (*TEXTS, "", "done<|im_end|>")])
     rows = tokens_of(path, arguments)
     end = models.byte_tokenizer().eos_token_id
     assert len(rows) == 4  # the empty one is left out
+    assert "1 of 5 rows hold nothing to train on and are left out" in capsys.readouterr().out
     for row in rows:
         assert row["labels"] == row["input_ids"]
         assert [token == end for token in row["input_ids"][-2:]] == [False, True]
@@ -89,6 +91,9 @@ def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     tokenizer = models.byte_tokenizer()
     assert tokenizer.decode(row["input_ids"]) == "What is 2 + 2? 4.<|im_end|>"
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
+    arguments.completion_only_loss = False
+    assert (row := tokens_of(path, arguments)[0])["labels"] == row["input_ids"]
+    arguments.completion_only_loss = None
     arguments.assistant_only_loss = True  # which is off once the labels are made
     roles = {"prompt": "user", "completion": "assistant"}
     messages = {key: [{"role": role, "content": rows[0][key]}] for key, role in roles.items()}
@@ -309,3 +314,131 @@ def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.Ca
         assert f"{label}: {documents} of documents" in said.replace("  ", " ")
     assert (tmp_path / "lengths.png").exists()
     assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("scaled", [LLAMA3, {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}, {}])
+def test_what_the_warning_of_a_short_rope_says_makes_it_go_away(scaled: dict[str, Any]) -> None:
+    original = {"original_max_position_embeddings": 8192} if scaled else {}
+    rope = {"rope_theta": 5e5, **scaled, **original}
+    config = LlamaConfig(max_position_embeddings=32768, rope_parameters=rope)
+    factor = float(str(models.too_short_a_rope(config, 131072)).rsplit("factor: ")[1].rstrip("}."))
+    assert factor == (16 if scaled else 4)
+    assert factor == 131072 / models.pretrained_length(config)
+    models.scale_rope(config, {"rope_type": "yarn", "factor": factor})
+    assert config.max_position_embeddings == 131072
+    assert models.too_short_a_rope(config, 131072) is None
+    assert config.rope_parameters["rope_theta"] == 5e5
+    assert not {"low_freq_factor", "high_freq_factor"} & set(config.rope_parameters)
+    assert config.rope_parameters.get("beta_fast") == scaled.get("beta_fast")
+    with pytest.raises(SystemExit, match="Set factor to 16 or more" if scaled else "Set factor to 4 or more"):
+        models.scale_rope(config, {"rope_type": "yarn", "factor": 2.0})
+
+
+def test_rope_parameters_by_the_type_of_layer_are_scaled() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 6, "head_dim": 16, "vocab_size": 50, "max_position_embeddings": 1024}
+    config = Gemma3TextConfig(**sizes)
+    models.scale_rope(config, {"rope_type": "yarn", "factor": 4.0})
+    assert set(config.rope_parameters) == {"full_attention", "sliding_attention"}
+    before, after = (Gemma3ForCausalLM(item).model.rotary_emb for item in (Gemma3TextConfig(**sizes), config))
+    assert before.sliding_attention_inv_freq.equal(after.sliding_attention_inv_freq)
+    assert not before.full_attention_inv_freq.equal(after.full_attention_inv_freq)
+    assert config.max_position_embeddings == 4096
+    with pytest.raises(SystemExit, match="by the type of layer"):
+        models.scale_rope(config, {"full_attention": {"rope_type": "yarn", "factor": 4.0}})
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+USER = {"role": "user", "content": "Hi"}
+CALLS = {"role": "assistant", "content": "Let me see.", "tool_calls": [call("look", a=1), call("seek", b="2")]}
+DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ WRITES }}"
+DROPS += "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+THINKS = {"role": "assistant", "content": "It is 5.", "reasoning_content": "2 + 3"}
+
+
+@pytest.mark.parametrize(
+    ("writes", "answer", "told"),
+    [
+        ("m.content", CALLS, "message 1: the chat template leaves out its tool call 'look'"),
+        ("m.content ~ m.tool_calls[0].function.name", CALLS, "message 1: .* its tool call 'seek'"),
+        ("m.tool_calls | tojson", CALLS, "message 1: .* its text 'Let me see.'"),
+        ("m.content", THINKS, "message 1: .* its reasoning '2 . 3'"),
+        ("m.content ~ (m.tool_calls | tojson)", CALLS, None),
+        ("'<think>' ~ m.reasoning_content ~ '</think>' ~ m.content", THINKS, None),
+        ("m.content.split('</think>')[-1] | trim", {"role": "assistant", "content": "<think>a</think>\n\n5 "}, None),
+    ],
+)
+def test_a_template_that_drops_what_the_assistant_wrote(writes: str, answer: Any, told: str | None) -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = DROPS.replace("WRITES", writes)
+    chat = chats.ChatTokenizer(tokenizer)
+    if told is None:
+        assert len(answers(chat([USER, answer]))) == 1
+        return
+    with pytest.raises(ValueError, match=told):
+        chat([USER, answer])
+    later = {"role": "assistant", "content": "5", "tool_calls": [call("look"), call("seek")], "reasoning": "5"}
+    if writes == "m.content":  # the messages of a prompt get no loss
+        assert chat([USER, answer, USER, {"role": "assistant", "content": "5"}], prompt=3)
+    with pytest.raises(ValueError, match="the chat template leaves out its"):
+        chat([USER, answer, USER, later])
+
+
+def test_function_calls_of_sharegpt_and_roles() -> None:
+    shared = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
+    assert chats.clean(shared)[1] == {"role": "assistant", "content": "", "tool_calls": [call("f")]}
+    assert '"name": "f"' in answers(chats.ChatTokenizer(models.byte_tokenizer())(shared))[0]
+    with pytest.raises(ValueError, match="message 1 has the role 'bot'; it must be one of system"):
+        chats.clean([USER, {"role": "bot", "content": "Hi"}])
+
+
+def test_nulls_of_arrow_are_no_arguments(tmp_path: Path, arguments: Any) -> None:
+    """Arrow gives each tool call and each tool the fields of all others."""
+    from trl import DPOConfig
+
+    tools = [
+        [{**conversations.TOOL, "function": {"name": "f", "parameters": {name: {"type": "string"}}}}] for name in "xy"
+    ]
+    turns = [{**CALLS, "tool_calls": [call("look", a=1)]}, {**CALLS, "tool_calls": [call("seek", b="2")]}]
+    rows = [{"messages": [USER, turn], "tools": tool} for turn, tool in zip(turns, tools, strict=True)]
+    rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"]["nested"] = {"c": 1}
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    for row in tokens_of(tmp_path / "rows.parquet", arguments):
+        assert "null" not in models.byte_tokenizer().decode(row["input_ids"])
+    pairs = [{"prompt": [USER], "chosen": [turn], "rejected": [turns[0]], "tools": tools[0]} for turn in turns]
+    for keys in ({"prompt"}, set()):
+        given = [{key: pair[key] if keys else [USER, *pair[key]] for key in ("chosen", "rejected")} for pair in pairs]
+        given = [{**pair, **cut, "extra": 1} for pair, cut in zip(pairs, given, strict=True)]
+        given = [pair if keys else {key: pair[key] for key in pair if key != "prompt"} for pair in given]
+        path = tmp_path / f"pairs_{len(keys)}.parquet"
+        datasets.Dataset.from_list(given).to_parquet(path)
+        training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        loaded = list(data.load_pairs(DataSettings(dataset=[str(path)]), training)[0])
+        assert [pair["chosen"] for pair in loaded] == [[turn] for turn in turns]
+        assert [pair["prompt"] for pair in loaded] == [[USER]] * 2
+        assert json.loads(loaded[0]["tools"]) == tools[0]
+
+
+def test_a_template_that_ignores_the_generation_prompt_is_refused() -> None:
+    tokenizer = models.byte_tokenizer()
+    turn = [USER, {"role": "assistant", "content": "Hello"}]
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ValueError, match="ignores add_generation_prompt, so it is not certain where message 1 begins"):
+        chats.ChatTokenizer(tokenizer)(turn)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello<|im_end|>"]
+
+
+def test_pairs_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt_ids": [1], "chosen_ids": [2] * count, "rejected_ids": [3]} for count in (1, 2, 9)]
+    pairs, training = datasets.Dataset.from_list(rows), SimpleNamespace(process_index=0, output_dir=str(tmp_path))
+    trainer = SimpleNamespace(train_dataset=pairs, eval_dataset=None, args=training)
+    data.fit_pairs(trainer, DataSettings(dataset=["x"], too_long="drop"), 4)
+    assert len(trainer.train_dataset) == 2
+    assert "train pairs: 1 of more than max_length tokens are dropped" in capsys.readouterr().out

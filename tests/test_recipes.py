@@ -143,6 +143,8 @@ def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
         (b"save_strategy: no", "save_strategy is False; it must be one of 'no', 'steps'"),
         (b"dtype: nonsense", "dtype is 'nonsense'; it must be one of 'auto', 'bfloat16'"),
         (b"dataset: 3", "dataset is 3; give files"),
+        (b"max_length: null", "max_length is None; give a whole number"),
+        (b"eval_share: null", "eval_share is None; give a share"),
         (b"dataset: []", "dataset is []; give files"),
         (b"dataset: [3]", "dataset is [3]; give files"),
     ],
@@ -201,6 +203,9 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--load_in_4bit", "true", "Quantized weights cannot be trained; set use_peft"),
         ("--use_peft", "true", "use_peft trains adapters beside trained weights; set model_name_or_path"),
         ("--merge_to", "x", "merge_to is set without use_peft"),
+        ("--attn_implementation", "eager", "attn_implementation is set, but the attention is hf_burst's"),
+        ("--eval_split", "test", "eval_split is 'test' without eval_dataset"),
+        ("--eos_token", "<nonsense>", "eos_token is '<nonsense>', which tokenizer 'bytes' does not have"),
         ("--dataset", "", "dataset is ['']; give files"),
         ("--output_dir", "long.txt", "output_dir 'long.txt' cannot be used: [Errno 17]"),
         ("--output_dir", "/proc", "output_dir '/proc' cannot be used"),
@@ -295,6 +300,20 @@ def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
     assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
     assert 0 < arguments.warmup_steps < 1  # a share of all steps
     assert [arguments.get_warmup_steps(steps) for steps in (10, 1000)] == [1, 30]
+    assert arguments.activation_checkpointing
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # two names of one setting
+        assert not recipe(f"--{name}", "false")[0].args.activation_checkpointing, name
+
+
+def test_adapters_remember_the_revision_and_are_merged_elsewhere(
+    recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path
+) -> None:
+    options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
+    assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
+    assert "merge_to is output_dir" in wrong(*options, "--merge_to", "./out")
+    assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
+    trainer, _ = recipe(*options, "--model_revision", "v2")
+    assert trainer.model.peft_config["default"].revision == "v2"
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "yarn", "factor": 4.0}])
