@@ -128,10 +128,10 @@ def recall(model: torch.nn.Module, needles: Needles, wanted: Evaluation, groups:
     batches = [numbers[start : start + wanted.batch_size] for start in range(0, wanted.samples, wanted.batch_size)]
     own = groups.own(list(product(squares, batches)))
     results = []
-    for square, batch in tqdm(own, "recall", disable=not groups.accelerator.is_main_process):
+    for (square, batch), counts in tqdm(own, "recall", disable=not groups.accelerator.is_main_process):
         samples = [needles.sample(*square, number) for number in batch]
         scores = score_answers(model, [sample.input_ids for sample in samples], [sample.answer for sample in samples])
-        results += [(square, score) for score in scores]
+        results += [(square, score) for score in scores if counts]
     scores_of: dict[Any, list[Score]] = {square: [] for square in squares}
     for square, score in groups.gather(results):
         scores_of[square].append(score)
@@ -144,7 +144,7 @@ def perplexity(
     """The loss by position in documents of the longest length."""
     texts = data.load_rows(wanted.documents, wanted.documents_split)["text"]
     windows = text_windows(texts, tokenizer, wanted.lengths[-1], wanted.windows)
-    return losses_by_position(model, wanted.lengths[-1], groups.own(windows), groups.add)
+    return losses_by_position(model, wanted.lengths[-1], windows, groups)
 
 
 def evaluate(arguments: list[str]) -> Groups:

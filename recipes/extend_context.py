@@ -63,8 +63,8 @@ class PositionTrainer(SFTTrainer):
 
     def measure(self, model: torch.nn.Module) -> PositionLosses:
         """The curve of a patched model."""
-        groups, length = Groups(self.accelerator), self.args.max_length
-        return losses_by_position(model.to(self.args.device).eval(), length, groups.own(self.windows), groups.add)
+        model = model.to(self.args.device).eval()
+        return losses_by_position(model, self.args.max_length, self.windows, Groups(self.accelerator))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The metrics, as ever."""

@@ -179,6 +179,22 @@ def test_the_recipe_under_fsdp2_equals_one_process(
     assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
 
 
+def test_groups_with_different_numbers_of_texts_under_fsdp2(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
+) -> None:
+    """Each gathers the other's weights, so both make as many passes: 3 texts for recall, and 3 windows, in 2 groups."""
+    arguments = ["--model_name_or_path", str(folder), "--tasks", "single", "--lengths", "128", "--depths", "1"]
+    arguments += ["--samples", "3", "--digits", "2", "--windows", "3", "--output_dir"]
+    ranks(1).run(evaluated, [*arguments, str(tmp_path / "one")])
+    ranks(2).run(evaluated, [*arguments, str(tmp_path / "all"), "--burst_size", "1"], True, timeout=60)
+    expected, results = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "all"))
+    assert [cell["samples"] for cell in results["recall"]] == [3]
+    likelihood = pytest.approx(expected["recall"][0]["log_likelihood"], rel=1e-6)
+    assert results["recall"][0]["log_likelihood"] == likelihood
+    assert results["perplexity"]["tokens"] == expected["perplexity"]["tokens"]
+    assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
+
+
 def test_an_adapter_is_evaluated_with_its_base(ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
