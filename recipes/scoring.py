@@ -14,6 +14,10 @@ from transformers import PreTrainedTokenizerBase
 import hf_burst
 
 FIRST_BIN = 16  # tokens
+SHARDED = (
+    "FSDP2 shards the weights, and processes that write different numbers of tokens would wait for each other forever. "
+    "Use a launcher that leaves the weights whole, or score answers (ruler_by: answer)."
+)
 
 
 class Score(NamedTuple):
@@ -86,7 +90,7 @@ def score_answers(model: torch.nn.Module, rows: Sequence[list[int]], answers: Se
         answers (sequence of `int`): How many tokens the answer of each row has.
     """
     ids, most = torch.tensor(rows, device=model.device), max(answers)
-    logits = model(input_ids=ids, logits_to_keep=most + 1, use_cache=False).logits[:, :-1].double()
+    logits = model(input_ids=ids[:, :-1], logits_to_keep=most, use_cache=False).logits.double()
     targets = ids[:, -most:]
     likelihoods = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     right = logits.argmax(-1) == targets

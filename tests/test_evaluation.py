@@ -250,15 +250,60 @@ def test_the_recipe_over_ranks_equals_one_process(
         (["--haystack", "missing.txt"], "haystack 'missing.txt' cannot be read"),
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
+        (["--documents", "{rows}"], r"documents \[.*\] has no column of text called text: \['words'\]"),
+        (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
     ],
 )
 def test_settings_of_an_evaluation_that_are_wrong(
     ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, options: list[str], told: str
 ) -> None:
-    with pytest.raises(SystemExit, match=told):
+    """All but what a library says of them is found before the weights are loaded."""
+    (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
+    options = [option.format(rows=tmp_path / "rows.jsonl") for option in options]
+    loads = mock.patch.object(evaluate, "load_model", side_effect=AssertionError)
+    with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])
     reset_accelerate()
+
+
+def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
+    from settings import parse
+
+    (tmp_path / "one.yaml").write_text("lengths: 4096\ntasks: single\ndocuments: none\nruler: ruler_vt\n")
+    (wanted,) = parse(["--config", str(tmp_path / "one.yaml")], (evaluate.Evaluation,), {})
+    assert (wanted.lengths, wanted.tasks, wanted.documents, wanted.ruler) == ([4096], ["single"], [], ["ruler_vt"])
+    (tmp_path / "number.yaml").write_text("documents: [3]\n")
+    with pytest.raises(SystemExit, match=r"documents is \[3\]; give names, or none"):
+        parse(["--config", str(tmp_path / "number.yaml")], (evaluate.Evaluation,), {})
+
+
+def test_each_part_is_written_when_it_is_done(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model_name_or_path", str(folder), *OPTIONS, "--output_dir", str(tmp_path)]
+    fails = mock.patch.object(evaluate, "losses_by_position", side_effect=KeyboardInterrupt)
+    with fails, pytest.raises(KeyboardInterrupt):
+        evaluated(0, 1, arguments)
+    reset_accelerate()
+    assert len(json.loads((tmp_path / "results.json").read_text())["recall"]) == 8
+
+
+@pytest.mark.parametrize(
+    "options", [["--rope_scaling", "{rope_type: yarn, factor: 2.0}"], ["--model_revision", "v2"], ["--load_in_8bit"]]
+)
+def test_settings_of_an_adapter_that_are_not_passed_on(tmp_path: Path, options: list[str]) -> None:
+    from settings import BurstSettings, ModelSettings, parse
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    options = ["--model_name_or_path", str(tmp_path), "--use_peft", *options]
+    model, burst = parse(options, (ModelSettings, BurstSettings), {})
+    with pytest.raises(SystemExit, match=f"{options[3].lstrip('-')} is set, but .* is an adapter"):
+        evaluate.load_model(model, burst, 300, 0)
+
+
+def test_fsdp2_refuses_what_is_generated() -> None:
+    wanted = evaluate.Evaluation(ruler=["niah_single_1"], ruler_by="generation")
+    with mock.patch.object(evaluate, "find_spec"), pytest.raises(SystemExit, match="FSDP2 shards the weights"):
+        evaluate.read(words(), wanted, sharded=True)
 
 
 def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
@@ -315,11 +360,47 @@ def test_answers_to_ruler_are_scored_offline_and_over_ranks(
             assert greedy == (own.argmax(-1).tolist() == answer)
 
 
-@pytest.mark.full
-def test_tasks_that_ruler_has_not(folder: Path) -> None:
+def test_tasks_that_ruler_has_not() -> None:
     pytest.importorskip("lm_eval")
+    wanted = evaluate.Evaluation(tasks=[], documents=[], ruler=["nonsense"])
     with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
-        ruler_scores(0, 1, str(folder), ["nonsense"], [512], "answer")
+        evaluate.read(words(), wanted, sharded=False)
+
+
+def adapted(rank: int, size: int, folder: str) -> list[tuple[float, bool]]:
+    """Scores of continuations that fill the model, and what lm-eval's requests raise on every rank."""
+    import ruler
+    from transformers import AutoTokenizer
+
+    reset_accelerate()
+    PartialState(cpu=True)
+    model = hf_burst.patch_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)).eval()
+    lm = ruler.ShardedLM(model, AutoTokenizer.from_pretrained(folder), 32)
+    for context, answer in (([3], []), ([3], [4] * 33), ([], [4])):
+        with pytest.raises(ValueError, match=f"continuation of {len(answer)} tokens after {len(context)} cannot"):
+            lm._loglikelihood_tokens([(("", ""), context, answer)])
+    for options, told in (({"max_gen_toks": 32}, "must be less than max_length"), ({"do_sample": True}, "greedy")):
+        with pytest.raises(ValueError, match=told):  # on all ranks, though one would generate
+            lm.generate_until([mock.Mock(args=("the value is", options))])
+    asked = [mock.Mock(args=("the value is", {"until": "is", "max_gen_toks": 5}))]
+    assert lm._options(asked[0].args[1]) == (["is"], 5)
+    with mock.patch.object(ruler, "FSDPModule", LlamaForCausalLM), pytest.raises(ValueError, match="cannot be gen"):
+        lm.generate_until(asked)
+    return lm._loglikelihood_tokens([(("", ""), [3], [*range(4, 36)]), (("", ""), [*range(3, 40)], [5, 6])])
+
+
+def test_requests_of_lm_eval_at_the_edge(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    """A continuation may have as many tokens as the model reads; contexts lose their beginning."""
+    pytest.importorskip("lm_eval")
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    expected = []
+    for tokens, count in ([3, *range(4, 36)], 32), ([*range(9, 40), 5, 6], 2):
+        with torch.no_grad():
+            own = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+        expected.append(float(own.gather(-1, torch.tensor(tokens[1:])[:, None])[-count:].sum()))
+    for size in (1, 2):
+        for scores in ranks(size).run(adapted, str(folder)):
+            assert [likelihood for likelihood, _ in scores] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.full
@@ -408,6 +489,17 @@ def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
     assert len(parse(arguments, (*kinds, *more), {})) == len(kinds) + len(more)
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "evaluate" in name])
+def test_documents_of_configs_are_as_long_as_the_texts(name: str) -> None:
+    from settings import BurstSettings, ModelSettings, parse
+
+    arguments = ["--config", str(ROOT / "recipes/configs" / name)]
+    *_, wanted = parse(arguments, (ModelSettings, BurstSettings, evaluate.Evaluation), {})
+    if wanted.documents:
+        text = needles.read_haystack(wanted.documents)
+        assert wanted.lengths[-1] <= len(text) // 8, "a token of a hub model has fewer than 8 characters of this text"
+
+
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
 
 
@@ -418,7 +510,7 @@ def test_a_context_is_extended_by_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/extend_context.py", "--config"]
     command += ["recipes/configs/extend_cpu.yaml", "--output_dir", str(tmp_path), "--windows", "2", "--max_steps", "2"]
     command += ["--pretraining_steps", "2", "--pretraining_batch", "2", "--per_device_train_batch_size", "1"]
-    command += ["--eval_share", "0.01"]
+    command += ["--eval_share", "0.01", "--eval_strategy", "steps"]  # the pretraining evaluates nothing
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
