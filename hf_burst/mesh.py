@@ -142,7 +142,7 @@ class ContextGroup:
         if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
             return int(tallies.sum())
         reports: list[Any] = [None] * process_group.size()
-        facts = facts | {name: f"{int(checksum) % 2**32:x}" for name, checksum in (checksums or {}).items()}
+        facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
         report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
         dist.all_gather_object(reports, report, group=process_group)
         if error is not None:

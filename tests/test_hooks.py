@@ -15,7 +15,7 @@ import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.head import LazyLogits
 from tests import models
-from tests.ranks import RankPool
+from tests.ranks import RankError, RankPool
 
 Ranks = Callable[[int], RankPool]
 
@@ -146,6 +146,38 @@ def test_a_pre_hook_that_changes_labels_counts_or_is_refused(ranks: Ranks, size:
         change_labels(0, 1)
     else:
         ranks(size).run(change_labels)
+
+
+def hook_one_rank(rank: int, size: int, backward: bool) -> None:
+    """A line for debugging on rank 0, under FSDP2."""
+    model = models.patch(models.make_model("llama").train())
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    if rank == 0 and backward:
+        model.lm_head.register_full_backward_hook(lambda *_: None)
+    elif rank == 0:
+        model.lm_head.register_forward_hook(lambda *_: None)
+    model(**models.make_batch("plain")).loss.backward()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_hook_on_the_head_of_one_rank_is_refused(ranks: Ranks, backward: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(hook_one_rank, backward, timeout=60)
+    assert "hooks on the head: rank 0 has" in str(caught.value)
+
+
+def test_a_pre_hook_on_a_partitioned_head_counts_once() -> None:
+    """ZeRO-3 calls the head a second time for the loss."""
+    batch, losses = models.make_batch("plain"), []
+    for partitioned in (False, True):
+        model = models.make_model("llama", torch.float64).train()
+        model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        hf_burst.patch_model(model)
+        if partitioned:
+            model.lm_head.weight.ds_id = 0
+        losses.append(model(**batch).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
 
 
 def lazy_under(rank: int, size: int, wrapper: str) -> list[str]:

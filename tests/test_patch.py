@@ -1,7 +1,9 @@
 """A patched model over 1 to 4 ranks beside the unpatched one in one process: loss, logits and every gradient."""
 
 import copy
+import gc
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -374,6 +376,26 @@ def test_models_of_one_config_object_are_patched_each_by_itself() -> None:
     hf_burst.unpatch_model(first)
     assert first.config._attn_implementation == "sdpa"
     assert torch.equal(first(**batch).loss, wanted[0])
+
+
+def test_a_model_of_the_config_of_one_that_is_gone() -> None:
+    first = models.make_model("llama")
+    config = hf_burst.patch_model(first).config
+    second = type(first)(config)
+    del first
+    gc.collect()
+    hf_burst.unpatch_model(hf_burst.patch_model(second))
+    assert config._attn_implementation == "sdpa"
+
+
+def test_generation_after_the_processes_have_parted() -> None:
+    """Every process generates by itself; a pass that is cut over ranks needs them."""
+    model = hf_burst.patch_model(models.make_model("llama").eval())
+    prompt = models.make_batch("plain")["input_ids"][:, :5]
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}):
+        assert model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 7)
+        with pytest.raises(ConfigError, match="does not join them"):
+            model(**models.make_batch("plain"))
 
 
 def test_copies_and_saved_models_stay_patched(tmp_path: Path) -> None:

@@ -13,13 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
+from hf_burst.hf import sharded
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.parts.replicas import Replicas
+from hf_burst.hf.sharded import sum_of_bits
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -166,11 +169,97 @@ def other_layers(rank: int) -> torch.nn.Module:
 def test_weights_that_differ_are_refused_at_once(ranks: Ranks, make: Callable[..., Any], training: bool) -> None:
     for sentence in refused(ranks(2), pass_with, make, training):
         assert "begin with the same weights" in sentence
+        assert "BurstParallelismConfig" not in sentence
         assert ("parameters" if make is other_layers else "weights (checksum)") in sentence
 
 
 def pass_with(rank: int, size: int, make: Callable[..., Any], training: bool) -> None:
     models.patch(make(rank).train(training))(**models.make_batch("plain"))
+
+
+def train_again(rank: int, size: int, kind: str) -> None:
+    """Two updates by DDP, and then some more of the bare model, of a new adapter, or in evaluation mode."""
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = get_peft_model(models.make_model("llama"), settings)
+    config = hf_burst.BurstConfig(gradients="averaged_by_hand" if kind == "adapter" else "averaged_by_wrapper")
+    hf_burst.patch_model(model, config).train()
+    wrapped = DistributedDataParallel(model)
+    for _ in range(2):
+        step(wrapped, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped(**models.make_batch("plain"))
+    if kind == "adapter":
+        torch.manual_seed(rank)
+        model.add_adapter("second", settings)
+        model.set_adapter("second")
+    model.train(kind != "evaluation")
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"), [("bare", "Nothing averages the gradients"), ("adapter", "begin with the same weights")]
+)
+def test_a_second_training_is_checked_as_the_first(ranks: Ranks, kind: str, sentence: str) -> None:
+    for said in refused(ranks(2), train_again, kind):
+        assert sentence in said
+
+
+def train_in_evaluation_mode(rank: int, size: int) -> tuple[int, str]:
+    """Without dropout, and without anybody who averages: the updates that were made, and the error that ended them."""
+    model = hf_burst.patch_model(models.make_model("llama").eval())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for update in range(3):
+        try:
+            step(model, optimizer)
+        except RankMismatchError as problem:
+            return update, str(problem)
+    return 3, ""
+
+
+def test_weights_that_drift_apart_in_evaluation_mode_are_found(ranks: Ranks) -> None:
+    for updates, sentence in ranks(2).run(train_in_evaluation_mode):
+        assert updates == 1
+        assert "differ after an update" in sentence
+
+
+def train_under_fsdp1(rank: int, size: int, original: bool) -> None:
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=layers, use_orig_params=original, device_id="cpu")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    for _ in range(3):
+        step(wrapped, optimizer)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_shards_of_fsdp1_are_not_compared(ranks: Ranks, original: bool) -> None:
+    ranks(2).run(train_under_fsdp1, original)
+
+
+def differ_in_high_bits(rank: int, size: int) -> None:
+    """Weights in fp64 that come from bf16, of which one differs."""
+    model = models.make_model("llama").bfloat16().double()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = rank + 1
+    models.patch(model)(**models.make_batch("plain"))
+
+
+def test_the_weights_that_differ_are_named(ranks: Ranks) -> None:
+    for sentence in refused(ranks(2), differ_in_high_bits):
+        assert "weights (checksum): rank 0 has " in sentence
+
+
+def test_a_checksum_sees_order_and_takes_little_memory() -> None:
+    weight = torch.randn(7, 5, dtype=torch.bfloat16)
+    assert sum_of_bits(weight) == sum_of_bits(weight.clone())
+    assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
+    with mock.patch.object(sharded, "_PIECE", 4):
+        assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
+        assert sum_of_bits(weight) == sum_of_bits(weight.clone())
 
 
 def adapt_after_a_pass(rank: int, size: int) -> None:

@@ -292,11 +292,17 @@ def check_processes() -> None:
             "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
             "GPUs launch with `accelerate launch --num_processes N script.py`."
         )
-    if launched > joined:
+
+
+def check_joined() -> None:
+    """Raises a ConfigError for one of several processes that were launched together, before they are joined or after
+    they parted."""
+    launched = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    if launched > 1 and not dist.is_initialized():
         raise ConfigError(
-            f"This is one of {launched} processes that were launched together, and torch.distributed has not joined "
+            f"This is one of {launched} processes that were launched together, and torch.distributed does not join "
             "them: each would train by itself. Make the Accelerator, or call torch.distributed.init_process_group(), "
-            "before the first batch."
+            "before the first batch. After the processes have parted, call hf_burst.unpatch_model(model)."
         )
 
 

@@ -42,7 +42,6 @@ def shard_batch(
 
     Raises:
         BatchError: If the batch is empty, shapes disagree or the mask is not padding.
-        ShardingError: If the sequence has fewer tokens than chunks.
     """
     group = resolve_group(None if mesh is None else ContextGroup.from_mesh(mesh))
     return _shard(batch, config or BurstConfig(), group, task_named(causal))

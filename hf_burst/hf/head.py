@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _global_forward_hooks
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -198,31 +198,15 @@ class LazyHead:
             return self.plain(hidden, *args, **kwargs)
         kind = hidden.device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        if self._is_hooked():
+        if is_hooked(self.module):
             logger.warning_once(_HOOKED)
             return self.plain(hidden)
         half = torch.float16 in (hidden.dtype, autocast[1] if autocast[0] else None)
         # in fp16, gradients would have to wait for their scale; weights inside of an adapter are gathered there alone
-        if half or self._is_watched() or any(map(is_partitioned, self.module.children())):
+        if half or is_watched(self.module) or any(map(is_partitioned, self.module.children())):
             return self.plain(hidden)
         # FSDP2 hangs a hook on what comes out, and warns of views
         return LazyLogits(self, hidden.clone() if isinstance(self.module, FSDPModule) else hidden, (), autocast)
-
-    def _is_hooked(self) -> bool:
-        """Whether forward hooks want the logits. Wrappers that shard the weights of the head want them not."""
-        modules = list(self.module.modules())
-        hooks = [hook for module in modules for hook in module._forward_hooks.values()]
-        hooks += [hook for module in modules[1:] for hook in module._forward_pre_hooks.values()]
-        return bool(_global_forward_hooks) or any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks)
-
-    def _is_watched(self) -> bool:
-        """Whether hooks want gradients, which come once only with all logits, or a weight follows from others before
-        the head runs."""
-        modules = list(self.module.modules())
-        tensors = [tensor for module in modules for tensor in (*module._parameters.values(), *vars(module).values())]
-        return any(module._backward_hooks or module._backward_pre_hooks for module in modules) or any(
-            tensor._backward_hooks or not tensor.is_leaf for tensor in tensors if isinstance(tensor, torch.Tensor)
-        )
 
     def within(self, compute: Compute, hidden: torch.Tensor) -> torch.Tensor:
         """Calls a function that takes hidden states to the head, whose weights may have to be gathered again.
@@ -243,6 +227,27 @@ class LazyHead:
             return compute(hidden)
         finally:
             self.module.reshard()
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether forward hooks on a head want its logits. Wrappers that look after weights and memory want them not."""
+    modules = list(module.modules())
+    hooks = [hook for inner in modules for hook in inner._forward_hooks.values()]
+    hooks += _global_forward_hooks.values()
+    again = is_partitioned(module)  # the head is called a second time then, with its pre-hooks
+    hooks += [hook for inner in modules[0 if again else 1 :] for hook in inner._forward_pre_hooks.values()]
+    hooks += _global_forward_pre_hooks.values() if again else ()
+    return any(not str(hook.__module__).startswith(_WRAPPERS) for hook in hooks)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks on a head want gradients, which come once only with all logits, or a weight follows from others
+    before the head runs."""
+    modules = list(module.modules())
+    tensors = [tensor for inner in modules for tensor in (*inner._parameters.values(), *vars(inner).values())]
+    return any(inner._backward_hooks or inner._backward_pre_hooks for inner in modules) or any(
+        tensor._backward_hooks or not tensor.is_leaf for tensor in tensors if isinstance(tensor, torch.Tensor)
+    )
 
 
 def is_partitioned(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ A patched model takes full batches, the same on every rank of a group, and retur
 the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import ConfigError
 from ..mesh import ContextGroup
-from .accelerate import PATCH, resolve_group
+from .accelerate import PATCH, check_joined, resolve_group
 from .attention import CALL_KEY
 from .cutting import CutPoint, bound_arguments, cut_point_of
 from .parts.attention import Attention
@@ -140,6 +141,14 @@ def make_parts(
     )
 
 
+def _generates(model: PreTrainedModel, batch: Mapping[str, Any]) -> bool:
+    """Whether a pass is a step of `generate`, in which every rank holds the whole prompt, with Transformers' own
+    attention."""
+    learns = model.training and torch.is_grad_enabled()
+    cached = batch.get("past_key_values") is not None or bool(batch.get("use_cache"))
+    return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
+
+
 class _Patch:
     """What patching added to one model: a list of parts, and the three hooks of the model that run it."""
 
@@ -178,19 +187,21 @@ class _Patch:
                 "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
             )
         self.end()  # a pass that was interrupted does not come there
-        run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs)
-        run.facts["served by"] = self.verdict
+        batch: dict[str, Any] = {}
         error: Exception | None = None
         try:
-            run.batch = bound_arguments(module, args, kwargs)
-            learns = module.training and torch.is_grad_enabled()
-            whole = not learns and run.batch.get("labels") is None and not is_sharded(run.batch)
-            cached = run.batch.get("past_key_values") is not None or bool(run.batch.get("use_cache"))
-            if self.task.generates and whole and cached:  # a step of `generate`: attention is Transformers' own
-                return (), run.batch
-            for part in self.parts:
-                part.prepare(run)
+            batch = bound_arguments(module, args, kwargs)
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+            error = problem
+        if self.task.generates and _generates(module, batch):
+            return (), batch
+        run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
+        run.facts["served by"] = self.verdict
+        try:
+            check_joined()
+            for part in self.parts if error is None else ():
+                part.prepare(run)
+        except Exception as problem:
             error = problem
         run.tokens = run.group.agree(run.facts, error, run.device, run.labels, run.checksums, run.advice)
         self.run, self.explicit = run, run.explicit

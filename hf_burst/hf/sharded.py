@@ -20,6 +20,9 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
 
 
+_PIECE = 2**22  # values of a weight that are summed at a time
+
+
 @dataclass(frozen=True)
 class ShardedBatch:
     """What a sharded batch carries beside its tensors, under the key `"burst_batch"`."""
@@ -152,8 +155,13 @@ def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKE
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the values of a tensor, each read as an integer: `torch.LongTensor`, a scalar on its device."""
-    return _bits(tensor).sum(dtype=torch.int64)
+    """A checksum of the values of a tensor, each read as an integer and weighed by where it stands: `torch.LongTensor`,
+    a scalar on its device. A part of the tensor is in memory as int64 at a time."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    order = torch.arange(1, min(tensor.numel(), _PIECE) + 1, device=tensor.device) * _SPREAD * 2 + 1
+    for piece in _bits(tensor).flatten().split(_PIECE):
+        total = total * _SPREAD + (piece.to(torch.int64) * order[: len(piece)]).sum()
+    return total
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

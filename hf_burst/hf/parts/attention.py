@@ -32,6 +32,8 @@ class Attention(Part):
     def __init__(self, model: PreTrainedModel) -> None:
         shared = next(_users_of(model), None)  # their config says hf_burst already
         self.before: str = model.config._attn_implementation if shared is None else _PATCHED[shared].before
+        if self.before == NAME:  # of a patched model that is gone
+            self.before = "sdpa" if model._supports_sdpa else "eager"
         self.under_way = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:

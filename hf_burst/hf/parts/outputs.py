@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...layout import SequenceLayout
 from ...loss import gather_kept, gather_tokens
-from ..head import LazyHead, lazy_head
+from ..head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import ForwardPass, Part
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class Outputs(Part):
                 self.rows = rows
         self.logits = self._fate(run)
         hidden_states = bool(run.batch.get("output_hidden_states"))
+        head = run.model.get_output_embeddings() if self.logits == "drop" else None
+        run.facts["hooks on the head"] = head is not None and [is_hooked(head), is_watched(head)]
         run.facts |= {"logits to keep": self.kept, "logits": self.logits, "hidden states": hidden_states}
 
     def begin(self, run: ForwardPass) -> None:

@@ -18,7 +18,7 @@ from ...mesh import ContextGroup
 from ..sharded import sum_of_bits
 from .base import ForwardPass, Part
 
-WEIGHTS = "weights (checksum)"
+PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
     "accelerate.utils.set_seed(seed) before the model is made. accelerator.prepare(model) sends those of rank 0 to all."
@@ -30,38 +30,47 @@ _UPDATED = (
 
 
 class Replicas(Part):
-    """Compares the weights of the ranks at the first pass, and in training until an update has changed them.
+    """Compares the weights of the ranks at the first pass, and in passes with gradients until an update has changed
+    them; anew where other parameters are trained.
 
     Each rank computes gradients of its own tokens. Whoever averages them over the ranks keeps the weights equal, and
-    must be there at the first pass in training.
+    must be there in every pass in training.
     """
 
     def __init__(self, config: BurstConfig) -> None:
         self.by_hand = config.gradients == "averaged_by_hand"
+        self.key: tuple[int, ...] = ()  # how many parameters there are, and which of them are trained
         self.parameters = ""  # their names and shapes, as of the latest comparison
         self.first = 0  # the checksum of these parameters at their first comparison
         self.settled = False  # whether an update was seen
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.group.size == 1 or self.settled:
+        if run.group.size == 1:
             return
         trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-        trains = run.model.training and torch.is_grad_enabled() and bool(trained)
-        if trains and not self.by_hand:
+        learns = torch.is_grad_enabled() and bool(trained)
+        sharded_by_fsdp1 = _has_fsdp1(run.model)
+        if learns and run.model.training and not self.by_hand and not sharded_by_fsdp1:
             check_averaged(run.model, trained, run.group)
-        if trains or not self.parameters:
-            held = dict(run.model.named_parameters())
-            run.facts["parameters"] = _description(held)
-            run.checksums[WEIGHTS] = _checksum(held)
-            run.advice[WEIGHTS] = _UPDATED if run.facts["parameters"] == self.parameters else _AT_FIRST
+        replicated = [id(parameter) for parameter in trained if _is_replicated(parameter)]
+        key = (sum(1 for _ in run.model.parameters()), *replicated)
+        if key != self.key:
+            self.key, self.parameters, self.settled = key, "", False
+        if self.settled or sharded_by_fsdp1 or (self.parameters and not learns):
+            return
+        held = dict(run.model.named_parameters())
+        run.facts[PARAMETERS] = _description(held)
+        run.checksums[WEIGHTS] = _checksum(held)
+        run.advice[PARAMETERS] = _AT_FIRST
+        run.advice[WEIGHTS] = _UPDATED if run.facts[PARAMETERS] == self.parameters else _AT_FIRST
 
     def begin(self, run: ForwardPass) -> None:
         if WEIGHTS not in run.checksums:
             return
         checksum = int(run.checksums[WEIGHTS])
-        if run.facts["parameters"] != self.parameters:
-            self.parameters, self.first = run.facts["parameters"], checksum
-        self.settled = checksum != self.first
+        if run.facts[PARAMETERS] != self.parameters:
+            self.parameters, self.first = run.facts[PARAMETERS], checksum
+        self.settled = checksum != self.first or len(self.key) == 1  # nothing that is trained is replicated
 
 
 def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: ContextGroup) -> None:
@@ -83,10 +92,11 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
                 "Wrap the model for all of them: pass hf_burst.BurstParallelismConfig to the Accelerator, or a mesh to "
                 "the wrapper that has these ranks."
             )
-    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
     # DeepSpeed's ZeRO is among those that hook
     hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
-    if not (averaged or sharded or hooked or _leaves_no_mark()):
+    if averaged or hooked or _leaves_no_mark():
+        return
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
             f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
             "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
@@ -96,22 +106,24 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
 
 
 def _leaves_no_mark() -> bool:
-    """Whether accelerate wraps models by FSDP1 or DeepSpeed's stage 0, which cannot be seen from inside of a model."""
+    """Whether accelerate runs DeepSpeed's stages 0 or 1, which need not leave a hook on parameters."""
     if not AcceleratorState._shared_state:
         return False
     state = AcceleratorState()
-    if state.distributed_type == DistributedType.FSDP:
-        return bool(state.fsdp_plugin.fsdp_version == 1)
-    return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage == 0
+    return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 2
 
 
-def _replicated(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those that every rank holds whole: not those of FSDP2, of ZeRO-3 or without values."""
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
-    }
+def _has_fsdp1(model: nn.Module) -> bool:
+    """Whether FSDP1 averages gradients and shards weights, which cannot be told from whole ones then."""
+    state = AcceleratorState._shared_state
+    if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:
+        return True
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _is_replicated(parameter: nn.Parameter) -> bool:
+    """Whether every rank holds all of it: not if FSDP2 or ZeRO-3 shards it, or if it has no values yet."""
+    return not (isinstance(parameter, DTensor) or hasattr(parameter, "ds_id") or parameter.is_meta)
 
 
 def _description(parameters: Mapping[str, nn.Parameter]) -> str:
@@ -126,7 +138,9 @@ def _description(parameters: Mapping[str, nn.Parameter]) -> str:
 def _checksum(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
     """A checksum of the values of parameters: `torch.LongTensor`, a scalar. The host need not wait for it."""
     sums: dict[torch.device, list[torch.Tensor]] = {}
-    for name, parameter in _replicated(parameters).items():
+    for name, parameter in parameters.items():
+        if not _is_replicated(parameter):
+            continue
         own = sum_of_bits(parameter) * (zlib.crc32(name.encode()) | 1)
         sums.setdefault(parameter.device, []).append(own)
     totals = [torch.stack(own).sum() for own in sums.values()]

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from ...errors import BatchError, ConfigError
 from ...loss import IGNORE_INDEX, gather_tokens
@@ -14,7 +13,6 @@ from ..accelerate import PATCH
 from ..documents import batch_shape
 from ..head import token_losses_of
 from ..sharded import checksum, is_sharded
-from ..support import base_model
 from .base import ForwardPass, Part
 from .tokens import check_ranges
 
@@ -45,8 +43,8 @@ def token_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     >>> perplexity = losses[:, -1000:].mean().exp()  # of the last thousand tokens
     ```
     """
-    base = base_model(model.module if isinstance(model, DistributedDataParallel) else model)
-    patch = getattr(base, PATCH, None)
+    patched = (module for module in model.modules() if PATCH in vars(module))
+    patch = getattr(next(patched, None), PATCH, None)
     if patch is None:
         raise ConfigError("token_losses takes a patched model. Call hf_burst.patch_model(model) first.")
     (part,) = (part for part in patch.parts if isinstance(part, TokenLosses))
