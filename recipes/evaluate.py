@@ -35,7 +35,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from needles import KEYS, TASKS, Needles, read_haystack
 from pictures import draw_positions, draw_recall
-from scoring import Cell, Groups, PositionLosses, Score, losses_by_position, score_answers, text_windows
+from scoring import SHARDED, Cell, Groups, Score, losses_by_position, score_answers, text_windows
 from settings import BurstSettings, ModelSettings
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -83,9 +83,12 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         """Checks what needs neither a model nor data."""
-        for name in ("tasks", "documents", "ruler"):
+        for name in ("tasks", "lengths", "haystack", "documents", "ruler"):
             value = getattr(self, name)
-            setattr(self, name, [] if value == ["none"] else value)
+            listed = value if isinstance(value, list) else [value]  # YAML may give one without brackets
+            if name != "lengths" and not all(isinstance(item, str) for item in listed):
+                raise SystemExit(f"{name} is {value!r}; give names{'' if name == 'haystack' else ', or none'}.")
+            setattr(self, name, [] if listed == ["none"] and name != "haystack" else listed)
         if unknown := sorted(set(self.tasks) - set(TASKS)):
             raise SystemExit(f"tasks has {unknown[0]!r}; give some of {', '.join(TASKS)}, or none.")
         if not self.lengths or any(type(length) is not int or length < 2 for length in self.lengths):
@@ -116,6 +119,13 @@ def load_model(model: ModelSettings, burst: BurstSettings, vocabulary: int, seed
     """The patched model; of a folder with an adapter, its base model with the adapter."""
     name = model.model_name_or_path
     if name is not None and (Path(name) / "adapter_config.json").exists():
+        defaults = ModelSettings()
+        for setting in ("load_in_4bit", "load_in_8bit", "rope_scaling", "model_revision"):
+            if getattr(model, setting) != getattr(defaults, setting):
+                raise SystemExit(
+                    f"{setting} is set, but {name!r} is an adapter, whose base is loaded as its files say. Leave it "
+                    "out, or merge the adapter (recipes/merge_adapter.py)."
+                )
         with settings.using(f"model_name_or_path {name!r}"):
             return hf_burst.patch_model(models.load_adapter(name, model.dtype), burst.config)
     return models.load_model(model, models.load_config(model, vocabulary), burst, seed)
@@ -128,37 +138,57 @@ def recall(model: torch.nn.Module, needles: Needles, wanted: Evaluation, groups:
     batches = [numbers[start : start + wanted.batch_size] for start in range(0, wanted.samples, wanted.batch_size)]
     own = groups.own(list(product(squares, batches)))
     results = []
-    for square, batch in tqdm(own, "recall", disable=not groups.accelerator.is_main_process):
+    for (square, batch), counts in tqdm(own, "recall", disable=not groups.accelerator.is_main_process):
         samples = [needles.sample(*square, number) for number in batch]
         scores = score_answers(model, [sample.input_ids for sample in samples], [sample.answer for sample in samples])
-        results += [(square, score) for score in scores]
+        results += [(square, score) for score in scores if counts]
     scores_of: dict[Any, list[Score]] = {square: [] for square in squares}
     for square, score in groups.gather(results):
         scores_of[square].append(score)
     return [Cell(*square, *map(fmean, zip(*scores, strict=True)), len(scores)) for square, scores in scores_of.items()]
 
 
-def perplexity(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, groups: Groups
-) -> PositionLosses:
-    """The loss by position in documents of the longest length."""
-    texts = data.load_rows(wanted.documents, wanted.documents_split)["text"]
-    windows = text_windows(texts, tokenizer, wanted.lengths[-1], wanted.windows)
-    return losses_by_position(model, wanted.lengths[-1], groups.own(windows), groups.add)
+def read_windows(tokenizer: PreTrainedTokenizerBase, wanted: Evaluation) -> list[list[int]]:
+    """Pieces of the documents, of the longest length."""
+    rows = data.load_rows(wanted.documents, wanted.documents_split)
+    if "text" not in rows.column_names or not data.is_text(rows, "text"):
+        raise SystemExit(f"documents {wanted.documents} has no column of text called text: {rows.column_names}.")
+    return text_windows(rows["text"], tokenizer, wanted.lengths[-1], wanted.windows)
+
+
+def read(
+    tokenizer: PreTrainedTokenizerBase, wanted: Evaluation, sharded: bool
+) -> tuple[Needles | None, list[list[int]]]:
+    """What the model is asked: facts in texts, and pieces of documents; raises for all that cannot be asked."""
+    if wanted.ruler and find_spec("lm_eval") is None:
+        raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
+    if wanted.ruler and wanted.ruler_by == "generation" and sharded:
+        raise SystemExit(f"ruler_by is 'generation': {SHARDED}")
+    needles = None
+    if wanted.tasks:
+        needles = Needles(tokenizer, read_haystack(wanted.haystack), wanted.digits, wanted.facts, wanted.chat)
+        for square in product(wanted.tasks, wanted.lengths, wanted.depth_values):
+            for number in range(wanted.seed, wanted.seed + wanted.samples):
+                needles.check(*square, number)
+    windows = read_windows(tokenizer, wanted) if wanted.documents else []
+    if wanted.ruler:
+        import ruler  # which needs lm-eval
+
+        ruler.check(tokenizer, wanted.ruler, wanted.lengths)
+    return needles, windows
 
 
 def evaluate(arguments: list[str]) -> Groups:
-    """Evaluates what the settings say, and writes it; the processes stay joined."""
+    """Evaluates what the settings say, and writes each part when it is done; the processes stay joined."""
     model_settings, burst, wanted = settings.parse(arguments, (ModelSettings, BurstSettings, Evaluation), {})
     if burst.merge_to is not None:
         raise SystemExit("merge_to is for training; recipes/merge_adapter.py merges an adapter that was saved.")
-    if wanted.ruler and find_spec("lm_eval") is None:
-        raise SystemExit('ruler needs lm-eval with its word lists: pip install "lm_eval[ruler]"')
     groups = Groups(Accelerator(parallelism_config=burst.parallelism))
     with settings.using(f"output_dir {wanted.output_dir!r}"):
         folder = Path(wanted.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer = models.load_tokenizer(model_settings)
+    needles, windows = read(tokenizer, wanted, groups.accelerator.distributed_type == DistributedType.FSDP)
     model = place(load_model(model_settings, burst, len(tokenizer), wanted.seed), groups.accelerator)
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
@@ -167,17 +197,22 @@ def evaluate(arguments: list[str]) -> Groups:
     title = f"{model_settings.model_name_or_path or config.model_type}, over {groups.size} processes"
     results: dict[str, Any] = {"model": model_settings.model_name_or_path, "positions": positions}
     results |= {"settings": asdict(wanted), **report.made_by(groups.accelerator.num_processes)}
-    if wanted.tasks:
-        needles = Needles(tokenizer, read_haystack(wanted.haystack), wanted.digits, wanted.facts, wanted.chat)
+
+    def write(part: str, values: Any) -> None:
+        results[part] = values
+        if first:
+            (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    if needles is not None:
         cells = recall(model, needles, wanted, groups)
-        results["recall"] = [asdict(cell) for cell in cells]
+        write("recall", [asdict(cell) for cell in cells])
         if first:
             draw_recall(cells, positions, title, folder / "recall.png")
         for task in wanted.tasks:
             say(f"{task}: {fmean(cell.right for cell in cells if cell.task == task):.1%} right")
-    if wanted.documents:
-        curve = perplexity(model, tokenizer, wanted, groups)
-        results["perplexity"] = asdict(curve)
+    if windows:
+        curve = losses_by_position(model, wanted.lengths[-1], windows, groups)
+        write("perplexity", asdict(curve))
         if first:
             marks = {"positions of the model": positions} if positions else {}
             draw_positions({"perplexity": curve}, marks, title, folder / "perplexity.png")
@@ -187,11 +222,9 @@ def evaluate(arguments: list[str]) -> Groups:
 
         lm = ShardedLM(model, tokenizer, max(wanted.lengths))
         options = wanted.lengths, wanted.samples, wanted.ruler_by, wanted.chat
-        results["ruler"] = evaluate_ruler(lm, wanted.ruler, *options)
+        write("ruler", evaluate_ruler(lm, wanted.ruler, *options))
         say(json.dumps(results["ruler"], indent=1))
-    if first:
-        (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        print(f"results.json and pictures are in {folder}")
+    say(f"results.json and pictures are in {folder}")
     return groups
 
 

@@ -8,7 +8,7 @@ Two CPU processes: a small model learns Python's own documentation 256 tokens at
     ACCELERATE_USE_CPU=1 accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml \
         recipes/extend_context.py --config recipes/configs/extend_cpu.yaml
 
-Four GPUs, a model of 8,192 positions extended to 32,768:
+Four GPUs, a model of 8,192 positions extended to 65,536:
 
     accelerate launch --num_processes 4 recipes/extend_context.py --config recipes/configs/extend_4gpu.yaml \
         --dataset books/ --output_dir outputs/extended
@@ -33,6 +33,7 @@ from pictures import draw_positions
 from scoring import Groups, PositionLosses, losses_by_position
 from settings import BurstSettings, DataSettings, ModelSettings
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_utils import IntervalStrategy
 from trl import SFTConfig, SFTTrainer
 
 DEFAULTS = {"too_long": "split", "eval_share": 0.1, "packing": True, "output_dir": "outputs/extended"}
@@ -63,8 +64,8 @@ class PositionTrainer(SFTTrainer):
 
     def measure(self, model: torch.nn.Module) -> PositionLosses:
         """The curve of a patched model."""
-        groups, length = Groups(self.accelerator), self.args.max_length
-        return losses_by_position(model.to(self.args.device).eval(), length, groups.own(self.windows), groups.add)
+        model = model.to(self.args.device).eval()
+        return losses_by_position(model, self.args.max_length, self.windows, Groups(self.accelerator))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The metrics, as ever."""
@@ -85,6 +86,7 @@ def pretrain(
     config, short = models.load_config(model, len(tokenizer)), copy.copy(args)
     short.max_length, short.max_steps = config.max_position_embeddings, extension.pretraining_steps
     short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
+    short.eval_strategy, short.load_best_model_at_end = IntervalStrategy.NO, False
     short.output_dir = str(Path(args.output_dir) / "short")
     trainer = SFTTrainer(
         models.load_model(model, config, burst, args.seed),

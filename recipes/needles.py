@@ -5,7 +5,6 @@ text, a fact among other facts, several facts of one key, and a chain of variabl
 number of tokens, with the facts at any depth of the text.
 """
 
-import pydoc_data.topics
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from string import ascii_uppercase
 
+import data
 from transformers import PreTrainedTokenizerBase
 
 TASKS = ("single", "multikey", "multivalue", "variables")
@@ -29,7 +29,7 @@ KEYS = [f"{colour} {animal}" for colour in COLOURS for animal in ANIMALS]
 def read_haystack(sources: Sequence[str]) -> str:
     """The text in which facts are hidden: of files, or Python's own documentation for `python_topics`."""
     if list(sources) == ["python_topics"]:
-        return "\n\n".join(pydoc_data.topics.topics.values())
+        return data.load_rows(["python_topics"], "train")["text"][0]
     texts = []
     for source in sources:
         try:
@@ -106,14 +106,7 @@ class Needles:
             SystemExit: If the length leaves no room for text.
         """
         draw = random.Random(f"{task} {length} {depth} {seed}")
-        prompt = self._prompt(task, draw)
-        before, between = self._frame
-        opening = self._encode([before + INTRO])[0]
-        question, ending = self._encode([prompt.question + between + end for end in prompt.endings])
-        asked, others = self._encode(prompt.asked), self._encode(prompt.others)
-        room = length - sum(map(len, (opening, ending, *asked, *others)))
-        if room < 1:
-            raise SystemExit(f"length {length} is too short for the task {task!r}; give at least {length - room + 1}.")
+        opening, asked, others, question, ending, room = self._parts(task, length, draw)
         first = depth * room
         places = [first, *sorted(draw.uniform(first, room) for _ in asked[1:])]
         hidden = [(place, order, fact) for order, (place, fact) in enumerate(zip(places, asked, strict=True))]
@@ -126,6 +119,25 @@ class Needles:
             tokens += piece_tokens
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(question, ending, strict=False)))
         return Sample([*tokens, *ending], len(ending) - shared, facts)
+
+    def check(self, task: str, length: int, depth: float, seed: int) -> None:
+        """Raises where a sample has no room for text."""
+        self._parts(task, length, random.Random(f"{task} {length} {depth} {seed}"))
+
+    def _parts(
+        self, task: str, length: int, draw: random.Random
+    ) -> tuple[list[int], list[list[int]], list[list[int]], list[int], list[int], int]:
+        """Tokens of the opening, the facts that are asked for, other facts, the ending without and with its answer; and
+        how many tokens are left for the text."""
+        prompt = self._prompt(task, draw)
+        before, between = self._frame
+        opening = self._encode([before + INTRO])[0]
+        question, ending = self._encode([prompt.question + between + end for end in prompt.endings])
+        asked, others = self._encode(prompt.asked), self._encode(prompt.others)
+        room = length - sum(map(len, (opening, ending, *asked, *others)))
+        if room < 1:
+            raise SystemExit(f"length {length} is too short for the task {task!r}; give at least {length - room + 1}.")
+        return opening, asked, others, question, ending, room
 
     @cached_property
     def _lines(self) -> list[list[int]]:
@@ -140,6 +152,8 @@ class Needles:
         """What stands before the text, and between the question and the answer."""
         if self.chat:
             message = [{"role": "user", "content": "(text)"}]
+            if not self.tokenizer.chat_template:
+                raise SystemExit("chat is set, but the tokenizer has no chat template; leave it out.")
             asked = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
             before, between = asked.split("(text)")
             return before, between

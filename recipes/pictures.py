@@ -5,14 +5,10 @@ from pathlib import Path
 
 import numpy
 from matplotlib.figure import Figure
+from report import short
 from scoring import Cell, PositionLosses
 
 HIDE_ABOVE = 120  # squares that a heat map may have and still show numbers
-
-
-def short(tokens: int) -> str:
-    """A length as it is said: 32K."""
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
 def draw_recall(cells: Sequence[Cell], positions: int | None, title: str, path: Path) -> None:

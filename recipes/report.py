@@ -56,11 +56,11 @@ def report_lengths(lengths: numpy.ndarray, max_length: int, folder: str, name: s
 
 
 def short(tokens: float) -> str:
-    """A power of two as people say it, such as 128K."""
+    """A length as people say it: 128K, but 1,500."""
     for unit, size in (("M", 2**20), ("K", 2**10)):
-        if tokens >= size:
-            return f"{tokens / size:,.0f}{unit}"
-    return f"{tokens:.0f}"
+        if tokens >= size and tokens % size == 0:
+            return f"{tokens // size:,.0f}{unit}"
+    return f"{tokens:,.0f}"
 
 
 def warn(training: TrainingArguments, warning: str | None) -> None:

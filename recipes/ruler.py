@@ -16,10 +16,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, set_seed
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.ruler import cwe_utils, vt_utils
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from scoring import score_answers
+from scoring import SHARDED, score_answers
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
@@ -73,10 +75,22 @@ class ShardedLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether greedy decoding would write it; over all processes."""
+        """The log-likelihood of each continuation, and whether greedy decoding would write it; over all processes.
+
+        As in lm-eval's own models, contexts that are too long lose their beginning: the model reads `max_length` tokens
+        at most, which leave out the last token of the continuation.
+
+        Raises:
+            ValueError: If a continuation has no token, or more than `max_length`, or nothing before it.
+        """
         scores = []
         for _, context, continuation in requests:
-            tokens = [*context, *continuation][-self.max_length :]
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"A continuation of {len(continuation)} tokens after {len(context)} cannot be scored. It needs 1 "
+                    f"to max_length ({self.max_length}) tokens, after at least one."
+                )
+            tokens = [*context, *continuation][-(self.max_length + 1) :]
             scores.append(tuple(score_answers(self.model, [tokens], [len(continuation)])[0]))
         return scores
 
@@ -97,17 +111,30 @@ class ShardedLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers; processes share the requests out, and each holds whole sequences."""
-        state = PartialState()
-        own = range(state.process_index, len(requests), state.num_processes)
-        return [
-            text for _, text in sorted(gather_object([(index, self._generate(*requests[index].args)) for index in own]))
-        ]
+        """Greedy answers; processes share the requests out, and each holds whole sequences.
 
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
-        most = options.get("max_gen_toks", 256)
+        Raises:
+            ValueError: If the weights are sharded, or a request samples or leaves no room for its context.
+        """
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            raise ValueError(f"Texts cannot be generated: {SHARDED}")
+        asked = [(request.args[0], self._options(request.args[1])) for request in requests]
+        state = PartialState()
+        own = range(state.process_index, len(asked), state.num_processes)
+        return [text for _, text in sorted(gather_object([(index, self._generate(*asked[index])) for index in own]))]
+
+    def _options(self, given: dict[str, Any]) -> tuple[list[str], int]:
+        """Where an answer stops, and its most tokens."""
+        options = normalize_gen_kwargs(given, 256)
+        if options["do_sample"]:
+            raise ValueError(f"ShardedLM writes greedy answers; set do_sample to false, not {given}.")
+        if (most := options["max_gen_toks"]) >= self.max_length:
+            raise ValueError(f"max_gen_toks is {most}; it must be less than max_length ({self.max_length}).")
+        return [stop for stop in options["until"] if stop], most
+
+    def _generate(self, context: str, options: tuple[list[str], int]) -> str:
+        until, most = options
         ids = torch.tensor([self.tok_encode(context)[-(self.max_length - most) :]], device=self.model.device)
-        until = [stop for stop in options.get("until", []) if stop]
         with torch.no_grad():
             written = self.model.generate(
                 input_ids=ids,
@@ -133,8 +160,11 @@ def by_answer(document: dict[str, Any], results: list[tuple[float, bool]]) -> di
     return {str(document["max_length"]): float(results[0][1])}
 
 
-def check_room(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int]) -> None:
-    """Raises for lengths to which lm-eval would fit the texts of a task forever."""
+def check(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int]) -> None:
+    """Raises for tasks that RULER has not, and for lengths to which lm-eval would fit the texts of a task forever."""
+    known = TaskManager(include_path=FOLDER, include_defaults=False).all_tasks
+    if unknown := sorted(set(tasks) - set(known)):
+        raise SystemExit(f"ruler has {unknown[0]!r}; tasks that need no network: {', '.join(OFFLINE)}.")
 
     def tokens(text: str) -> int:
         return len(tokenizer(text)["input_ids"])
@@ -158,7 +188,7 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
 
     Args:
         lm ([`ShardedLM`]): The model. All processes call this.
-        tasks (`list[str]`): Tasks of RULER in lm-eval; those of `OFFLINE` download nothing.
+        tasks (`list[str]`): Tasks of RULER in lm-eval, which [`check`] let pass; those of `OFFLINE` download nothing.
         lengths (`list[int]`): Tokens of the texts, the room for the answer included.
         samples (`int`): Texts of each task and length, at most the 500 that lm-eval makes.
         way (`str`): `"answer"`, whether greedy decoding would write the answer, over all processes; or `"generation"`,
@@ -168,15 +198,12 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
     Returns:
         `dict`: For each task the scores by length, on the first process of a machine; empty on the others.
     """
-    check_room(lm.tokenizer, tasks, lengths)
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
         lm.tokenizer.save_pretrained(folder)
         set_seed(SEED)  # all processes make the same texts
         with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
             metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
             manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
-            if unknown := sorted(set(tasks) - set(manager.all_tasks)):
-                raise SystemExit(f"ruler has {unknown[0]!r}; tasks that need no network: {', '.join(OFFLINE)}.")
             made = manager.load(tasks)["tasks"]
     chosen = {}
     for name, task in made.items():

@@ -1,6 +1,6 @@
 """Scores of a patched model whose sequences are shared by several processes; every process gets all of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -14,6 +14,10 @@ from transformers import PreTrainedTokenizerBase
 import hf_burst
 
 FIRST_BIN = 16  # tokens
+SHARDED = (
+    "FSDP2 shards the weights, and processes that write different numbers of tokens would wait for each other forever. "
+    "Use a launcher that leaves the weights whole, or score answers (ruler_by: answer)."
+)
 
 
 class Score(NamedTuple):
@@ -58,9 +62,14 @@ class Groups:
         self.count = self.accelerator.num_processes // self.size
         self.index, self.place = divmod(self.accelerator.process_index, self.size)
 
-    def own(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Those that this group does."""
-        return items[self.index :: self.count]
+    def own(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
+        """Those that this group does, each with whether its result counts.
+
+        Every group gets as many, for sharded weights are gathered by all groups together. Where there are too few, the
+        first item is done once more, and that result does not count.
+        """
+        numbers = range(self.index, -(-len(items) // self.count) * self.count, self.count)
+        return [(items[number], True) if number < len(items) else (items[0], False) for number in numbers]
 
     def gather(self, results: list[Any]) -> list[Any]:
         """The results of all groups, on every process."""
@@ -81,7 +90,7 @@ def score_answers(model: torch.nn.Module, rows: Sequence[list[int]], answers: Se
         answers (sequence of `int`): How many tokens the answer of each row has.
     """
     ids, most = torch.tensor(rows, device=model.device), max(answers)
-    logits = model(input_ids=ids, logits_to_keep=most + 1, use_cache=False).logits[:, :-1].double()
+    logits = model(input_ids=ids[:, :-1], logits_to_keep=most, use_cache=False).logits.double()
     targets = ids[:, -most:]
     likelihoods = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     right = logits.argmax(-1) == targets
@@ -148,23 +157,24 @@ def losses_by_position(
     model: torch.nn.Module,
     length: int,
     windows: Sequence[list[int]],
-    add: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    groups: Groups | None = None,
 ) -> PositionLosses:
     """The loss of a patched model by the position in windows of text.
 
     Args:
-        model (`nn.Module`): A patched model; all processes of a group call it with the same windows.
+        model (`nn.Module`): A patched model. All processes call this, with the same windows.
         length (`int`): Tokens of a window.
         windows (sequence of `list[int]`): Token ids.
-        add (`Callable`, *optional*): Adds a tensor up over groups that have windows of their own.
+        groups ([`Groups`], *optional*): They share the windows out. Without them, each group does all windows.
     """
     edges = position_edges(length)
     bins = torch.bucketize(torch.arange(1, length), torch.tensor(edges[1:]), right=True).to(model.device)
     totals = torch.zeros(2, len(edges) - 1, dtype=torch.float64, device=model.device)
-    for window in windows:
+    for window, counts in groups.own(windows) if groups else ((window, True) for window in windows):
         ids = torch.tensor([window], device=model.device)
         losses = hf_burst.token_losses(model, {"input_ids": ids, "labels": ids})[0, 1:].double()
-        totals[0].index_add_(0, bins, losses)
-        totals[1].index_add_(0, bins, torch.ones_like(losses))
-    sums, counts = add(totals).cpu()
-    return PositionLosses(edges, (sums / counts).tolist(), counts.long().tolist())
+        if counts:
+            totals[0].index_add_(0, bins, losses)
+            totals[1].index_add_(0, bins, torch.ones_like(losses))
+    sums, tokens = (groups.add(totals) if groups else totals).cpu()
+    return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())

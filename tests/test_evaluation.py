@@ -57,13 +57,17 @@ def small(vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**config, **sizes, **heads))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_untaught(folder: Path) -> Path:
     """A model that was taught nothing, and its tokenizer."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), words()
+    tokenizer = words()
     tokenizer.save_pretrained(folder)
     small(len(tokenizer)).double().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_untaught(tmp_path_factory.mktemp("model"))
 
 
 def answers(rank: int, size: int) -> list[scoring.Score]:
@@ -179,6 +183,22 @@ def test_the_recipe_under_fsdp2_equals_one_process(
     assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
 
 
+def test_groups_with_different_numbers_of_texts_under_fsdp2(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
+) -> None:
+    """Each gathers the other's weights, so both make as many passes: 3 texts for recall, and 3 windows, in 2 groups."""
+    arguments = ["--model_name_or_path", str(folder), "--tasks", "single", "--lengths", "128", "--depths", "1"]
+    arguments += ["--samples", "3", "--digits", "2", "--windows", "3", "--output_dir"]
+    ranks(1).run(evaluated, [*arguments, str(tmp_path / "one")])
+    ranks(2).run(evaluated, [*arguments, str(tmp_path / "all"), "--burst_size", "1"], True, timeout=60)
+    expected, results = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "all"))
+    assert [cell["samples"] for cell in results["recall"]] == [3]
+    likelihood = pytest.approx(expected["recall"][0]["log_likelihood"], rel=1e-6)
+    assert results["recall"][0]["log_likelihood"] == likelihood
+    assert results["perplexity"]["tokens"] == expected["perplexity"]["tokens"]
+    assert results["perplexity"]["losses"] == pytest.approx(expected["perplexity"]["losses"], rel=1e-6)
+
+
 def test_an_adapter_is_evaluated_with_its_base(ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -234,113 +254,66 @@ def test_the_recipe_over_ranks_equals_one_process(
         (["--haystack", "missing.txt"], "haystack 'missing.txt' cannot be read"),
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
+        (["--documents", "{rows}"], r"documents \[.*\] has no column of text called text: \['words'\]"),
+        (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
     ],
 )
 def test_settings_of_an_evaluation_that_are_wrong(
     ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, options: list[str], told: str
 ) -> None:
-    with pytest.raises(SystemExit, match=told):
+    """All but what a library says of them is found before the weights are loaded."""
+    (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
+    options = [option.format(rows=tmp_path / "rows.jsonl") for option in options]
+    loads = mock.patch.object(evaluate, "load_model", side_effect=AssertionError)
+    with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])
     reset_accelerate()
+
+
+def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
+    from settings import parse
+
+    (tmp_path / "one.yaml").write_text("lengths: 4096\ntasks: single\ndocuments: none\nruler: ruler_vt\n")
+    (wanted,) = parse(["--config", str(tmp_path / "one.yaml")], (evaluate.Evaluation,), {})
+    assert (wanted.lengths, wanted.tasks, wanted.documents, wanted.ruler) == ([4096], ["single"], [], ["ruler_vt"])
+    (tmp_path / "number.yaml").write_text("documents: [3]\n")
+    with pytest.raises(SystemExit, match=r"documents is \[3\]; give names, or none"):
+        parse(["--config", str(tmp_path / "number.yaml")], (evaluate.Evaluation,), {})
+
+
+def test_each_part_is_written_when_it_is_done(folder: Path, tmp_path: Path) -> None:
+    arguments = ["--model_name_or_path", str(folder), *OPTIONS, "--output_dir", str(tmp_path)]
+    fails = mock.patch.object(evaluate, "losses_by_position", side_effect=KeyboardInterrupt)
+    with fails, pytest.raises(KeyboardInterrupt):
+        evaluated(0, 1, arguments)
+    reset_accelerate()
+    assert len(json.loads((tmp_path / "results.json").read_text())["recall"]) == 8
+
+
+@pytest.mark.parametrize(
+    "options", [["--rope_scaling", "{rope_type: yarn, factor: 2.0}"], ["--model_revision", "v2"], ["--load_in_8bit"]]
+)
+def test_settings_of_an_adapter_that_are_not_passed_on(tmp_path: Path, options: list[str]) -> None:
+    from settings import BurstSettings, ModelSettings, parse
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    options = ["--model_name_or_path", str(tmp_path), "--use_peft", *options]
+    model, burst = parse(options, (ModelSettings, BurstSettings), {})
+    with pytest.raises(SystemExit, match=f"{options[3].lstrip('-')} is set, but .* is an adapter"):
+        evaluate.load_model(model, burst, 300, 0)
+
+
+def test_fsdp2_refuses_what_is_generated() -> None:
+    wanted = evaluate.Evaluation(ruler=["niah_single_1"], ruler_by="generation")
+    with mock.patch.object(evaluate, "find_spec"), pytest.raises(SystemExit, match="FSDP2 shards the weights"):
+        evaluate.read(words(), wanted, sharded=True)
 
 
 def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
     arguments = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--ruler", "niah_single_1"]
     with mock.patch.object(evaluate, "find_spec", return_value=None), pytest.raises(SystemExit, match="pip install"):
         evaluate.evaluate(arguments)
-
-
-def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: list[int], way: str) -> object:
-    """Scores of RULER's tasks, and what lm-eval asked: context, answer, and their score."""
-    import ruler
-    from transformers import AutoTokenizer
-
-    reset_accelerate()
-    PartialState(cpu=True)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 4096)
-    asked, plain = [], lm._loglikelihood_tokens
-
-    def noted(requests: list, **options: object) -> list:
-        scores = plain(requests, **options)
-        asked.extend((*request[1:], score) for request, score in zip(requests, scores, strict=True))
-        return scores
-
-    lm._loglikelihood_tokens = noted
-    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
-        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), asked
-
-
-@pytest.mark.parametrize(
-    ("tasks", "lengths"),
-    [
-        (["niah_single_1"], [512]),
-        pytest.param(["niah_multikey_2", "niah_multikey_3", "ruler_fwe"], [512, 768], marks=pytest.mark.full),
-        pytest.param(["ruler_vt", "ruler_cwe"], [4096], marks=pytest.mark.full),
-    ],
-)
-def test_answers_to_ruler_are_scored_offline_and_over_ranks(
-    ranks: Callable[[int], RankPool], folder: Path, tasks: list[str], lengths: list[int]
-) -> None:
-    """As one plain model scores them that holds whole texts."""
-    pytest.importorskip("lm_eval")
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    for scores, asked in ranks(2).run(ruler_scores, str(folder), tasks, lengths, "answer"):
-        assert {task: list(by_length) for task, by_length in scores.items()} == dict.fromkeys(tasks, lengths)
-        assert len(asked) == 2 * len(tasks) * len(lengths)
-        for context, answer, (likelihood, greedy) in asked:
-            assert 0 < len(answer) < 80
-            assert len(context) + len(answer) <= lengths[-1]
-            with torch.no_grad():
-                own = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
-            expected = own.gather(-1, torch.tensor(answer)[:, None]).sum()
-            assert likelihood == pytest.approx(float(expected), rel=1e-6)
-            assert greedy == (own.argmax(-1).tolist() == answer)
-
-
-@pytest.mark.full
-def test_tasks_that_ruler_has_not(folder: Path) -> None:
-    pytest.importorskip("lm_eval")
-    with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
-        ruler_scores(0, 1, str(folder), ["nonsense"], [512], "answer")
-
-
-@pytest.mark.full
-def test_processes_share_out_what_ruler_generates(ranks: Callable[[int], RankPool], folder: Path) -> None:
-    pytest.importorskip("lm_eval")
-    arguments = str(folder), ["niah_single_1", "niah_multikey_3"], [512, 768], "generation"
-    ((expected, _),) = ranks(1).run(ruler_scores, *arguments)
-    assert ranks(2).run(ruler_scores, *arguments) == [(expected, [])] * 2
-
-
-def rolling(rank: int, size: int, folder: str, text: str) -> float:
-    import ruler
-    from transformers import AutoTokenizer
-
-    model = hf_burst.patch_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)).eval()
-    lm = ruler.ShardedLM(model, AutoTokenizer.from_pretrained(folder), 40)
-    (total,) = lm.loglikelihood_rolling([mock.Mock(args=(text,))])
-    return total
-
-
-def test_rolling_log_likelihoods_count_every_token_once(ranks: Callable[[int], RankPool], folder: Path) -> None:
-    """Of a text of several windows, each of which begins by one token of the window before."""
-    pytest.importorskip("lm_eval")
-    text, tokenizer = " ".join(["The secret number of the red fox is 123 ."] * 9), words()
-    tokens = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    windows = [tokens[start : start + 41] for start in range(0, len(tokens) - 1, 40)]
-    windows[-1] = tokens[-41:]  # lm-eval gives the last tokens as much context as fits
-    counted = (len(tokens) - 1) % 40 or 40
-    expected = 0.0
-    with torch.no_grad():
-        for window in windows:
-            ids = torch.tensor([window])
-            likelihoods = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
-            expected += float(likelihoods[-counted if window is windows[-1] else None :].sum())
-    for total in ranks(2).run(rolling, str(folder), text):
-        assert total == pytest.approx(expected, rel=1e-6)
 
 
 def taught(maker: needles.Needles) -> LlamaForCausalLM:
@@ -392,6 +365,17 @@ def test_configs_hold_settings_that_exist(name: str, tmp_path: Path) -> None:
     assert len(parse(arguments, (*kinds, *more), {})) == len(kinds) + len(more)
 
 
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "evaluate" in name])
+def test_documents_of_configs_are_as_long_as_the_texts(name: str) -> None:
+    from settings import BurstSettings, ModelSettings, parse
+
+    arguments = ["--config", str(ROOT / "recipes/configs" / name)]
+    *_, wanted = parse(arguments, (ModelSettings, BurstSettings, evaluate.Evaluation), {})
+    if wanted.documents:
+        text = needles.read_haystack(wanted.documents)
+        assert wanted.lengths[-1] <= len(text) // 8, "a token of a hub model has fewer than 8 characters of this text"
+
+
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
 
 
@@ -402,7 +386,14 @@ def test_a_context_is_extended_by_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/extend_context.py", "--config"]
     command += ["recipes/configs/extend_cpu.yaml", "--output_dir", str(tmp_path), "--windows", "2", "--max_steps", "2"]
     command += ["--pretraining_steps", "2", "--pretraining_batch", "2", "--per_device_train_batch_size", "1"]
-    command += ["--eval_share", "0.01"]
+    command += [
+        "--eval_share",
+        "0.01",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "9",
+    ]  # the pretraining evaluates nothing
     environment = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
