@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
@@ -21,11 +22,13 @@ from transformers import (
 from hf_burst.cli import main
 from hf_burst.errors import ConfigError
 from hf_burst.hf.model_size import model_size, shape_named
+from hf_burst.hf.verdicts import SERVED
 from hf_burst.plan import DATA_SHEETS, SHAPES, MaskPattern, Training, estimate_memory, estimate_step, named
 from hf_burst.plan.machine import h200
 from hf_burst.plan.memory import kept_by_layer
 from hf_burst.plan.step import products
 from recipes.benchmarks import predictions
+from recipes.tiny_models import tiny_model
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
 SMALL = LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2)
@@ -252,3 +255,39 @@ def test_the_doctor_predicts_for_other_machines(
     assert "hf-burst calibrate" not in report
     assert main(["doctor", "--machine", "abacus"]) == 1
     assert "Not usable: No machine is called 'abacus'" in capsys.readouterr().out
+
+
+def test_sizes_of_all_served_classes_can_be_told() -> None:
+    for name in SERVED:
+        if not hasattr(transformers, name):  # of a newer Transformers
+            continue
+        model = tiny_model(name)
+        size = model_size(type(model), model.config)
+        assert size.weights == sum(weight.numel() for weight in model.parameters()), name
+        assert 0 < size.used <= size.weights, name
+        assert sum(count for _, count in size.patterns) == pytest.approx(size.layers), name
+
+
+def test_heads_of_layers_that_differ() -> None:
+    """The layers of Gemma 4 that see everything have heads of twice the size; operations count them so."""
+    model_class = transformers.Gemma4ForCausalLM
+    config = model_class.config_class(num_hidden_layers=6)
+    size = model_size(model_class, config)
+    dims = [layer.head_dim for layer in config.per_layer_config]
+    assert size.head_dim == round(sum(dims) / 6)
+    counts = {pattern.window: count for pattern, count in size.patterns}
+    assert sorted(counts, key=str) == [511, None]
+    assert counts[None] * sum(dims) / 6 == pytest.approx(512)
+
+
+def test_experts_are_told_by_their_weights() -> None:
+    """Those of JetMoE's MLPs are not called so."""
+    config = transformers.JetMoeConfig(
+        **SIZES, num_local_experts=8, num_experts_per_tok=2, num_key_value_heads=2, kv_channels=32
+    )
+    with torch.device("meta"):
+        model = transformers.JetMoeForCausalLM(config)
+    experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
+    size = model_size(type(model), config)
+    tables = 0 if size.tied else 512 * 256
+    assert size.used == size.weights - tables - experts * 3 // 4

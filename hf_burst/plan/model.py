@@ -20,7 +20,7 @@ class ModelSize:
         hidden (`int`): Elements of a hidden state.
         inner (`int`): Elements of a token inside of its MLP, of all experts that it is sent to.
         q_heads, kv_heads (`int`): Query and key heads.
-        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values.
+        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values; the mean where layers differ.
         vocabulary (`int`): Tokens that there are.
         weights (`int`): All parameters.
         used (`int`): Weights that one token is multiplied with. Tables of embeddings are left out, and so are the
@@ -28,7 +28,8 @@ class ModelSize:
         head (`int`): Those of them in the language-model head.
         tied (`bool`): Whether the head shares its weights with the embeddings.
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
-        patterns (`tuple[tuple[MaskPattern, int], ...]`): How many layers see how far.
+        patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
+            the mean size counts as two.
     """
 
     name: str
@@ -45,7 +46,7 @@ class ModelSize:
     head: int
     tied: bool
     adapted: int
-    patterns: tuple[tuple[MaskPattern, int], ...]
+    patterns: tuple[tuple[MaskPattern, float], ...]
 
     def __str__(self) -> str:
         return (
@@ -63,13 +64,13 @@ class ModelSize:
         """Elements of a token's keys, and of its values."""
         return self.kv_heads * (self.head_dim + self.value_dim) // 2
 
-    def flops(self, tokens: int, pairs: int, trained: float = 1.0) -> float:
+    def flops(self, tokens: int, pairs: float, trained: float = 1.0) -> float:
         """Floating point operations of a training step that computes nothing twice, as model FLOPs utilisation counts
         them: 6 for each weight and token, 4 if it is frozen, and 12 for each pair and element of the queries.
 
         Args:
             tokens (`int`): Of all sequences.
-            pairs (`int`): (query, key) pairs that are admitted, added up over the layers.
+            pairs (`float`): (query, key) pairs that are admitted, added up over the layers.
             trained (`float`, defaults to 1.0): Share of the weights that learn.
         """
         return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries

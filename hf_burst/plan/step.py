@@ -55,19 +55,19 @@ class StepEstimate:
         return self.flops / self.total_s / machine.peak if machine.peak else 0.0
 
 
-def masks_of(model: ModelSize, training: Training) -> list[tuple[int, Mask]]:
+def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     """The layers of each kind, those that see the most first: how many, and their mask."""
     documents = training.documents or (0, training.length)
     masks = [(count, pattern.mask(training.length, documents)) for pattern, count in model.patterns]
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 
-def attention_costs(model: ModelSize, training: Training, machine: Machine) -> list[tuple[int, Schedule, Cost]]:
+def attention_costs(model: ModelSize, training: Training, machine: Machine) -> list[tuple[float, Schedule, Cost]]:
     """The layers of each kind, as [`masks_of`] has them: how many, their schedule and what one of them costs."""
     ranks, costs = training.burst_size, []
     shapes = Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, 2, 4)
     masks = masks_of(model, training)
-    owners = assign(tuple(mask for _, mask in masks), ranks, weights=tuple(count for count, _ in masks))
+    owners = assign(tuple(mask for _, mask in masks), ranks, weights=tuple(max(1, round(count)) for count, _ in masks))
     for count, mask in masks:
         layer = Layer((mask,), cut(training.length, owners), shapes)
         per_host = min(machine.ranks_per_host, ranks)
