@@ -105,6 +105,7 @@ def fits(memory: MemoryEstimate, machine: Machine) -> bool:
 def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None) -> list[str]:
     """What is predicted, in lines."""
     (training, *_), room = rows[0], machine.memory / 2**30
+    spread = training.sharded if training.shards > 1 else "ddp"
     what = f"adapters of rank {training.lora} on" if training.lora else "all"
     again = f"layers checkpointed, attention_keep={training.attention_keep:g}"
     cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
@@ -120,7 +121,7 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
     lines = [
         str(model),
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
-        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {training.sharded}, "
+        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {spread}, "
         + (again if training.checkpointing else "nothing checkpointed"),
         "",
         *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),

@@ -56,7 +56,7 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
         training ([`Training`]): How.
         machine ([`Machine`]): On what; it decides how blocks travel.
     """
-    number, trained, tokens = (4 if training.weights == "fp32" else 2), training.trained(model), training.tokens
+    number, trained, tokens = training.number, training.trained(model), training.tokens
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step

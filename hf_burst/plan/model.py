@@ -122,6 +122,11 @@ class Training:
         return -(-self.length // self.burst_size)
 
     @property
+    def number(self) -> int:
+        """Bytes of a number of a trained weight, its gradient or the optimizer."""
+        return 4 if self.weights == "fp32" else 2
+
+    @property
     def shards(self) -> int:
         """Into how many parts weights are sharded."""
         return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1

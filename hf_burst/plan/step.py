@@ -99,16 +99,11 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
         products_s=multiplying,
         elementwise_s=elementwise,
         exchange_s=exposed,
-        optimizer_s=_ADAMW * _number(training) * trained / training.shards / machine.memory_bandwidth,
+        optimizer_s=_ADAMW * training.number * trained / training.shards / machine.memory_bandwidth,
         tokens=training.tokens,
         flops=model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size,
         schedule=costs[0][1],
     )
-
-
-def _number(training: Training) -> int:
-    """Bytes of a number of a trained weight, its gradient or the optimizer."""
-    return 4 if training.weights == "fp32" else 2
 
 
 def products(model: ModelSize, training: Training) -> float:
@@ -144,9 +139,10 @@ def _sharding(model: ModelSize, training: Training, machine: Machine, beside: fl
     if training.gpus == 1:
         return 0.0
     link = machine.between_hosts if training.gpus > machine.ranks_per_host else machine.p2p
-    away = 2.0 * (training.gpus - 1) / training.gpus  # bytes that travel of a weight, in one direction
-    if training.sharded == "ddp":
-        total, ends = 2 * away * training.trained(model), 2 * away * training.trained(model) / model.layers
+    away = 2.0 * (training.gpus - 1) / training.gpus  # bytes that travel of a weight in bf16, in one direction
+    if training.shards == 1:  # gradients as they are, to be added and to come back
+        total = away * training.number * training.trained(model)
+        ends = total / model.layers
     else:
         table = model.vocabulary * model.hidden
         total = away * (2 * model.weights + (0 if training.lora else model.weights))
