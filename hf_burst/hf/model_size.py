@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedModelError
 from ..plan import SHAPES, MaskPattern, ModelSize
-from .support import patterns_of_layers
+from .support import check_model, patterns_of_layers
 from .task import task_of
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -27,9 +27,12 @@ def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, nam
 
     Raises:
         ConfigError: If no model can be made of this config, or it does not name its sizes.
+        UnsupportedModelError: If hf_burst never serves such a model.
     """
     try:
         return _counted(model_class, config, name or model_class.__name__)
+    except UnsupportedModelError:
+        raise
     except Exception as problem:  # whatever the code of a model raises
         cause = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
         raise ConfigError(
@@ -42,6 +45,7 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     """The sizes of a model."""
     with torch.device("meta"):
         model = model_class(deepcopy(config))
+    check_model(model)
     text = model.config.get_text_config()
     head = model.get_output_embeddings()
     head_weight = getattr(head, "weight", None)
@@ -78,13 +82,15 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         head=in_head,
         tied=any(head_weight is table for table in tables),
         adapted=sum(module.in_features + module.out_features for module in linear),
+        adapter_inputs=sum(module.in_features for module in linear),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
     )
 
 
 def shape_named(name: str) -> PreTrainedConfig | None:
     """The config of one of [`SHAPES`]; `None` for other names."""
-    return AutoConfig.for_model(**SHAPES[name]) if name in SHAPES else None
+    sizes = SHAPES.get(name.lower())
+    return AutoConfig.for_model(**sizes) if sizes else None
 
 
 def _head_dim(layer: PreTrainedConfig) -> int:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from ..errors import ConfigError
+from ..errors import BurstError, ConfigError
 from ..layout import SequenceLayout
 from ..plan import ModelSize, data_sheet
 from ..resources import resources_of
@@ -78,7 +78,7 @@ class BurstCallback(TrainerCallback):
         self.size: ModelSize | None = None
         try:
             self.size = model_size(type(model), model.config)
-        except ConfigError as problem:
+        except BurstError as problem:
             logger.warning("BurstCallback logs no mfu. %s", problem)
         self.patch = getattr(model, PATCH)
         self.group = resolve_group(self.patch.group)

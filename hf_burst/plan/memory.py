@@ -63,7 +63,10 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     layers = model.layers if training.checkpointing else 0
     row = kept_by_layer(model, training.fused)
     one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
-    every = 2 * tokens * model.layers * (row + model.hidden) if not layers else 0
+    # each adapter keeps a copy of its input; the gradient of the widest passes through fp32
+    copies = 2 * tokens * model.adapter_inputs if training.casts else 0
+    one += (copies // model.layers if layers else 0) + (4 * tokens * model.inner if training.casts else 0)
+    every = 2 * tokens * model.layers * (row + model.hidden) + copies if not layers else 0
     unit = 2 * (model.weights - table) / model.layers  # bytes of a layer in bf16
     gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
     logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
@@ -110,6 +113,6 @@ def kept_by_layer(model: ModelSize, fused: bool) -> int:
 
 def _weights(model: ModelSize, training: Training, number: int) -> float:
     """Bytes of the weights on one GPU. With 4 bits only layers are quantised."""
-    held = (training.trained(model) + (model.weights if training.lora else 0)) * number / training.shards
+    held = (training.trained(model) * number + (2 * model.weights if training.lora else 0)) / training.shards
     apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
-    return held - (number - _NF4) * (model.weights - apart) if training.weights == "4bit" else held
+    return held - (2 - _NF4) * (model.weights - apart) if training.weights == "4bit" else held

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import Schedule
+from ..errors import ConfigError
 from .balance import assign
 from .choose import choose
 from .cost import Cost, estimate
@@ -85,15 +86,18 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
         machine ([`Machine`]): On what.
     """
     costs = attention_costs(model, training, machine)
-    again = (1 - training.attention_keep) ** 2 if training.checkpointing else 0.0  # of what causal queries see
     kernels = sum(count * (cost.kernels_s + cost.other_s) for count, _, cost in costs)
-    repeated = again * sum(count * cost.forward_s for count, _, cost in costs)
+    masks = masks_of(model, training)
+    repeated = sum(
+        count * cost.forward_s * _again(mask, training)
+        for (count, mask), (_, _, cost) in zip(masks, costs, strict=True)
+    )
     multiplying = products(model, training) / machine.products
     elementwise = _touched(model, training) / machine.memory_bandwidth
     beside = kernels + multiplying + elementwise
     exposed = sum(count * cost.exposed_s for count, _, cost in costs) + _sharding(model, training, machine, beside)
     trained = training.trained(model)
-    pairs = sum(count * mask.pairs for count, mask in masks_of(model, training))
+    pairs = sum(count * mask.pairs for count, mask in masks)
     return StepEstimate(
         attention_s=kernels + repeated,
         products_s=multiplying,
@@ -104,6 +108,20 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
         flops=model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size,
         schedule=costs[0][1],
     )
+
+
+def _again(mask: Mask, training: Training) -> float:
+    """The share of an attention that a checkpointed layer computes again: the pairs of the first queries."""
+    keep = training.attention_keep
+    if not training.checkpointing or keep == 1:
+        return 0.0
+    if keep == 0:
+        return 1.0
+    if not mask.causal:
+        raise ConfigError(f"attention_keep is {keep}, and an encoder's first tokens see the rest. Take 1.0 or 0.0.")
+    length = max(1, round((1 - keep) * mask.length))
+    documents = (*(bound for bound in mask.documents if bound < length), length)
+    return Mask(length, True, mask.window, documents).pairs / mask.pairs
 
 
 def products(model: ModelSize, training: Training) -> float:
@@ -128,6 +146,8 @@ def _touched(model: ModelSize, training: Training) -> float:
     total = model.layers * (passes * forward + backward)
     if training.lora:  # read for the adapter; made, scaled and added
         total += (passes + 1) * 8 * model.adapted
+    if training.casts:  # to fp32 and back
+        total += (passes + 1) * 12 * model.adapter_inputs
     # FSDP copies gathered weights into place, and gradients to where they are sent from
     copies = 0 if training.shards == 1 else 2 * 2 * (2 * model.weights + (0 if training.lora else model.weights))
     return training.tokens * total + copies
