@@ -27,10 +27,10 @@ from hf_burst.hf.model_size import model_size, shape_named
 from hf_burst.hf.verdicts import SERVED
 from hf_burst.plan import DATA_SHEETS, SHAPES, Link, MaskPattern, Training, estimate_memory, estimate_step, named
 from hf_burst.plan.machine import h200
-from hf_burst.plan.memory import kept_by_layer
+from hf_burst.plan.memory import _casts, kept_by_layer
 from hf_burst.plan.step import products
 from recipes.benchmarks import predictions
-from recipes.tiny_models import OVERRIDES, tiny_config
+from recipes.tiny_models import OVERRIDES, is_masked, tiny_config
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
 SMALL = LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2)
@@ -180,7 +180,7 @@ def test_what_costs_time_saves_memory() -> None:
     assert estimate_step(LLAMA, packed, h200()).attention_s < steps[1].attention_s / 6
     half = estimate_step(LLAMA, replace(keeps, attention_keep=0.5), h200())
     quarter = (steps[0].attention_s - steps[1].attention_s) / 4  # of causal attention is that of the first half
-    assert half.attention_s - steps[1].attention_s == pytest.approx(quarter)
+    assert half.attention_s - steps[1].attention_s == pytest.approx(quarter, rel=1e-4)
     assert steps[1].mfu(h200()) == pytest.approx(steps[1].flops / steps[1].total_s / 989e12)
     assert estimate_step(LLAMA, replace(keeps, fused=False), h200()).elementwise_s > 2 * steps[1].elementwise_s
 
@@ -252,12 +252,15 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--gpus-per-host", "0"], "--gpus-per-host 0; give at least 1"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "4", "--gpus-per-host", "3"], "do not lie on hosts"),
         (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
-        (["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"], "attention_keep is 0.3; it must be one"),
+        (
+            ["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"],
+            "attention_keep is 0.3; it must",
+        ),
         (["--model", "llama-3-8b", "--length", "64", "--ranks", "2"], "have no meaning with --model: --ranks."),
         (["--model", "BertForMaskedLM", "--length", "64", "--attention-keep", "0.5"], "an encoder's first tokens see"),
         (["--model", "T5ForConditionalGeneration", "--length", "64"], "is an encoder-decoder"),
         (["--model", "NemotronHForCausalLM", "--length", "64"], "carry a state from token to token"),
-        (["--model", "MambaForCausalLM", "--length", "64"], "MambaForCausalLM has no attention layers"),
+        (["--model", "MambaForCausalLM", "--length", "64"], "MambaForCausalLM has layers of type linear_attention"),
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
         (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {next(iter(SHAPES))}"),
     ],
@@ -287,13 +290,18 @@ def test_the_doctor_predicts_for_other_machines(
     assert "Not usable: No machine is called 'abacus'" in capsys.readouterr().out
 
 
+def _role(name: str) -> dict[str, bool]:
+    masked = is_masked(name) and hasattr(getattr(transformers, name).config_class, "is_decoder")
+    return {"is_decoder": False} if masked else {}
+
+
 def test_sizes_of_all_served_classes_can_be_told() -> None:
     for name in SERVED:
         if not hasattr(transformers, name):  # of a newer Transformers
             continue
         model_class = getattr(transformers, name)
         try:
-            config = tiny_config(model_class.config_class, OVERRIDES.get(name))
+            config = tiny_config(model_class.config_class, {**_role(name), **OVERRIDES.get(name, {})})
         except StrictDataclassFieldValidationError:  # a config of this Transformers that is stricter
             config = shrink(model_class.config_class())
         size = model_size(model_class, config)
@@ -338,3 +346,27 @@ def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) ->
         for weights in ("bf16", "fp32")
     )
     assert whole / half == pytest.approx(2, rel=0.01)
+
+
+def test_an_adapter_in_fp32_keeps_a_copy_of_its_input() -> None:
+    """Under autocast, beside what the adapter in bf16 keeps; those of one input are copies of their own."""
+    peft = pytest.importorskip("peft")
+
+    def kept(dtype: torch.dtype) -> int:
+        model = LlamaForCausalLM(SMALL).to(torch.bfloat16).train()
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules="all-linear"))
+        for name, weight in adapted.named_parameters():
+            weight.data = weight.data.to(dtype if "lora_" in name else torch.bfloat16)
+        tensors: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            return tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+        autocast = torch.autocast("cpu", torch.bfloat16)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.model(input_ids=torch.randint(0, 512, (1, TOKENS)))
+        held = {weight.untyped_storage().data_ptr() for weight in adapted.parameters()}
+        return sum(each.untyped_storage().nbytes() for address, each in tensors.items() if address not in held)
+
+    size = model_size(LlamaForCausalLM, SMALL)
+    assert kept(torch.float32) - kept(torch.bfloat16) == pytest.approx(TOKENS * _casts(size)[0], rel=0.05)

@@ -26,8 +26,8 @@ from ..plan.model import Sharded, Weights
 _ROOM = 0.92  # of the memory; the rest is for the allocator, NCCL and what CUDA itself takes
 _HELP = f"a name on the hub, a folder or config.json of a model, a class of Transformers, or one of {', '.join(SHAPES)}"
 _PRECISION = {
-    "bf16": "assumed: weights that learn in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
-    "fp32": "assumed: weights that learn in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
+    "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
+    "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
 }
 Row = tuple[Training, StepEstimate, MemoryEstimate]
 

@@ -56,7 +56,9 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     for path, weight in model.named_parameters():
         if weight is not head_weight and any(weight is table for table in tables):
             continue
-        routed = ("experts." in path and not re.search("shared|router", path)) or (weight.ndim == 3 and len(weight) == experts)
+        routed = ("experts." in path and not re.search("shared|router", path)) or (
+            weight.ndim == 3 and len(weight) == experts
+        )
         used += weight.numel() * (share if routed else 1)
         attention += weight.numel() if "attn" in path or "attention" in path else 0
     in_head = 0 if head_weight is None else head_weight.numel()

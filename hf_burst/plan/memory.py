@@ -63,9 +63,8 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     layers = model.layers if training.checkpointing else 0
     row = kept_by_layer(model, training.fused)
     one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
-    # each adapter keeps a copy of its input; the gradient of the widest passes through fp32
-    copies = 2 * tokens * model.adapter_inputs if training.casts else 0
-    one += (copies // model.layers if layers else 0) + (4 * tokens * model.inner if training.casts else 0)
+    copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
+    one += in_between + (copies / model.layers if layers else 0)
     every = 2 * tokens * model.layers * (row + model.hidden) + copies if not layers else 0
     unit = 2 * (model.weights - table) / model.layers  # bytes of a layer in bf16
     gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
@@ -109,6 +108,14 @@ def kept_by_layer(model: ModelSize, fused: bool) -> int:
     given, q, k, v and out, and for SwiGLU both halves; without Liger's kernels also its sigmoid, and norms in fp32."""
     kept = 3 * model.inner + 3 * model.hidden + 2 * (model.queries + model.keys)
     return kept if fused else kept + model.inner + 4 * model.hidden
+
+
+def _casts(model: ModelSize) -> tuple[int, int]:
+    """Bytes a token of peft's casts to fp32: what all layers keep, and what is there in between. Each adapter keeps a
+    copy of its input, made anew by autocast, where one in bf16 shares that of the others. The gradient of the widest
+    input, in bf16, becomes one in fp32."""
+    shared = model.layers * (2 * model.hidden + model.inner)
+    return 2 * max(0, model.adapter_inputs - shared), 6 * model.inner
 
 
 def _weights(model: ModelSize, training: Training, number: int) -> float:

@@ -21,7 +21,7 @@ class ModelSize:
         hidden (`int`): Elements of a hidden state.
         inner (`int`): Elements of a token inside of its MLP, of all experts that it is sent to.
         q_heads, kv_heads (`int`): Query and key heads.
-        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values; the mean where layers differ.
+        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values (means if layers differ).
         vocabulary (`int`): Tokens that there are.
         weights (`int`): All parameters.
         used (`int`): Weights that one token is multiplied with. Tables of embeddings are left out, and so are the

@@ -4,7 +4,8 @@
     python recipes/benchmarks/predictions.py --check    # whether they are those of this version
 
 Predicted is every result of hf_burst in `results/training_*.json`, `results/attention_*.json` and those of
-`recipes/sft.py` in `recipes/results`, with the numbers of H200s that are built in (`hf_burst/plan/machine.py`). None of these numbers belongs to a case.
+`recipes/sft.py` in `recipes/results`, with the numbers of H200s that are built in (`hf_burst/plan/machine.py`). None of
+these numbers belongs to a case.
 """
 
 import argparse
