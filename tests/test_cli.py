@@ -192,6 +192,7 @@ def test_a_plan_is_told_and_drawn(tmp_path, capsys):
         (["--out", "folder"], "--out is folder, where matplotlib draws no picture: Format '' is not"),
         (["--window", "-2"], "window=-2 is negative; give the tokens"),
         (["--out", "plan.nothing"], "draws no picture: Format 'nothing' is not supported"),
+        (["--gpus", "4", "--lora"], "These options need --model: --gpus, --lora."),
         (["--out", "plan"], "draws no picture: Format '' is not supported"),
     ],
 )
@@ -199,7 +200,7 @@ def test_a_plan_that_cannot_be_is_refused(words, said, capsys, monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     for name in ("folder", "folder.png"):
         (tmp_path / name).mkdir()
-    assert main(["plan", *words]) == 1
+    assert main(["plan", *words]) == 2
     told = capsys.readouterr()
     assert said in told.err
     assert told.out == ""
@@ -213,7 +214,7 @@ def test_one_rank_of_a_launch_tells_and_draws_the_plan(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "plan.png").exists()
     monkeypatch.delenv("WORLD_SIZE")
-    assert main(["plan"]) == 1
+    assert main(["plan"]) == 2
     assert "RANK=1 cannot be" in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ from hf_burst.plan import (
     rank_traffic,
 )
 from hf_burst.plan.choose import fetched_share
-from hf_burst.plan.machine import cpu, h200
+from hf_burst.plan.machine import DATA_SHEETS, by_data_sheet, cpu, data_sheet, h200
 from hf_burst.plan.mask import band_pairs
 from hf_burst.plan.tiles import Tile
 from hf_burst.plan.work import busiest, gathered_rows, lag, pairs_of_ranks, tile_pairs
@@ -542,7 +542,30 @@ def test_devices_that_are_not_known_are_said_to_be_so():
     assert "the data sheet" in known.source
     assert (known.kernel, known.peak) == ("torch_flash", 312e12)
     other = built_in("Some GPU", "torch_flash", 80 << 30, 4)
-    assert "those of an NVIDIA H200, as this device has none" in other.source
+    assert "those of an NVIDIA H200 without symmetric memory, as this device has none" in other.source
+    assert other.symmetric is None
     assert (other.device, other.memory, other.ranks_per_host, other.peak) == ("Some GPU", 80 << 30, 4, 0)
     assert other.rates[0].forward < h200().rates[0].forward
     assert built_in("CPU", "cpu_flash", 1 << 30, 2).symmetric is None
+
+
+@pytest.mark.parametrize(
+    ("device", "key"),
+    [
+        *(("NVIDIA H200", "h200"), ("h200", "h200"), ("NVIDIA H200 NVL", "h200-nvl"), ("NVIDIA B200", "b200")),
+        *(("NVIDIA H100 80GB HBM3", "h100"), ("H100 SXM5", "h100"), ("NVIDIA H100 PCIe", "h100-pcie")),
+        *(("NVIDIA H100 NVL", "h100-nvl"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-SXM4-40GB", "a100-40gb")),
+        *(("NVIDIA GeForce RTX 4090", "rtx4090"), ("RTX4090", "rtx4090"), ("NVIDIA L40S", "l40s")),
+        *((name, None) for name in ("NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA A100-PCIE-40GB")),
+        *((name, None) for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A10G", "NVIDIA L40", "NVIDIA H20")),
+        *((name, None) for name in ("NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "")),
+    ],
+)
+def test_a_device_is_known_by_its_whole_name(device, key):
+    assert data_sheet(device) == (DATA_SHEETS[key] if key else None)
+
+
+def test_memory_is_what_torch_reports():
+    assert h200().memory == by_data_sheet(DATA_SHEETS["h200"]).memory == int(139.8 * 2**30)
+    assert by_data_sheet(DATA_SHEETS["rtx4090"]).memory < 24 * 10**9 * 1.06
+    assert all("NVIDIA" in sheet.source and "torch" in sheet.source for sheet in DATA_SHEETS.values())

@@ -184,6 +184,19 @@ def test_a_model_that_is_not_patched_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_a_model_whose_size_cannot_be_told_is_trained_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def untold(*_: Any) -> None:
+        raise ConfigError("The sizes cannot be told.")
+
+    monkeypatch.setattr("hf_burst.hf.monitor.model_size", untold)
+    logs = watch(0, 1, str(tmp_path), Case(burst=1), {})
+    assert len(logs) == STEPS
+    assert all(KEYS - {"mfu"} <= set(entry) and "mfu" not in entry for entry in logs)
+    assert "BurstCallback logs no mfu. The sizes cannot be told." in caplog.text
+
+
 def late(rank: int, size: int, schedule: str) -> float:
     """Attention that rank 1 begins half a second after the others; the seconds of messages."""
     group = ContextGroup.from_mesh(dist.group.WORLD)

@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         `int`: The exit code: 0 if all is well, 1 if it cannot be done, after a sentence that says why, 130 if it was
-        interrupted. (argparse ends the process with 2 for words that it does not know.)
+        interrupted. For `plan` 1 is a training that does not fit, and 2 what cannot be planned. (argparse ends the
+        process with 2 for words that it does not know.)
     """
     try:
         status = _run(argv)
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except BurstError as problem:
         print(f"hf-burst: {problem}", file=sys.stderr)
-        return 1
+        return 2 if list(sys.argv[1:] if argv is None else argv)[:1] == ["plan"] else 1
     except KeyboardInterrupt:
         print("hf-burst: interrupted", file=sys.stderr)
         return 130

@@ -114,14 +114,21 @@ def _dtype(device: torch.device) -> torch.dtype:
 def _machine(arguments: argparse.Namespace, group: ContextGroup, device: torch.device, ranks: int) -> Machine:
     """The machine that is named, that of this launch, or for another number of ranks one with as many hosts."""
     if arguments.machine:
-        return replace(named(arguments.machine), ranks_per_host=arguments.ranks_per_host or min(ranks, 8))
+        per_host = arguments.ranks_per_host or min(ranks, 8)
+        _check_hosts(ranks, per_host)
+        return replace(named(arguments.machine), ranks_per_host=per_host)
     if ranks == group.size and not arguments.ranks_per_host:
         return machine_for(group, device)
     gpus = torch.cuda.device_count() if device.type == "cuda" else ranks
     per_host = arguments.ranks_per_host or (gpus if ranks % gpus == 0 else ranks)
+    _check_hosts(ranks, per_host)
+    return machine_of(device, ranks, per_host)
+
+
+def _check_hosts(ranks: int, per_host: int) -> None:
+    """Raises if hosts of this size do not divide the ranks."""
     if ranks % per_host:
         raise ConfigError(f"{ranks} ranks do not lie on hosts of {per_host} each: give --ranks-per-host that divides.")
-    return machine_of(device, ranks, per_host)
 
 
 def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:

@@ -30,6 +30,12 @@ _MOST_RANKS, _MOST_DRAWN = 256, 64  # counted, and drawn, within seconds
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    add_ring_arguments(parser)
+    sizing.add_arguments(parser)
+
+
+def add_ring_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of a mask and its plan."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
     parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself (default all)")
     length = f"tokens of all ranks (default {_LENGTH}, or those of the documents)"
@@ -41,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rotating = 'the rotating block: K and V, or Q as in "burst" backward'
     parser.add_argument("--rotating", choices=get_args(Rotating), default="kv", help=rotating)
     parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
-    sizing.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     _, rank = launched()
     if rank:
         return 0
+    _check_options(arguments)
     if arguments.model:
         if arguments.length is None and not arguments.documents:
             raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
@@ -65,6 +71,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         print(f"picture in {arguments.out}")
     return 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises for options that only count with `--model`, or only without it."""
+    parser = argparse.ArgumentParser()
+    sizing.add_arguments(parser)
+    training = set(vars(parser.parse_args([])))
+    add_ring_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    rings = set(defaults) - training - {"length", "documents"}
+    ignored = [name for name in (rings if arguments.model else training) if getattr(arguments, name) != defaults[name]]
+    if ignored:
+        names = {"checkpointing": "no-checkpointing", "fused": "plain-kernels"}
+        options = ", ".join(sorted(f"--{names.get(name, name).replace('_', '-')}" for name in ignored))
+        how = "have no meaning with --model" if arguments.model else "need --model"
+        raise ConfigError(f"These options {how}: {options}. See hf-burst plan --help.")
 
 
 def _write_picture(out: Path, plan: Plan, rotating: Rotating) -> None:

@@ -25,6 +25,10 @@ from ..plan.model import Sharded, Weights
 
 _ROOM = 0.92  # of the memory; the rest is for the allocator, NCCL and what CUDA itself takes
 _HELP = f"a name on the hub, a folder or config.json of a model, a class of Transformers, or one of {', '.join(SHAPES)}"
+_PRECISION = {
+    "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
+    "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
+}
 Row = tuple[Training, StepEstimate, MemoryEstimate]
 
 
@@ -47,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) -> int:
-    """Prints what is predicted; the exit status is 0 if it fits, 1 if not."""
+    """Prints what is predicted; the exit status is 0 if it fits, 1 if not. Raises for what cannot be, which is 2."""
+    if arguments.lora < 0:
+        raise ConfigError(f"--lora is {arguments.lora}; give the rank of the adapters, at least 1.")
     model, (machine, gpus) = find_model(arguments.model, arguments.trust_remote_code), find_machine(arguments)
     options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
     training = Training(length, gpus, gpus, documents, attention_keep=arguments.attention_keep, **options)
@@ -73,10 +79,14 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
 def find_machine(arguments: argparse.Namespace) -> tuple[Machine, int]:
     """The machine that is named, or this one, or H200s; and the number of GPUs."""
     here = torch.cuda.device_count()
-    gpus = arguments.gpus or here or 8
-    per_host = arguments.gpus_per_host or (here if here and not arguments.machine else 8)
+    gpus = (here or 8) if arguments.gpus is None else arguments.gpus
+    per_host = arguments.gpus_per_host
+    if per_host is None:
+        per_host = here if here and not arguments.machine else 8
     if min(gpus, per_host) < 1:
         raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
+    if gpus > per_host and gpus % per_host:
+        raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
     if arguments.machine or not here:
         return replace(named(arguments.machine or "h200"), ranks_per_host=per_host), gpus
     return machine_of(torch.device("cuda", 0), gpus, min(per_host, gpus)), gpus
@@ -105,6 +115,7 @@ def fits(memory: MemoryEstimate, machine: Machine) -> bool:
 def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None) -> list[str]:
     """What is predicted, in lines."""
     (training, *_), room = rows[0], machine.memory / 2**30
+    spread = training.sharded if training.shards > 1 else "ddp"
     what = f"adapters of rank {training.lora} on" if training.lora else "all"
     again = f"layers checkpointed, attention_keep={training.attention_keep:g}"
     cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
@@ -120,8 +131,9 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
     lines = [
         str(model),
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
-        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {training.sharded}, "
+        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {spread}, "
         + (again if training.checkpointing else "nothing checkpointed"),
+        *([] if training.weights == "4bit" else [_PRECISION[training.weights]]),
         "",
         *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
         "",

@@ -1,5 +1,6 @@
 """What people watch while a model trains: speed, memory, balance and messages, in the logs of `Trainer`."""
 
+import logging
 import resource
 import sys
 import time
@@ -12,13 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from ..errors import ConfigError
+from ..errors import BurstError, ConfigError
 from ..layout import SequenceLayout
 from ..plan import ModelSize, data_sheet
 from ..resources import resources_of
 from ..ring import ExchangeClock
 from .accelerate import PATCH, resolve_group
 from .model_size import model_size
+
+logger = logging.getLogger(__name__)
 
 
 class BurstCallback(TrainerCallback):
@@ -72,7 +75,11 @@ class BurstCallback(TrainerCallback):
                 "BurstCallback watches models that hf_burst has patched, and the trainer's is not. Call "
                 "hf_burst.patch_model(model) before the trainer is made."
             )
-        self.size: ModelSize = model_size(type(model), model.config)
+        self.size: ModelSize | None = None
+        try:
+            self.size = model_size(type(model), model.config)
+        except BurstError as problem:
+            logger.warning("BurstCallback logs no mfu. %s", problem)
         self.patch = getattr(model, PATCH)
         self.group = resolve_group(self.patch.group)
         self.trained = _share_that_learns(trained)
@@ -132,7 +139,9 @@ class BurstCallback(TrainerCallback):
     def _numbers(self) -> dict[str, float]:
         """The numbers of all ranks."""
         tokens = sum(tokens_of(layout) for layout in self.layouts)
-        flops = self.size.flops(tokens, sum(pairs_of(layout, self.size) for layout in self.layouts), self.trained)
+        flops = 0.0
+        if self.size is not None:
+            flops = self.size.flops(tokens, sum(pairs_of(layout, self.size) for layout in self.layouts), self.trained)
         imbalance = sum(layout.imbalance for layout in self.layouts) / len(self.layouts)
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
@@ -142,7 +151,7 @@ class BurstCallback(TrainerCallback):
         *_, seconds, memory, imbalance, exchange = every.max(0).values.tolist()
         return {
             "tokens_per_second_per_gpu": tokens_each / seconds,
-            **({"mfu": flops_each / seconds / self.peak} if self.peak else {}),
+            **({"mfu": flops_each / seconds / self.peak} if self.peak and self.size else {}),
             "peak_memory_gib": memory,
             "packing_imbalance": imbalance,
             **({"exchange_seconds": exchange} if exchange >= 0 else {}),
@@ -163,9 +172,9 @@ def tokens_of(layout: SequenceLayout) -> int:
     return sum(stop - start for start, stop in _spans(layout))
 
 
-def pairs_of(layout: SequenceLayout, size: ModelSize) -> int:
+def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
     """The (query, key) pairs of these tokens, added up over the layers of a model."""
-    pairs = 0
+    pairs = 0.0
     for (start, stop), row in zip(_spans(layout), layout.documents, strict=True):
         bounds = (0, *(bound - start for bound in row if start < bound < stop), stop - start)
         if stop > start:

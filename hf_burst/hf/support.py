@@ -134,10 +134,15 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
 def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[MaskPattern]:
     """How many layers of a model see how far, by its config: the chunks of a batch are balanced for this. Layers of
     unknown kinds count as seeing whole documents."""
+    return Counter(pattern for _, pattern in patterns_of_layers(config, task))
+
+
+def patterns_of_layers(config: PreTrainedConfig, task: Task = CAUSAL) -> list[tuple[PreTrainedConfig, MaskPattern]]:
+    """The config of each layer of a model, and how far it sees."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
-    return Counter(_pattern(layer, kind, task) for layer, kind in zip(layers, types, strict=True))
+    return [(layer, _pattern(layer, kind, task)) for layer, kind in zip(layers, types, strict=True)]
 
 
 def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:

@@ -3,6 +3,7 @@ seconds from them, `hf_burst.calibrate` measures them. Data sheets stand in for 
 
 import json
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -145,30 +146,39 @@ class DataSheet(NamedTuple):
     """What a vendor says of a GPU."""
 
     device: str
-    memory: float  # bytes
+    memory: float  # GiB, as torch reports them: less than what the vendor says
     bandwidth: float  # of the memory, bytes/s
     peak: float  # FLOP/s in bf16, summed in fp32, not sparse
     link: float  # bytes/s to the other GPUs of a host, each way
     reads_peers: bool = True  # whether a GPU reads the memory of others
     kernel: str = "flash_attn_4"
+    source: str = "NVIDIA's data sheet; memory about what torch reports"
 
 
-# NVIDIA's data sheets. PCIe is counted as x16 of its generation; where GPUs have nothing else, hosts copy for them.
+_SEEN = "NVIDIA's data sheet; memory by torch.cuda.mem_get_info on one"
+# PCIe is counted as x16 of its generation; where GPUs have nothing else, hosts copy for them. NVLink bridges, which
+# join two or four of a host's cards, are not counted.
 DATA_SHEETS = {
-    "b200": DataSheet("NVIDIA B200", 180e9, 8.0e12, 2250e12, 900e9),
-    "h200": DataSheet("NVIDIA H200", 141e9, 4.8e12, 989e12, 450e9),
-    "h100": DataSheet("NVIDIA H100 SXM", 80e9, 3.35e12, 989e12, 450e9),
-    "a100": DataSheet("NVIDIA A100 SXM 80GB", 80e9, 2.04e12, 312e12, 300e9, kernel="flash_attn_2"),
-    "l40s": DataSheet("NVIDIA L40S", 48e9, 0.864e12, 362e12, 32e9, False, "flash_attn_2"),
-    "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 32e9, 1.79e12, 209e12, 64e9, False, "flash_attn_2"),
-    "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 24e9, 1.01e12, 165e12, 32e9, False, "flash_attn_2"),
+    "b200": DataSheet("NVIDIA B200", 178, 8.0e12, 2250e12, 900e9),
+    "h200": DataSheet("NVIDIA H200", 139.8, 4.8e12, 989e12, 450e9, source=_SEEN),
+    "h200-nvl": DataSheet("NVIDIA H200 NVL", 139.8, 4.8e12, 835e12, 64e9, False),
+    "h100": DataSheet("NVIDIA H100 SXM", 79.2, 3.35e12, 989e12, 450e9, source=_SEEN),
+    "h100-nvl": DataSheet("NVIDIA H100 NVL", 93.1, 3.9e12, 835e12, 64e9, False),
+    "h100-pcie": DataSheet("NVIDIA H100 PCIe", 79.2, 2.0e12, 756e12, 64e9, False),
+    "a100": DataSheet("NVIDIA A100 SXM 80GB", 79.3, 2.04e12, 312e12, 300e9, kernel="flash_attn_2"),
+    "a100-40gb": DataSheet("NVIDIA A100 SXM 40GB", 39.4, 1.555e12, 312e12, 300e9, kernel="flash_attn_2"),
+    "l40s": DataSheet("NVIDIA L40S", 44.4, 0.864e12, 362e12, 32e9, False, "flash_attn_2"),
+    "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 31.4, 1.79e12, 209e12, 64e9, False, "flash_attn_2"),
+    "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 23.5, 1.01e12, 165e12, 32e9, False, "flash_attn_2"),
 }
+# words in the names of these GPUs that tell none of them from another
+_PLAIN = {"nvidia", "geforce", "gpu", "sxm", "sxm4", "sxm5", "sxm6", "80gb", "hbm3", "hbm3e"}
 
 
 def data_sheet(device: str) -> DataSheet | None:
-    """The data sheet of a device, by the name that torch or a user calls it."""
-    name = "".join(letter for letter in device.lower() if letter.isalnum())
-    return next((sheet for key, sheet in DATA_SHEETS.items() if key in name), None)
+    """The data sheet of a device, by the name that torch or a user calls it; `None` for variants without one."""
+    words = "".join(word for word in re.findall("[a-z0-9]+", device.lower()) if word not in _PLAIN)
+    return next((sheet for key, sheet in DATA_SHEETS.items() if key.replace("-", "") == words), None)
 
 
 def h200(kernel: str = "flash_attn_4") -> Machine:
@@ -190,7 +200,7 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
         rates=tuple(KernelRate(scores, share * fwd, share * bwd) for scores, fwd, bwd in small + large),
         launch=6e-6,
         memory_bandwidth=4.0e12,
-        memory=141 * 10**9,
+        memory=int(DATA_SHEETS["h200"].memory * 2**30),
         products=670e12,
         p2p=Link(latency=0.12e-3, bandwidth=360e9, drag=0.5),
         between_hosts=Link(latency=0.15e-3, bandwidth=45e9, drag=0.5),
@@ -223,7 +233,7 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         kernel=kernel or sheet.kernel,
         rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
-        memory=int(sheet.memory),
+        memory=int(sheet.memory * 2**30),
         products=computing * measured.products,
         p2p=p2p,
         symmetric=symmetric if sheet.reads_peers else None,
@@ -263,5 +273,6 @@ def built_in(device: str, kernel: str, memory: int, ranks_per_host: int) -> Mach
     sheet = data_sheet(device)
     known = cpu(kernel) if device == "CPU" else by_data_sheet(sheet, kernel) if sheet else h200(kernel)
     if sheet is None and device != "CPU":
-        known = replace(known, peak=0.0, source=f"built in: those of an {known.device}, as this device has none")
+        source = f"built in: those of an {known.device} without symmetric memory, as this device has none"
+        known = replace(known, symmetric=None, peak=0.0, source=source)
     return replace(known, device=device, memory=memory, ranks_per_host=ranks_per_host)

@@ -56,14 +56,16 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
         training ([`Training`]): How.
         machine ([`Machine`]): On what; it decides how blocks travel.
     """
-    number, trained, tokens = (4 if training.weights == "fp32" else 2), training.trained(model), training.tokens
+    number, trained, tokens = training.number, training.trained(model), training.tokens
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     layers = model.layers if training.checkpointing else 0
     row = kept_by_layer(model, training.fused)
     one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
-    every = 2 * tokens * model.layers * (row + model.hidden) if not layers else 0
+    copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
+    one += in_between + (copies / model.layers if layers else 0)
+    every = 2 * tokens * model.layers * (row + model.hidden) + copies if not layers else 0
     unit = 2 * (model.weights - table) / model.layers  # bytes of a layer in bf16
     gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
     logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
@@ -108,8 +110,16 @@ def kept_by_layer(model: ModelSize, fused: bool) -> int:
     return kept if fused else kept + model.inner + 4 * model.hidden
 
 
+def _casts(model: ModelSize) -> tuple[int, int]:
+    """Bytes a token of peft's casts to fp32: what all layers keep, and what is there in between. Each adapter keeps a
+    copy of its input, made anew by autocast, where one in bf16 shares that of the others. The gradient of the widest
+    input, in bf16, becomes one in fp32."""
+    shared = model.layers * (2 * model.hidden + model.inner)
+    return 2 * max(0, model.adapter_inputs - shared), 6 * model.inner
+
+
 def _weights(model: ModelSize, training: Training, number: int) -> float:
     """Bytes of the weights on one GPU. With 4 bits only layers are quantised."""
-    held = (training.trained(model) + (model.weights if training.lora else 0)) * number / training.shards
+    held = (training.trained(model) * number + (2 * model.weights if training.lora else 0)) / training.shards
     apart = model.vocabulary * model.hidden * (1 if model.tied else 2)
-    return held - (number - _NF4) * (model.weights - apart) if training.weights == "4bit" else held
+    return held - (2 - _NF4) * (model.weights - apart) if training.weights == "4bit" else held

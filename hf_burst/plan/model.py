@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..config import BurstConfig
 from ..errors import ConfigError
 from .mask import MaskPattern
 
@@ -20,7 +21,7 @@ class ModelSize:
         hidden (`int`): Elements of a hidden state.
         inner (`int`): Elements of a token inside of its MLP, of all experts that it is sent to.
         q_heads, kv_heads (`int`): Query and key heads.
-        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values.
+        head_dim, value_dim (`int`): Sizes of the heads of queries and keys, and of values (means if layers differ).
         vocabulary (`int`): Tokens that there are.
         weights (`int`): All parameters.
         used (`int`): Weights that one token is multiplied with. Tables of embeddings are left out, and so are the
@@ -28,7 +29,9 @@ class ModelSize:
         head (`int`): Those of them in the language-model head.
         tied (`bool`): Whether the head shares its weights with the embeddings.
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
-        patterns (`tuple[tuple[MaskPattern, int], ...]`): How many layers see how far.
+        adapter_inputs (`int`): Inputs of a token to all of these linear layers.
+        patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
+            the mean size counts as two.
     """
 
     name: str
@@ -45,7 +48,8 @@ class ModelSize:
     head: int
     tied: bool
     adapted: int
-    patterns: tuple[tuple[MaskPattern, int], ...]
+    adapter_inputs: int
+    patterns: tuple[tuple[MaskPattern, float], ...]
 
     def __str__(self) -> str:
         return (
@@ -63,13 +67,13 @@ class ModelSize:
         """Elements of a token's keys, and of its values."""
         return self.kv_heads * (self.head_dim + self.value_dim) // 2
 
-    def flops(self, tokens: int, pairs: int, trained: float = 1.0) -> float:
+    def flops(self, tokens: int, pairs: float, trained: float = 1.0) -> float:
         """Floating point operations of a training step that computes nothing twice, as model FLOPs utilisation counts
         them: 6 for each weight and token, 4 if it is frozen, and 12 for each pair and element of the queries.
 
         Args:
             tokens (`int`): Of all sequences.
-            pairs (`int`): (query, key) pairs that are admitted, added up over the layers.
+            pairs (`float`): (query, key) pairs that are admitted, added up over the layers.
             trained (`float`, defaults to 1.0): Share of the weights that learn.
         """
         return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries
@@ -86,8 +90,9 @@ class Training:
         documents (`tuple[int, ...]`, defaults to one document): Cumulative boundaries of packed documents.
         sharded (`str`, defaults to `"fsdp2"`): `"fsdp2"` shards weights, gradients and optimizer over all GPUs,
             `"ddp"` nothing.
-        weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three,
-            computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under adapters, which no GPU shards.
+        weights (`str`, defaults to `"bf16"`): `"bf16"` for weights, gradients and optimizer; `"fp32"` for all three of
+            the weights that learn, computed with in bf16 (mixed precision); or `"4bit"` for frozen weights under
+            adapters, which no GPU shards. Frozen weights are else in bf16.
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
         attention_keep (`float`, defaults to 1.0): As in [`BurstConfig`].
@@ -110,8 +115,7 @@ class Training:
         sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
         if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
-        if not 0 <= self.attention_keep <= 1:
-            raise ConfigError(f"attention_keep is {self.attention_keep}; it is the share that is kept, 0 to 1.")
+        BurstConfig(attention_keep=self.attention_keep)  # raises for shares that it does not take
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (--lora).")
 
@@ -119,6 +123,16 @@ class Training:
     def tokens(self) -> int:
         """Those of one GPU."""
         return -(-self.length // self.burst_size)
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of a trained weight, its gradient or the optimizer."""
+        return 4 if self.weights == "fp32" else 2
+
+    @property
+    def casts(self) -> bool:
+        """Whether peft casts the inputs of adapters to fp32, and autocast these to bf16 again."""
+        return bool(self.lora) and self.weights == "fp32"
 
     @property
     def shards(self) -> int:

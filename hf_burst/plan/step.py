@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..config import Schedule
+from ..errors import ConfigError
 from .balance import assign
 from .choose import choose
 from .cost import Cost, estimate
@@ -55,19 +56,19 @@ class StepEstimate:
         return self.flops / self.total_s / machine.peak if machine.peak else 0.0
 
 
-def masks_of(model: ModelSize, training: Training) -> list[tuple[int, Mask]]:
+def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     """The layers of each kind, those that see the most first: how many, and their mask."""
     documents = training.documents or (0, training.length)
     masks = [(count, pattern.mask(training.length, documents)) for pattern, count in model.patterns]
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 
-def attention_costs(model: ModelSize, training: Training, machine: Machine) -> list[tuple[int, Schedule, Cost]]:
+def attention_costs(model: ModelSize, training: Training, machine: Machine) -> list[tuple[float, Schedule, Cost]]:
     """The layers of each kind, as [`masks_of`] has them: how many, their schedule and what one of them costs."""
     ranks, costs = training.burst_size, []
     shapes = Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, 2, 4)
     masks = masks_of(model, training)
-    owners = assign(tuple(mask for _, mask in masks), ranks, weights=tuple(count for count, _ in masks))
+    owners = assign(tuple(mask for _, mask in masks), ranks, weights=tuple(max(1, round(count)) for count, _ in masks))
     for count, mask in masks:
         layer = Layer((mask,), cut(training.length, owners), shapes)
         per_host = min(machine.ranks_per_host, ranks)
@@ -85,30 +86,42 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
         machine ([`Machine`]): On what.
     """
     costs = attention_costs(model, training, machine)
-    again = (1 - training.attention_keep) ** 2 if training.checkpointing else 0.0  # of what causal queries see
     kernels = sum(count * (cost.kernels_s + cost.other_s) for count, _, cost in costs)
-    repeated = again * sum(count * cost.forward_s for count, _, cost in costs)
+    masks = masks_of(model, training)
+    repeated = sum(
+        count * cost.forward_s * _again(mask, training)
+        for (count, mask), (_, _, cost) in zip(masks, costs, strict=True)
+    )
     multiplying = products(model, training) / machine.products
     elementwise = _touched(model, training) / machine.memory_bandwidth
     beside = kernels + multiplying + elementwise
     exposed = sum(count * cost.exposed_s for count, _, cost in costs) + _sharding(model, training, machine, beside)
     trained = training.trained(model)
-    pairs = sum(count * mask.pairs for count, mask in masks_of(model, training))
+    pairs = sum(count * mask.pairs for count, mask in masks)
     return StepEstimate(
         attention_s=kernels + repeated,
         products_s=multiplying,
         elementwise_s=elementwise,
         exchange_s=exposed,
-        optimizer_s=_ADAMW * _number(training) * trained / training.shards / machine.memory_bandwidth,
+        optimizer_s=_ADAMW * training.number * trained / training.shards / machine.memory_bandwidth,
         tokens=training.tokens,
         flops=model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size,
         schedule=costs[0][1],
     )
 
 
-def _number(training: Training) -> int:
-    """Bytes of a number of a trained weight, its gradient or the optimizer."""
-    return 4 if training.weights == "fp32" else 2
+def _again(mask: Mask, training: Training) -> float:
+    """The share of an attention that a checkpointed layer computes again: the pairs of the first queries."""
+    keep = training.attention_keep
+    if not training.checkpointing or keep == 1:
+        return 0.0
+    if keep == 0:
+        return 1.0
+    if not mask.causal:
+        raise ConfigError(f"attention_keep is {keep}, and an encoder's first tokens see the rest. Take 1.0 or 0.0.")
+    length = max(1, round((1 - keep) * mask.length))
+    documents = (*(bound for bound in mask.documents if bound < length), length)
+    return Mask(length, True, mask.window, documents).pairs / mask.pairs
 
 
 def products(model: ModelSize, training: Training) -> float:
@@ -133,6 +146,8 @@ def _touched(model: ModelSize, training: Training) -> float:
     total = model.layers * (passes * forward + backward)
     if training.lora:  # read for the adapter; made, scaled and added
         total += (passes + 1) * 8 * model.adapted
+    if training.casts:  # to fp32 and back
+        total += (passes + 1) * 12 * model.adapter_inputs
     # FSDP copies gathered weights into place, and gradients to where they are sent from
     copies = 0 if training.shards == 1 else 2 * 2 * (2 * model.weights + (0 if training.lora else model.weights))
     return training.tokens * total + copies
@@ -144,9 +159,10 @@ def _sharding(model: ModelSize, training: Training, machine: Machine, beside: fl
     if training.gpus == 1:
         return 0.0
     link = machine.between_hosts if training.gpus > machine.ranks_per_host else machine.p2p
-    away = 2.0 * (training.gpus - 1) / training.gpus  # bytes that travel of a weight, in one direction
-    if training.sharded == "ddp":
-        total, ends = 2 * away * training.trained(model), 2 * away * training.trained(model) / model.layers
+    away = 2.0 * (training.gpus - 1) / training.gpus  # bytes that travel of a weight in bf16, in one direction
+    if training.shards == 1:  # gradients as they are, to be added and to come back
+        total = away * training.number * training.trained(model)
+        ends = total / model.layers
     else:
         table = model.vocabulary * model.hidden
         total = away * (2 * model.weights + (0 if training.lora else model.weights))

@@ -3,8 +3,9 @@
     python recipes/benchmarks/predictions.py --write    # the tables of docs/sizing.md
     python recipes/benchmarks/predictions.py --check    # whether they are those of this version
 
-Predicted is every result of hf_burst in `results/training_*.json` and `results/attention_*.json`, with the numbers of
-H200s that are built in (`hf_burst/plan/machine.py`). None of these numbers belongs to a case.
+Predicted is every result of hf_burst in `results/training_*.json`, `results/attention_*.json` and those of
+`recipes/sft.py` in `recipes/results`, with the numbers of H200s that are built in (`hf_burst/plan/machine.py`). None of
+these numbers belongs to a case.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,7 @@ from recipes.benchmarks.choice import layer_of, measured
 from recipes.benchmarks.training_job import SHAPES
 
 RESULTS = Path(__file__).parent / "results"
+RECIPES = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[2] / "docs/sizing.md"
 SETTINGS: dict[str, dict[str, Any]] = {
     "hf_burst, attention saved": {},
@@ -95,6 +98,34 @@ def training_steps() -> Iterator[Step]:
             )
 
 
+def recipe_steps() -> Iterator[Step]:
+    """The steps of recipes/sft.py under accelerate's bf16 mixed precision: FSDP2 for all weights, DDP for adapters."""
+    machine, model_class, sizes = h200(), SHAPES["llama-8b"][0], SHAPES["llama-8b"]
+    model = model_size(model_class, sizes[1](**sizes[2]))
+    for file in sorted(RECIPES.glob("sft_*_2xH200.json")):
+        result = json.loads(file.read_text())
+        words, gpus = result["command"], result["processes"]
+        length, lora = int(words[words.index("--max_length") + 1]), "--use_peft" in words
+        speeds = [step["tokens_per_second"] for step in result["steps"] if "tokens_per_second" in step]
+        spread = "ddp" if lora else "fsdp2"
+        training = Training(length, gpus, gpus, sharded=spread, weights="fp32", lora=16 * lora)
+        memory = estimate_memory(model, training, machine)
+        yield Step(
+            file=file.stem,
+            gpus=gpus,
+            model="llama-8b" + (", LoRA" if lora else ""),
+            length=length,
+            kept=f"attention saved, sft.py: fp32, {'DDP' if lora else 'FSDP2'}",
+            seconds=length / statistics.median(speeds),
+            predicted_seconds=estimate_step(model, training, machine).total_s,
+            gib=max(step["memory_gib"] for step in result["steps"]),
+            predicted_gib=(memory.total - memory.exchange) / GIB,
+            plain=False,
+            compiled=False,
+            first=False,
+        )
+
+
 class Attention(NamedTuple):
     """A measured attention, both passes, beside its prediction."""
 
@@ -140,7 +171,7 @@ def markdown() -> str:
     """Both tables."""
     lines = ["| model | GPUs | tokens | kept for the backward pass | seconds | predicted | GiB | predicted |"]
     lines.append("|---|---:|---:|---|---:|---:|---:|---:|")
-    for step in training_steps():
+    for step in chain(training_steps(), recipe_steps()):
         notes = [word for word, holds in (("compiled", step.compiled), ("without Liger", step.plain)) if holds]
         notes += ["first step"] if step.first else []
         kept = ", ".join([step.kept, *notes])
