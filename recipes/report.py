@@ -124,4 +124,7 @@ def write_log(trainer: Trainer) -> None:
     axes.set_title(describe(trainer).split(";")[0])
     axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=150)
-    print(f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}; checkpoint, loss.png and log are in {folder}")
+    held_out = f"; evaluation loss {evaluations[-1]['eval_loss']:.3f}" if evaluations else ""
+    print(
+        f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}{held_out}; checkpoint, loss.png and log are in {folder}"
+    )
