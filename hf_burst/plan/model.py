@@ -131,8 +131,9 @@ class Training:
 
     @property
     def casts(self) -> bool:
-        """Whether peft casts the inputs of adapters to fp32, and autocast these to bf16 again."""
-        return bool(self.lora) and self.weights == "fp32"
+        """Whether peft casts the inputs of adapters to fp32, and autocast these to bf16 again. Adapters that FSDP2 has
+        gathered are in bf16."""
+        return bool(self.lora) and self.weights == "fp32" and self.shards == 1
 
     @property
     def shards(self) -> int:
