@@ -125,6 +125,5 @@ def write_log(trainer: Trainer) -> None:
     axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=150)
     held_out = f"; evaluation loss {evaluations[-1]['eval_loss']:.3f}" if evaluations else ""
-    print(
-        f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}{held_out}; checkpoint, loss.png and log are in {folder}"
-    )
+    first, last = steps[0]["loss"], steps[-1]["loss"]
+    print(f"loss {first:.3f} -> {last:.3f}{held_out}; checkpoint, loss.png and log are in {folder}")
