@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .loss import IGNORE_INDEX, refuse_second_derivative, token_loss_sum, token_losses
+from .collectives import refuse_second_derivative
+from .loss import IGNORE_INDEX, token_loss_sum, token_losses
 from .ring import accumulation_dtype
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from .errors import KernelError
+from .collectives import all_gather
 from .layout import SequenceLayout
 from .mesh import ContextGroup
 from .ring import accumulation_dtype
@@ -70,7 +70,7 @@ def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -
     Returns:
         `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
     """
-    return layout.unshard(_AllGather.apply(tensor, group) if group.size > 1 else (tensor,))
+    return layout.unshard(all_gather(tensor, group))
 
 
 def gather_kept(tensor: Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> Tensor:
@@ -82,19 +82,10 @@ def gather_kept(tensor: Tensor, kept: Sequence[Sequence[int]], group: ContextGro
         group ([`ContextGroup`]): The ranks.
     """
     most = max(len(places) for places in kept)
-    shards = _AllGather.apply(functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1])), group)
+    shards = all_gather(functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1])), group)
     parts = zip(shards, kept, strict=True)
     rows = {place: shard[:, index] for shard, places in parts for index, place in enumerate(places)}
     return torch.stack([rows[place] for place in sorted(rows)], dim=1)
-
-
-def refuse_second_derivative() -> None:
-    """Raises a [`KernelError`] in a backward pass with `create_graph=True`, which would lose a gradient silently."""
-    if torch.is_grad_enabled():
-        raise KernelError(
-            "The loss and the outputs of a model over ranks have no second derivative: their gradients are found in "
-            "the forward pass, or over messages. Do without create_graph=True, or detach the gradients."
-        )
 
 
 class _GroupSum(torch.autograd.Function):
@@ -110,21 +101,3 @@ class _GroupSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.size, None
-
-
-class _AllGather(torch.autograd.Function):
-    """The tensors of all ranks; backward, the sum over the ranks of the gradients of this rank's tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ContextGroup) -> tuple[Tensor, ...]:
-        ctx.group = group
-        shards = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
-        dist.all_gather(shards, tensor.contiguous(), group=group.process_group)
-        return tuple(shards)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative()
-        total = torch.stack(gradients)
-        dist.all_reduce(total, group=ctx.group.process_group)
-        return total[ctx.group.rank], None

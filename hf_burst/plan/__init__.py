@@ -7,6 +7,7 @@ from .machine import DATA_SHEETS, KernelRate, Link, Machine, built_in, data_shee
 from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory
 from .model import SHAPES, ModelSize, Training
+from .segments import Segment, Segments, segments_of
 from .sharding import Sharding, cut, make_sharding
 from .step import StepEstimate, estimate_step
 from .steps import Plan, Step, Transfer, make_plan
@@ -18,9 +19,9 @@ from .work import Layer
 # fmt: off
 __all__ = [
     "DATA_SHEETS", "SHAPES", "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern",
-    "MemoryEstimate", "ModelSize", "Plan", "Shapes", "Sharding", "Step", "StepEstimate", "Tile", "Traffic",
-    "Training", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut", "data_sheet",
-    "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance", "imbalance_of_steps", "make_plan",
-    "make_sharding", "name_of", "named", "rank_traffic", "tiles_between", "verify_plan",
+    "MemoryEstimate", "ModelSize", "Plan", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile",
+    "Traffic", "Training", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
+    "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance", "imbalance_of_steps",
+    "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "segments_of", "tiles_between", "verify_plan",
 ]
 # fmt: on

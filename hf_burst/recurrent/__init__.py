@@ -1,0 +1,18 @@
+"""Layers that carry a state from token to token, over shards: runs of tokens, what they do to a state, and how that
+composes. Knows nothing of Transformers."""
+
+from .delta import delta_rule_by_heads, delta_rule_by_states
+from .exchange import own_heads
+from .halo import causal_convolution
+from .pieces import Rule
+from .scan import scan_by_channels, scan_by_states
+
+__all__ = [
+    "Rule",
+    "causal_convolution",
+    "delta_rule_by_heads",
+    "delta_rule_by_states",
+    "own_heads",
+    "scan_by_channels",
+    "scan_by_states",
+]

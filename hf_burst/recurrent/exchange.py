@@ -1,0 +1,43 @@
+"""Whole sequences of some heads in place of some tokens of all heads, and back."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..attention import heads_to_tokens, tokens_to_heads
+from ..collectives import all_gather
+from ..mesh import ContextGroup
+from ..plan import Segments, Sharding, segments_of
+
+
+def whole_segments(segments: Segments) -> Segments:
+    """Those of one process that holds the whole sequence: the documents."""
+    start, stop = segments.sharding.start, segments.sharding.stop
+    return segments_of(Sharding((start, stop), (0,), 1), segments.documents)
+
+
+def to_heads(x: Tensor, segments: Segments, group: ContextGroup) -> Tensor:
+    """This rank's tokens of all heads, `(batch, n, heads, ...)`, for all tokens of its heads, `(batch, length, most
+    heads of a rank, ...)`. Heads of zeros are appended where the ranks do not divide them."""
+    rest = x.shape[3:]
+    x = functional.pad(x.reshape(*x.shape[:3], -1), (0, 0, 0, -x.shape[2] % group.size))
+    whole = tokens_to_heads(x, segments.sharding, group)
+    return whole.reshape(*whole.shape[:3], *rest)
+
+
+def to_tokens(x: Tensor, heads: int, segments: Segments, group: ContextGroup) -> Tensor:
+    """The way back of outputs `(batch, length, most heads of a rank, dim)`, to `(batch, n, heads, dim)`."""
+    return heads_to_tokens(x, segments.sharding, group)[:, :, :heads]
+
+
+def own_heads(x: Tensor, group: ContextGroup) -> Tensor:
+    """What belongs to the heads of this rank, of a tensor `(heads, ...)`; zeros for those that are appended."""
+    padded = functional.pad(x, (0, 0) * (x.ndim - 1) + (0, -len(x) % group.size))
+    return padded.chunk(group.size)[group.rank]
+
+
+def whole_tokens(x: Tensor, segments: Segments, group: ContextGroup) -> Tensor:
+    """All tokens, `(batch, length, ...)`, from this rank's, `(batch, n, ...)`."""
+    shards, sharding = all_gather(x, group), segments.sharding
+    runs = sorted((run.start, rank, run) for rank in range(group.size) for run in sharding.runs(rank))
+    return torch.cat([shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs], dim=1)

@@ -1,0 +1,48 @@
+"""What the segments of a document hand on from rank to rank: one slot for each segment that has a successor."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import all_gather
+from ..mesh import ContextGroup
+from ..plan import Segments
+
+Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment
+
+
+def gather_slots(own: Sequence[Tensor], segments: Segments, group: ContextGroup) -> Slots:
+    """What every segment with a successor hands on.
+
+    Args:
+        own (sequence of `torch.Tensor`, all of one shape): What the segments of this rank hand on, one after another.
+        segments ([`Segments`]): Those of all ranks.
+        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+
+    Returns:
+        `dict` from rank and place of a segment to a tensor of that shape. Gradients of all ranks are summed on the way
+        back; all ranks must take it, see [`take_part`].
+    """
+    mine = [own[index] for rank, index in segments.slots if rank == group.rank]
+    mine += [own[0]] * (segments.most_slots - len(mine))  # nobody reads it, but the way back needs all ranks
+    every = all_gather(torch.stack(mine), group)
+    return {piece: every[piece[0]][place] for piece, place in segments.slots.items()}
+
+
+def take_part(output: Tensor, slots: Slots) -> Tensor:
+    """The output itself, by whose backward pass this rank takes part in that of the slots, also where it used none."""
+    return _TakePart.apply(output, *slots.values())
+
+
+class _TakePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *slots: Tensor) -> Tensor:
+        ctx.like = [(slot.shape, slot.dtype, slot.device) for slot in slots]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
+        return gradients[0], *zeros

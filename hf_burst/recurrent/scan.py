@@ -1,0 +1,82 @@
+"""State-space scans over shards: Mamba2 (arXiv 2405.21060) and Mamba1 (arXiv 2312.00752).
+
+In Mamba2, a token multiplies the state of a head by one number, `exp(dt A)`, and adds `dt x B^T`. A run of tokens
+therefore does `S_out = exp(sum dt A) S_in + S_own`, and its outputs are `y = y_own + exp(cumsum dt A) S_in C`. All but
+`y_own` is found here, from what goes into the model's own function.
+
+In Mamba1 every channel has a decay for each number of its state, and kernels take no state to begin with. Its channels
+are exchanged.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..mesh import ContextGroup
+from ..plan import Segments
+from .exchange import to_heads, to_tokens, whole_segments, whole_tokens
+from .gather import take_part
+from .pieces import Rule, cut
+from .states import by_number, incoming_states
+
+
+def scan_by_states(
+    rule: Rule, inputs: Sequence[Tensor], steps: Tensor, decay: Tensor, segments: Segments, group: ContextGroup
+) -> Tensor:
+    """The scan of Mamba2 of each document by itself; states pass from rank to rank.
+
+    Args:
+        rule ([`Rule`]): The scan, of `inputs`, without states.
+        inputs (four `torch.Tensor`): `x` of shape `(batch, n, heads, P)`, `dt` as the rule takes it `(batch, n,
+            heads)`, B and C `(batch, n, groups, N)`, of this rank's tokens.
+        steps (`torch.Tensor` of shape `(batch, n, heads)`): `dt` as it is applied, in fp32.
+        decay (`torch.Tensor` of shape `(heads,)`): A, below 0.
+        segments ([`Segments`]): Those of all ranks.
+        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, n, heads, P)`.
+    """
+    x, _, b, _ = inputs
+    own, groups = segments.by_rank[group.rank], b.shape[2]
+    outputs, _ = rule(cut(inputs, own))
+    ends, logs = list[Tensor](), list[Tensor]()  # of each segment: its own state, (heads, P, N); cumsum dt A
+    for x_own, b_own, step in cut((x, b, steps), own):
+        log = (step * decay).cumsum(0)
+        weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
+        end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
+        ends.append(end.flatten(0, 1))
+        logs.append(log)
+    incoming, slots = incoming_states(ends, [log[-1].exp() for log in logs], by_number, segments, group)
+    for index, (state, (c_own,)) in enumerate(zip(incoming, cut((inputs[3],), own), strict=True)):
+        if state is not None:
+            read = torch.einsum("ghpn,tgn->tghp", state.unflatten(0, (groups, -1)), c_own.to(state.dtype))
+            read = read.flatten(1, 2) * logs[index].exp()[..., None]
+            outputs[index] = outputs[index] + read.to(outputs[index].dtype)
+    return take_part(torch.cat(outputs).view(x.shape), slots)
+
+
+def scan_by_channels(
+    rule: Rule, channels: Sequence[Tensor], shared: Sequence[Tensor], segments: Segments, group: ContextGroup
+) -> Tensor:
+    """A scan of each document by itself; every rank has whole sequences of some channels, or heads.
+
+    Args:
+        rule ([`Rule`]): The scan, of `channels` and then `shared`, without states, for the channels of this rank.
+        channels (sequence of `torch.Tensor` of shape `(batch, n, channels, ...)`): Those with a part for each channel;
+            the output is as large as the first one.
+        shared (sequence of `torch.Tensor` of shape `(batch, n, ...)`): Those that all channels need.
+        segments ([`Segments`]): Those of all ranks.
+        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+
+    Returns:
+        `torch.Tensor` of the shape of the first tensor.
+    """
+    like, whole = channels[0], whole_segments(segments)
+    spread = [to_heads(tensor, segments, group) for tensor in channels]
+    spread += [whole_tokens(tensor, segments, group) for tensor in shared]
+    outputs, _ = rule(cut(spread, whole.by_rank[0]))
+    out = torch.cat(outputs).view(like.shape[0], -1, *spread[0].shape[2:])
+    flat = out.reshape(*out.shape[:3], -1)
+    return to_tokens(flat, like.shape[2], segments, group).reshape(like.shape)

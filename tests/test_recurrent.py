@@ -1,0 +1,222 @@
+"""Layers with a state over shards: beside one process that goes through every document token by token, in fp64."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_burst.layout import SequenceLayout
+from hf_burst.mesh import ContextGroup
+from hf_burst.plan import Segments, segments_of
+from hf_burst.recurrent import (
+    Rule,
+    causal_convolution,
+    delta_rule_by_heads,
+    delta_rule_by_states,
+    own_heads,
+    scan_by_channels,
+    scan_by_states,
+)
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+HEADS, KEYS, WIDTH, STATE, REACH = 4, 5, 3, 6, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, and how it is cut."""
+
+    documents: tuple[tuple[int, ...], ...]
+    chunking: str | tuple[int, ...] = "balanced"
+
+
+CASES = {
+    "one document": Case(((0, 53),)),
+    "zigzag": Case(((0, 47),), "zigzag"),
+    "contiguous": Case(((0, 41),), "contiguous"),
+    "documents": Case(((0, 1, 2, 5, 7, 18, 31, 32, 53),)),
+    "ends at the edges of chunks": Case(((0, 12, 24, 36, 48),), "contiguous"),
+    "rows": Case(((0, 43), (0, 11, 43), (0, 1, 2, 3, 43)), "zigzag"),
+    "chunks shorter than the halo": Case(((0, 24),), (0, 1, 2, 3) * 3),
+}
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The delta rule of a batch of sequences `(batch, tokens, heads, ...)`."""
+    repeats, outputs = v.shape[2] // k.shape[2], []
+    q, k = (tensor.repeat_interleave(repeats, dim=2) for tensor in (q, k))
+    for t in range(q.shape[1]):
+        state = state * (g[:, t, :, None, None] if g.ndim == 3 else g[:, t, :, :, None]).exp()
+        error = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, dim=1), state
+
+
+def scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """The scan of Mamba2, of a batch of sequences."""
+    repeats, outputs = x.shape[2] // b.shape[2], []
+    b, c = (tensor.repeat_interleave(repeats, dim=2) for tensor in (b, c))
+    state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
+    for t in range(x.shape[1]):
+        state = state * (dt[:, t] * a).exp()[..., None, None]
+        state = state + torch.einsum("bhp,bhn->bhpn", x[:, t] * dt[:, t, :, None], b[:, t])
+        outputs.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]))
+    return torch.stack(outputs, dim=1)
+
+
+def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """The scan of Mamba1, of a batch of sequences `(batch, tokens, channels)`."""
+    state, outputs = x.new_zeros(x.shape[0], x.shape[2], b.shape[-1]), []
+    for t in range(x.shape[1]):
+        state = state * (dt[:, t, :, None] * a).exp() + (x * dt)[:, t, :, None] * b[:, t, None]
+        outputs.append((state * c[:, t, None]).sum(-1))
+    return torch.stack(outputs, dim=1)
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """A causal convolution of each channel: `(batch, channels, tokens)`."""
+    return functional.conv1d(functional.pad(x, (REACH, 0)), weight[:, None], groups=x.shape[1])
+
+
+def packed_rule(rows: Sequence[Tensor], states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The delta rule as a kernel that takes rows of several pieces."""
+    assert states is not None
+    assert bounds is not None
+    pieces = [
+        token_by_token(*(row[:, start:stop] for row in rows), state[None])
+        for (start, stop), state in zip(pairwise(bounds.tolist()), states, strict=True)
+    ]
+    return torch.cat([out for out, _ in pieces], dim=1), torch.cat([last for _, last in pieces])
+
+
+def make(case: Case) -> dict[str, Tensor]:
+    """The tensors of a whole batch; the same on every rank."""
+    torch.manual_seed(0)
+    rows, tokens = len(case.documents), case.documents[0][-1]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(rows, tokens, *shape, dtype=torch.float64)
+
+    keys = functional.normalize(normal(HEADS // 2, KEYS), dim=-1)
+    return {
+        "q": normal(HEADS // 2, KEYS),
+        "k": keys,
+        "v": normal(HEADS, WIDTH),
+        "g": -0.2 * normal(HEADS).exp(),
+        "channel g": -0.2 * normal(HEADS, KEYS).exp(),
+        "beta": normal(HEADS).sigmoid(),
+        "x": normal(HEADS, WIDTH),
+        "dt": normal(HEADS).exp(),
+        "b": normal(2, STATE),
+        "c": normal(2, STATE),
+        "channels": normal(HEADS + 1),
+        "channel dt": normal(HEADS + 1).exp(),
+        "weight": torch.randn(HEADS, REACH + 1, dtype=torch.float64),
+        "a": -torch.rand(HEADS + 1, STATE, dtype=torch.float64),
+    }
+
+
+NAMES = {
+    "convolution": ("x", "weight"),
+    "gated delta rule": ("q", "k", "v", "g", "beta"),
+    "gated delta rule, heads exchanged": ("q", "k", "v", "g", "beta"),
+    "gated delta rule, packed kernel": ("q", "k", "v", "g", "beta"),
+    "Kimi delta attention": ("q", "k", "v", "channel g", "beta"),
+    "Mamba2": ("x", "dt", "b", "c", "a"),
+    "Mamba2, heads exchanged": ("x", "dt", "b", "c", "a"),
+    "Mamba1": ("channels", "channel dt", "b", "c", "a"),
+}
+PARAMETERS = ("weight", "a")
+
+
+def whole(kind: str, *tensors: Tensor) -> Tensor:
+    """What one process computes for one document, `(1, tokens, ...)`."""
+    if kind == "convolution":
+        x, weight = tensors
+        return convolve(x[..., 0].transpose(1, 2), weight).transpose(1, 2)
+    if kind == "Mamba1":
+        x, dt, b, c, a = tensors
+        return selective_scan(x, dt, b[:, :, 0], c[:, :, 0], a)
+    if kind.startswith("Mamba2"):
+        return scan(*tensors[:4], tensors[4][:HEADS, 0])
+    state = torch.zeros(1, HEADS, KEYS, WIDTH, dtype=torch.float64)
+    return token_by_token(*tensors, state)[0]
+
+
+def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor) -> Tensor:
+    """What a rank computes for its tokens."""
+    if kind == "convolution":
+        x, weight = tensors
+        channels = x[..., 0].transpose(1, 2)
+        out = causal_convolution(lambda laid: convolve(laid, weight), channels, REACH, segments, group)
+        return out.transpose(1, 2)
+    if kind == "Mamba1":
+        x, dt, b, c, a = tensors
+        own = own_heads(a, group)
+        rule = Rule(lambda rows, *_: (selective_scan(*(row.flatten(2) for row in rows), own), None), packed=False)
+        out = scan_by_channels(rule, (x, dt), (b[:, :, 0], c[:, :, 0]), segments, group)
+        return out
+    if kind.startswith("Mamba2"):
+        x, dt, b, c, a = tensors
+        decay = a[:HEADS, 0]
+        if kind == "Mamba2":
+            rule = Rule(lambda rows, *_: (scan(*rows, decay), None), packed=False)
+            return scan_by_states(rule, (x, dt, b, c), dt, decay, segments, group)
+        b, c = (tensor.repeat_interleave(2, dim=2) for tensor in (b, c))
+        own = own_heads(decay, group)
+        rule = Rule(lambda rows, *_: (scan(*rows, own), None), packed=False)
+        return scan_by_channels(rule, (x, dt, b, c), (), segments, group)
+    if kind.endswith("packed kernel"):
+        return delta_rule_by_states(Rule(packed_rule, packed=True), tensors, segments, group)
+    rule = Rule(lambda rows, states, _: token_by_token(*rows, states), packed=False)
+    way = delta_rule_by_heads if kind.endswith("exchanged") else delta_rule_by_states
+    return way(rule, tensors, segments, group)
+
+
+def compute(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
+    """The output of this rank, and the gradients of what went in."""
+    layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+    leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
+    inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
+    group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
+    out = sharded(kind, segments_of(layout.sharding, layout.documents), group, *inputs)
+    (out * layout.shard(weights_of(kind, case), rank)).sum().backward()
+    return [out.detach(), *(leaves[name].grad for name in NAMES[kind])]
+
+
+def weights_of(kind: str, case: Case) -> Tensor:
+    """What the sum of the outputs is weighted by."""
+    torch.manual_seed(1)
+    rows, tokens = len(case.documents), case.documents[0][-1]
+    shape = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,)}.get(kind, (HEADS, WIDTH))
+    return torch.randn(rows, tokens, *shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", NAMES)
+def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> None:
+    case = CASES[name]
+    leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items()}
+    rows = []
+    for row, bounds in enumerate(case.documents):
+        documents = []
+        for start, stop in pairwise(bounds):
+            own = [leaves[n] if n in PARAMETERS else leaves[n][row : row + 1, start:stop] for n in NAMES[kind]]
+            documents.append(whole(kind, *own))
+        rows.append(torch.cat(documents, dim=1))
+    expected = torch.cat(rows)
+    (expected * weights_of(kind, case)).sum().backward()
+    for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
+        layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+        results = ranks(size).run(compute, kind, case) if size > 1 else [compute(0, 1, kind, case)]
+        output = layout.unshard([out for out, *_ in results])
+        torch.testing.assert_close(output, expected.detach(), rtol=1e-10, atol=1e-11)
+        for place, leaf in enumerate(NAMES[kind], start=1):
+            total = sum(result[place] for result in results)
+            torch.testing.assert_close(total, leaves[leaf].grad, rtol=1e-9, atol=1e-10)
