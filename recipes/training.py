@@ -1,29 +1,35 @@
 """The way of every recipe from settings to a trainer, and from a trainer to a checkpoint."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import data
-import models
-import report
 import settings
 from settings import BurstSettings, DataSettings, ModelSettings
-from transformers import PreTrainedConfig, Trainer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
 import hf_burst
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, Trainer, TrainerCallback
+    from trl import SFTTrainer
 
-def callbacks(model: ModelSettings, config: PreTrainedConfig) -> list[TrainerCallback]:
+
+def callbacks(model: ModelSettings, config: "PreTrainedConfig") -> "list[TrainerCallback]":
     """What a recipe adds to the trainer."""
+    import models
+
     return [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
 
 
-def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> tuple[SFTTrainer, BurstSettings]:
+def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
+    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
     settings.prepare(args, model, burst)
+    import data  # the settings are right; these take seconds
+    import models
+    import report
+    from trl import SFTTrainer
+
     tokenizer = models.load_tokenizer(model, args)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length))
@@ -40,11 +46,14 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> tuple[SFTTrai
     return trainer, burst
 
 
-def train(trainer: Trainer, burst: BurstSettings) -> None:
+def train(trainer: "Trainer", burst: BurstSettings) -> None:
     """Trains, evaluates where there is something to evaluate on, and writes the checkpoint and its log.
 
     The adapters are merged by one process, when the others are done.
     """
+    import models
+    import report
+
     first, training = trainer.is_world_process_zero(), trainer.args
     trainer.add_callback(hf_burst.BurstCallback(trainer))  # speed, memory and balance, in every log
     trainer.accelerator.print(report.describe(trainer))
