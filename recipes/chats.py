@@ -43,7 +43,7 @@ def clean(messages: list[Message]) -> list[Message]:
     in the API of OpenAI, become mappings. `from` and `value`, as in ShareGPT, become `role` and `content`.
 
     Raises:
-        ValueError: If a role is none that chat templates know.
+        ValueError: If a role is none that chat templates know, or a content neither text nor a list.
     """
     cleaned = []
     if not messages or not all(isinstance(message, dict) for message in messages):
@@ -60,7 +60,9 @@ def clean(messages: list[Message]) -> list[Message]:
         if role not in ROLES:
             near = "".join(f" (did you mean {name}?)" for name in get_close_matches(str(role), ROLES, n=1))
             raise ValueError(f"message {number} has the role {role!r}{near}; it must be one of {', '.join(ROLES)}")
-        message.setdefault("content", "")
+        if not isinstance(message.setdefault("content", ""), str | list):  # datasets reads text among lists as JSON
+            said = f"message {number} has the content {message['content']!r}; it must be text or a list of parts"
+            raise ValueError(f"{said}, of the same kind in all rows")
         if "tool_calls" in message:
             message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
             if not message["tool_calls"]:

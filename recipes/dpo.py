@@ -41,7 +41,7 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
 
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would cut answers off
     trainer = DPOTrainer(

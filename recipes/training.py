@@ -1,5 +1,6 @@
 """The way of every recipe from settings to a trainer, and from a trainer to a checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
 
     tokenizer = models.load_tokenizer(model, args)
     config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_tokens(documents, tokenizer, args)
     trainer = SFTTrainer(
         models.load_model(model, config, burst, args.seed),  # patched by hf_burst
@@ -46,10 +47,10 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     return trainer, burst
 
 
-def train(trainer: "Trainer", burst: BurstSettings) -> None:
+def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:
     """Trains, evaluates where there is something to evaluate on, and writes the checkpoint and its log.
 
-    The adapters are merged by one process, when the others are done.
+    The adapters are merged by one process, when the others are done. All processes call `measure` after the training.
     """
     import models
     import report
@@ -60,6 +61,8 @@ def train(trainer: "Trainer", burst: BurstSettings) -> None:
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if trainer.eval_dataset is not None:
         trainer.evaluate()
+    if measure is not None:
+        measure()
     trainer.save_model()
     if first:
         report.write_log(trainer)

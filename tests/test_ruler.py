@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_burst
 from tests.ranks import RankPool, reset_accelerate
-from tests.test_evaluation import evaluate, save_untaught, words
+from tests.test_evaluation import evaluate, evaluation, save_untaught, words
 
 pytest.importorskip("lm_eval")
 
@@ -40,7 +40,8 @@ def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: l
 
     lm._loglikelihood_tokens = noted
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
-        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), asked
+        made = ruler.make_tasks(lm.tokenizer, tasks, lengths)
+        return ruler.evaluate_ruler(lm, made, lengths, 2, way, False), asked
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_answers_to_ruler_are_scored_offline_and_over_ranks(
 def test_tasks_that_ruler_has_not() -> None:
     wanted = evaluate.Evaluation(tasks=[], documents=[], ruler=["nonsense"])
     with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
-        evaluate.read(words(), wanted, sharded=False)
+        evaluation.read(words(), wanted, mock.Mock())
 
 
 def adapted(rank: int, size: int, folder: str) -> list[tuple[float, bool]]:
