@@ -87,7 +87,7 @@ def pretrain(
         train_dataset=data.fit(rows, short, "split", "the pretraining"),
         processing_class=tokenizer,
     )
-    trainer.accelerator.print(report.describe(trainer))
+    report.follow(trainer)
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()

@@ -66,6 +66,10 @@ class ModelSettings(ModelConfig):
         super().__post_init__()
         for name in ("model_config", "rope_scaling"):
             setattr(self, name, mapping(name, getattr(self, name)))
+        for name in ("model_name_or_path", "tokenizer"):
+            folder = getattr(self, name) or ""
+            if folder.startswith(("/", "./", "../", "~")) and not Path(folder).exists():
+                raise SystemExit(f"{name} is {folder!r}, which does not exist; the current folder is {Path.cwd()}.")
         if self.attn_implementation is not None:
             raise SystemExit("attn_implementation is set, but the attention is hf_burst's; leave it out.")
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
@@ -149,7 +153,7 @@ def sources(name: str, value: Any) -> list[str]:
             str(file)
         )  # neither a pattern nor a URL
         if local and not file.exists():
-            near = get_close_matches(file.name, [path.name for path in file.parent.glob("*")], n=1)
+            near = get_close_matches(file.name, [path.name for path in file.parent.glob("*")], 1, 0.75)
             hint = f"did you mean {near[0]}?" if near else f"the current folder is {Path.cwd()}."
             raise SystemExit(f"{name} has {str(file)!r}, which does not exist; {hint}")
     return listed
@@ -200,9 +204,10 @@ def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[st
         One value of each dataclass, in their order.
     """
     own = tuple(kind for kind in kinds if not isinstance(kind, str))
-    chosen = read(arguments, own, defaults, alone=len(own) == len(kinds))
     if len(own) == len(kinds):
-        return chosen
+        return read(arguments, own, defaults)
+    if not {"-h", "--help"} & set(arguments):
+        read(arguments, own, defaults, alone=False)
     import trl
 
     return read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)

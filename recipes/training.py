@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import settings
 from settings import BurstSettings, DataSettings, ModelSettings
 
-import hf_burst
-
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainerCallback
     from trl import SFTTrainer
@@ -56,8 +54,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     import report
 
     first, training = trainer.is_world_process_zero(), trainer.args
-    trainer.add_callback(hf_burst.BurstCallback(trainer))  # speed, memory and balance, in every log
-    trainer.accelerator.print(report.describe(trainer))
+    report.follow(trainer)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     if trainer.eval_dataset is not None:
         trainer.evaluate()

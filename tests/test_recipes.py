@@ -194,6 +194,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
         ("--model_name_or_path", ".", "model_name_or_path '.' cannot be used"),
+        ("--model_name_or_path", "./nothing", "model_name_or_path is './nothing', which does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
         ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
         ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
@@ -245,7 +246,7 @@ def test_two_ways_to_name_a_model(recipe: Callable[..., Any], wrong: Sentence, t
     Path("both.yaml").write_text(Path("base.yaml").read_text() + f"model_name_or_path: {base[1]}\n")
     assert "and model_config is set too" in wrong("--config", "both.yaml")
     assert recipe(*base)[0].model.config.hidden_size == 32
-    Path("again.yaml").write_text("model_config: {model_type: llama, hidden_size: 48, num_hidden_layers: 1}\n")
+    Path("again.yaml").write_text(f"model_config: {{{LLAMA.replace('16', '48')}, num_attention_heads: 2}}\n")
     Path("base.yaml").write_text(f"model_name_or_path: {base[1]}\nmax_length: 512\nuse_cpu: true\nbf16: false\n")
     assert recipe("--config", "again.yaml", "--tokenizer", "bytes")[0].model.config.hidden_size == 48
 
@@ -310,7 +311,7 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
     trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
-    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "rows.jsonl"]
+    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
     model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
     settings.prepare(arguments, model, burst)
     comment = file.read_text().split("model_")[0]
@@ -433,11 +434,21 @@ def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_
     assert "holds an adapter of another run" in wrong()
 
 
-def test_an_evaluation_set_is_drawn_and_evaluated(recipe: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_evaluation_set_is_drawn_and_evaluated(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen is one line for each log, of training steps and of evaluations."""
     conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=10, turns=2)
     trainer, burst = recipe("--dataset", "chats.jsonl", "--eval_share", "0.2", "--packing", "false", script=sft)
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 2)
+    capsys.readouterr()
     training.train(trainer, burst)
+    said = capsys.readouterr()
+    starts = ("1 rank in", "step 1 of 1,", "step 1: evaluation loss ", "loss ")
+    lines = said.out.splitlines()
+    assert len(lines) == len(starts), said.out
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), said.out
+    assert "{'loss'" not in said.err
     log = json.loads(Path("out/training_log.json").read_text())
     assert log["evaluations"][-1]["eval_loss"] > 0
 
