@@ -127,7 +127,7 @@ def read_documents(
             windows = text_windows(rows[wanted.dataset_text_field], tokenizer, longest, wanted.windows)
             if len(windows) < wanted.windows:
                 accelerator.print(
-                    f"{name} hold {len(windows)} pieces of {longest:,} tokens; windows is {wanted.windows}."
+                    f"{name} hold only {len(windows)} pieces of {longest:,} tokens; windows asks for {wanted.windows}."
                 )
             return windows, []
         tokens = data.map_rows(rows, function, wanted.documents, desc="Tokenizing")

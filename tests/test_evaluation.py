@@ -302,6 +302,13 @@ def test_settings_of_an_evaluation_that_are_wrong(
     reset_accelerate()
 
 
+def test_fewer_pieces_than_were_asked_for_are_counted() -> None:
+    accelerator, wanted = mock.MagicMock(), evaluate.Evaluation(lengths=[30000], windows=99)
+    windows, _ = evaluation.read_documents(words(), wanted, accelerator)
+    said = f"hold only {len(windows)} pieces of 30,000 tokens; windows asks for 99"
+    assert said in accelerator.print.call_args.args[0]
+
+
 def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
     from settings import parse
 
@@ -406,6 +413,7 @@ def test_documents_of_configs_are_as_long_as_the_texts(name: str) -> None:
     if wanted.documents:
         text = needles.read_haystack(wanted.documents)
         assert wanted.lengths[-1] <= len(text) // 8, "a token of a hub model has fewer than 8 characters of this text"
+        assert wanted.windows * wanted.lengths[-1] <= len(text) // 4.5, "as many pieces as there are"
 
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
