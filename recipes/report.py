@@ -12,6 +12,7 @@ import numpy
 import torch
 import transformers
 import trl
+from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
@@ -115,9 +116,10 @@ def describe(trainer: Trainer) -> str:
 
 
 def made_by(processes: int) -> dict[str, Any]:
-    """What a result was made by: command, processes, device and versions."""
+    """What a result was made by: command, commit, processes, device and versions."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_commit": git_commit(Path(__file__).parent),
         "processes": processes,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
         "versions": {

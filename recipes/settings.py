@@ -34,6 +34,7 @@ REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, StrictDataclassError)
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 TABLES = (".jsonl", ".json", ".parquet", ".csv")
 TOO_LONG = ("refuse", "split", "drop")
+OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
 TEXTS = ("model_name_or_path", "tokenizer", "dataset_split", "eval_split", "dataset_text_field", "output_dir")
 DEFAULTS = {  # where long sequences want others than TRL
     "max_length": 16384,
@@ -230,6 +231,7 @@ def read(
         raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
     for file in given.config:
         values = mapping("--config", file)
+        values = {name if name in known else OLDER.get(name, name): value for name, value in values.items()}
         for name in list(values):
             if name in known:
                 check_value(file, known[name], values[name])
@@ -241,7 +243,7 @@ def read(
     parser.set_defaults(**other_model({word.lstrip("-").split("=")[0] for word in arguments}))
     given = vars(parser.parse_known_args(arguments)[0])
     if checkpointing and all(given[name] is None for name in checkpointing):
-        parser.set_defaults(activation_checkpointing=True)
+        parser.set_defaults(**{min(checkpointing): True})
     try:
         return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:
