@@ -11,7 +11,6 @@ from itertools import accumulate, cycle, takewhile
 import torch
 import torch.distributed as dist
 
-from .. import __version__
 from ..calibrate import machine_for, machine_of, profile_path, reaches_peers
 from ..config import Schedule
 from ..errors import BurstError, ConfigError
@@ -22,7 +21,7 @@ from .launch import joined
 from .tokens import tokens
 
 _HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
-_PACKAGES = ("torch", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
+_PACKAGES = ("torch", "hf_burst", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
 # a CPU goes through so many in some ten seconds
 _MOST_RANKS = 2048
 _MOST_PARTS = 2**18  # documents and ranks, of every sequence
@@ -154,7 +153,7 @@ def _check_hosts(ranks: int, per_host: int) -> None:
 
 def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:
     """Versions, devices and kernels."""
-    lines, versions = [f"hf_burst {__version__}, Python {platform.python_version()} on {platform.platform()}"], []
+    lines, versions = [f"Python {platform.python_version()} on {platform.platform()}"], []
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
