@@ -8,6 +8,7 @@ from .errors import ConfigError
 
 Chunking = Literal["balanced", "zigzag", "contiguous"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
+Recurrence = Literal["auto", "states", "heads"]
 Gradients = Literal["averaged_by_wrapper", "averaged_by_hand"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
@@ -95,6 +96,10 @@ class BurstConfig:
         transport (`str`, defaults to `"auto"`):
             How blocks travel. By `"symmetric"` ranks of one host read each other's memory. By `"p2p"` they send and
             receive, over NCCL or gloo. `"auto"` takes the first where it can be had.
+        recurrence (`str`, defaults to `"auto"`):
+            How recurrent layers pass what they know over the ranks. By `"states"` every rank computes its own tokens,
+            and the states at the ends of its runs of tokens travel. By `"heads"` tokens are exchanged for heads, as
+            Ulysses does. `"auto"` takes states wherever they have a gradient: everywhere but in Mamba1.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
@@ -113,6 +118,7 @@ class BurstConfig:
     schedule: str = "auto"
     kernel: KernelName = "auto"
     transport: Transport = "auto"
+    recurrence: Recurrence = "auto"
     attention_keep: float = 1.0
     logits_limit_gib: float = 4.0
     gradients: Gradients = "averaged_by_wrapper"
@@ -124,6 +130,7 @@ class BurstConfig:
             "chunking": Chunking,
             "kernel": KernelName,
             "transport": Transport,
+            "recurrence": Recurrence,
             "gradients": Gradients,
         }
         for name, kind in choices.items():

@@ -139,7 +139,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "audio_config": {**_TOWER, "num_mel_bins": 8},
     },
     "NeoMMEForMaskedLM": {"head_dim": 16, "embedding_rank": 16},
-    "NemotronHForCausalLM": {"mamba_num_heads": 4, "mamba_head_dim": 8, "moe_shared_expert_intermediate_size": 24},
+    "FalconH1ForCausalLM": {**_MAMBA, "mamba_d_ssm": 32, "mamba_d_head": 8},
+    "NemotronHForCausalLM": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 24,
+    },
     "Phi4MultimodalForCausalLM": {
         "vision_config": {**_TOWER, "image_size": 28, "crop_size": 28},
         "audio_config": {**_TOWER, "num_blocks": 1, "ext_pw_out_channel": 16, "nemo_conv_channels": 16},

@@ -12,6 +12,12 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,13 +27,18 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
+    ZambaConfig,
+    ZambaForCausalLM,
 )
 
 import hf_burst
+from recipes.tiny_models import OVERRIDES, tiny_config
 
 VOCABULARY = 61
 _SIZES = {
@@ -99,6 +110,36 @@ _MASKED_MODELS = {
     ),
 }
 MASKED = tuple(_MASKED_MODELS)  # encoders that predict masked tokens
+_LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+_RECURRENT_MODELS = {
+    # gated delta rule, with more value than key heads, and a convolution
+    "qwen3_5": lambda: Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            **_SIZES,
+            **_LINEAR_HEADS,
+            linear_value_head_dim=6,
+            num_key_value_heads=2,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+        )
+    ),
+    # Kimi delta attention beside latent attention
+    "kimi_linear": lambda: KimiLinearForCausalLM(_tiny("KimiLinearForCausalLM", KimiLinearConfig)),
+    # short convolutions
+    "lfm2": lambda: Lfm2ForCausalLM(
+        Lfm2Config(**_SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    ),
+    # Mamba2 beside attention, and experts
+    "granite": lambda: GraniteMoeHybridForCausalLM(_tiny("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig)),
+    # Mamba1 beside attention that layers share
+    "zamba": lambda: ZambaForCausalLM(_tiny("ZambaForCausalLM", ZambaConfig)),
+}
+RECURRENT = tuple(_RECURRENT_MODELS)  # with layers that carry a state
+
+
+def _tiny(name: str, config: Any) -> Any:
+    """The config of the coverage table."""
+    return tiny_config(config, OVERRIDES.get(name, {}))
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -107,8 +148,8 @@ def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     In fp64 its RMS norms are torch's: those of Transformers compute in fp32 whatever the dtype, which hides errors.
     """
     torch.manual_seed(seed)
-    model = (_MODELS | _MASKED_MODELS)[name]()
-    if dtype == torch.float64:
+    model = (_MODELS | _MASKED_MODELS | _RECURRENT_MODELS)[name]()
+    if dtype == torch.float64 and name not in RECURRENT:
         for path, module in list(model.named_modules()):
             if type(module).__name__.endswith("RMSNorm"):
                 model.set_submodule(path, nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon))

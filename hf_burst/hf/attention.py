@@ -45,6 +45,7 @@ class ForwardCall:
     causal: bool  # whether queries see no later key
     positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
     fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
+    real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
     cache: Callable[[], AttentionCache | None] | None = None  # of the layer that runs, if it is checkpointed
 
 

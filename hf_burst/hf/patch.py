@@ -27,6 +27,7 @@ from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
 from .parts.outputs import Outputs
+from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
@@ -130,6 +131,7 @@ def make_parts(
         Request(),
         Replicas(config),
         Attention(model),
+        Recurrence(),
         Tokens(model, cut_point),
         LongestPosition(model),
         SavedAttention(config.attention_keep),

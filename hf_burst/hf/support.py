@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
+from .recurrent import COUNTERPARTS, recurrent_layers
 from .task import CAUSAL, Task, forwards_of, task_of
 from .verdicts import own_classes, served_by
 
@@ -82,11 +83,12 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
             f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
+    recurrent = recurrent_layers(model)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
-    if kinds:
+    if kinds and not recurrent:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(kinds)}. Recurrent, convolution and linear-attention layers carry a "
-            f"state from token to token, which is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
+            f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function that "
+            f"is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
         )
     classes = {type(module).__name__ for module in model.modules()}
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
@@ -95,11 +97,12 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
-    if not any("Attention" in kind or "MLA" in kind for kind in classes):
+    attends = any("Attention" in kind or "MLA" in kind for kind in classes)
+    if not attends and not recurrent:
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
         )
-    if not model._can_set_attn_implementation():
+    if attends and not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} does not use Transformers' AttentionInterface, the door by which its attention could be swapped."
         )

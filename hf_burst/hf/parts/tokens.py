@@ -114,9 +114,9 @@ class Tokens(Part):
     def begin(self, run: ForwardPass) -> None:
         encoded = run.layout.encode()
         torch._dynamo.maybe_mark_dynamic(encoded, 0)  # another packing is no reason to compile anew
+        device = tokens_of(run.inputs).device
         fully_masked = run.layout.fully_masked(run.group.rank)
-        if fully_masked is not None:
-            fully_masked = fully_masked.to(tokens_of(run.inputs).device)
+        real = run.layout.counted(run.group.rank) if run.layout.real else None
         run.call = ForwardCall(
             layout=run.layout,
             group=run.group,
@@ -124,7 +124,8 @@ class Tokens(Part):
             encoded=encoded,
             causal=run.task.causal,
             positions=run.inputs.get("position_ids"),
-            fully_masked=fully_masked,
+            fully_masked=None if fully_masked is None else fully_masked.to(device),
+            real=None if real is None else real.to(device),
         )
         self.run = run
 

@@ -1,0 +1,125 @@
+"""Models with recurrent layers over ranks, beside one process that holds the whole sequence."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_burst
+from hf_burst.check.compare import Double
+from hf_burst.recurrent import delta, halo
+from tests import models, trainers
+from tests.ranks import RankPool
+from tests.test_patch import group_mean
+from tests.test_wrappers import compare
+from tests.trainers import Case
+
+Ranks = Callable[[int], RankPool]
+KINDS = ("plain", "packed", "left", "right")
+WAYS = ("states", "heads")
+
+
+def errors_of(
+    rank: int, size: int, name: str, chosen: list[tuple[str, str, str]], checkpoint: bool = False
+) -> list[float]:
+    """The greatest error of the loss or a gradient of each batch, relative to the greatest gradient, in fp64."""
+    errors = []
+    with Double():
+        model = models.make_model(name, torch.float64).train()
+        for kind, way, chunking in chosen:
+            batch = models.make_batch(kind)
+            model.zero_grad()
+            loss = models.plain_loss(model, batch)
+            loss.backward()
+            wanted = [parameter.grad.clone() for parameter in model.parameters()]
+            models.patch(model, hf_burst.BurstConfig(recurrence=way, chunking=chunking))
+            if checkpoint:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.zero_grad()
+            ours = model(**batch).loss
+            ours.backward()
+            greatest = max(gradient.abs().max() for gradient in wanted)
+            pairs = zip(group_mean(model), wanted, strict=True)
+            worst = max(float((found - gradient).abs().max() / greatest) for found, gradient in pairs)
+            errors.append(max(worst, float(abs(ours.detach() - loss.detach()))))
+            hf_burst.unpatch_model(model)
+            model.gradient_checkpointing_disable()
+    return errors
+
+
+def run(ranks: Ranks, size: int, *arguments: Any) -> list[float]:
+    return errors_of(0, 1, *arguments) if size == 1 else ranks(size).run(errors_of, *arguments)[0]
+
+
+@pytest.mark.parametrize("name", models.RECURRENT)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_loss_and_gradients_are_those_of_one_process(ranks: Ranks, name: str, size: int) -> None:
+    chosen = list(itertools.product(KINDS, WAYS, ("balanced", "contiguous", "zigzag")))
+    chosen = chosen[models.RECURRENT.index(name) + size :: 5]
+    errors = run(ranks, size, name, chosen)
+    assert max(errors) < 1e-9, dict(zip(chosen, errors, strict=True))
+
+
+@pytest.mark.parametrize("name", models.RECURRENT)
+def test_checkpointed_layers_compute_their_states_again(ranks: Ranks, name: str) -> None:
+    assert max(run(ranks, 3, name, [("packed", "states", "balanced"), ("left", "heads", "zigzag")], True)) < 1e-9
+
+
+def in_half(tensor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """A transition in bf16."""
+    return tensor.bfloat16().double() @ state
+
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "a halo of zeros": (
+        halo,
+        "_halo",
+        lambda index, reach, segments, group, slots, like: like.new_zeros(reach, like.shape[1]),
+    ),
+    "a state that is dropped": (delta, "incoming_states", lambda own, *_: ([None] * len(own), {})),
+    "a transition in bf16": (delta, "by_matrix", in_half),
+}
+
+
+def break_and_compare(rank: int, size: int, name: str) -> list[float]:
+    room, attribute, broken = BROKEN[name]
+    with mock.patch.object(room, attribute, broken):
+        return errors_of(rank, size, "qwen3_5", [("plain", "states", "contiguous")])
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_on_purpose_is_found(ranks: Ranks, name: str) -> None:
+    assert max(ranks(3).run(break_and_compare, name)[0]) > 1e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model="qwen3_5", checkpointing=True, burst=3),
+        Case(model="granite", data=2),
+        Case("SFTTrainer", "packed", model="lfm2"),
+        Case(model="qwen3_5", lora=True, explicit=True),
+    ],
+    ids=str,
+)
+def test_three_steps_of_trainers(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    """Packed documents leak in Transformers without kernels: beside one process that is patched."""
+    alone = Case(case.trainer, case.kind, case.lora, model=case.model, burst=int(case.kind == "packed"))
+    results = ranks(case.ranks).run(trainers.train, str(tmp_path), case)
+    compare(results[0], trainers.train(0, 1, str(tmp_path), alone), 1e-5)
+
+
+def test_the_class_and_other_models_stay_as_they_are() -> None:
+    first, second = (models.make_model("qwen3_5") for _ in range(2))
+    layer, other = first.model.layers[0].linear_attn, second.model.layers[0].linear_attn
+    before = type(layer).forward
+    models.patch(first)
+    assert "forward" in vars(layer)
+    assert "forward" not in vars(other)
+    assert type(layer).forward is before
+    hf_burst.unpatch_model(first)
+    assert "forward" not in vars(layer)
