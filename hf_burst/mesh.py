@@ -43,11 +43,13 @@ class ContextGroup:
         rank (`int`): The number of this process in the group.
         size (`int`): How many processes the group has; 1 communicates nothing.
         name (`str`): The name under which torch.distributed knows the process group, empty for one process.
+        members (`tuple[int, ...]`): The ranks of the group as torch.distributed numbers them, empty for one process.
     """
 
     rank: int = 0
     size: int = 1
     name: str = ""
+    members: tuple[int, ...] = ()
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | dist.ProcessGroup | None) -> "ContextGroup":
@@ -74,8 +76,7 @@ class ContextGroup:
             raise ConfigError(
                 f"A mesh is a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}. (Is this process in the group?)"
             )
-        size = dist.get_world_size(mesh)
-        return cls(dist.get_rank(mesh), size, mesh.group_name) if size > 1 else cls()
+        return cls.from_name(mesh.group_name) if dist.get_world_size(mesh) > 1 else cls()
 
     @classmethod
     def from_name(cls, name: str) -> "ContextGroup":
@@ -83,7 +84,21 @@ class ContextGroup:
         if not name:
             return cls()
         group = group_by_name(name)
-        return cls(group.rank(), group.size(), name)
+        return cls(group.rank(), group.size(), name, tuple(dist.get_process_group_ranks(group)))
+
+    def renewed(self) -> "ContextGroup":
+        """The group that has this name now, with the rank of this process in it: processes may be numbered anew.
+
+        Raises:
+            ConfigError: If there is none, or it has other members.
+        """
+        now = ContextGroup.from_name(self.name)
+        if now.members != self.members:
+            raise ConfigError(
+                f"The mesh had the ranks {self.members}, and what torch.distributed calls {self.name!r} by now has "
+                f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, mesh=mesh)."
+            )
+        return now
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -93,11 +108,6 @@ class ContextGroup:
         if refusal is not None:
             raise refusal
         return group
-
-    @property
-    def members(self) -> list[int]:
-        """The ranks of the group as torch.distributed numbers them."""
-        return dist.get_process_group_ranks(self.process_group) if self.size > 1 else []
 
     def agree(
         self,
@@ -151,12 +161,12 @@ class ContextGroup:
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
         """Why this is not the process group of this object any more, although it has its name."""
-        rank, size = process_group.rank(), process_group.size()
-        if (rank, size) == (self.rank, self.size):
+        rank, members = process_group.rank(), tuple(dist.get_process_group_ranks(process_group))
+        if (rank, members) == (self.rank, self.members):
             return None
         return ConfigError(
-            f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.size} and is "
-            f"rank {rank} of {size}. Make the ContextGroup anew."
+            f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.members} and "
+            f"is rank {rank} of {members}. Make the ContextGroup anew."
         )
 
 

@@ -27,6 +27,7 @@ from hf_burst.errors import BurstError
 
 REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, DatasetsError, StrictDataclassError)  # of libraries
 TOO_LONG = ("refuse", "split", "drop")
+OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
 TEXTS = ("model_name_or_path", "tokenizer", "dataset_split", "eval_split", "dataset_text_field", "output_dir")
 DEFAULTS = {  # where long sequences want others than TRL
     "max_length": 16384,
@@ -185,6 +186,7 @@ def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any
         raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
     for file in given.config:
         values = mapping("--config", file)
+        values = {name if name in known else OLDER.get(name, name): value for name, value in values.items()}
         for name, value in values.items():
             if name not in known:
                 raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
@@ -195,7 +197,7 @@ def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any
         parser.set_defaults(**values)
     given = vars(parser.parse_known_args(arguments)[0])
     if checkpointing and all(given[name] is None for name in checkpointing):
-        parser.set_defaults(activation_checkpointing=True)
+        parser.set_defaults(**{min(checkpointing): True})
     try:
         return parser.parse_args_into_dataclasses(arguments)[: len(kinds)]
     except ValueError as error:

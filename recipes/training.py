@@ -7,6 +7,7 @@ import data
 import models
 import report
 import settings
+from peft.helpers import disable_input_dtype_casting
 from settings import BurstSettings, DataSettings, ModelSettings
 from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -43,14 +44,16 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> tuple[SFTTrai
 def train(trainer: Trainer, burst: BurstSettings) -> None:
     """Trains, evaluates where there is something to evaluate on, and writes the checkpoint and its log.
 
-    The adapters are merged by one process, when the others are done.
+    The adapters are merged by one process, when the others are done. Those of fp32 leave their inputs in bf16, to which
+    autocast would take them back.
     """
     first, training = trainer.is_world_process_zero(), trainer.args
     trainer.add_callback(hf_burst.BurstCallback(trainer))  # speed, memory and balance, in every log
     trainer.accelerator.print(report.describe(trainer))
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
+    with disable_input_dtype_casting(trainer.model, active=training.bf16):
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
     trainer.save_model()
     if first:
         report.write_log(trainer)

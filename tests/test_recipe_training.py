@@ -23,7 +23,7 @@ from tests.ranks import RankPool, reset_accelerate  # noqa: E402
 
 Ranks = Callable[[int], RankPool]
 FACTS = 12
-COMMON = ["--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--activation_checkpointing", "false"]
+COMMON = ["--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--gradient_checkpointing", "false"]
 LORA = ["--use_peft", "--lora_r", "16", "--lora_alpha", "32"]
 WAYS = {"full": [], "lora": LORA, "qlora": [*LORA, "--load_in_4bit"]}
 

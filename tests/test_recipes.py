@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -300,9 +301,24 @@ def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
     assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
     assert 0 < arguments.warmup_steps < 1  # a share of all steps
     assert [arguments.get_warmup_steps(steps) for steps in (10, 1000)] == [1, 30]
-    assert arguments.activation_checkpointing
+    assert arguments.gradient_checkpointing  # has the same value in releases that have the newer name
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # two names of one setting
-        assert not recipe(f"--{name}", "false")[0].args.activation_checkpointing, name
+        if hasattr(arguments, name):
+            assert not recipe(f"--{name}", "false")[0].args.gradient_checkpointing, name
+
+
+@dataclass
+class OlderArguments:
+    """Those of Transformers before 5.23, which had one name for checkpoints of activations."""
+
+    gradient_checkpointing: bool = True
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, True), ("true", True), ("false", False)])
+def test_checkpointing_has_its_older_name_in_older_releases(tmp_path: Path, value: str | None, wanted: bool) -> None:
+    (tmp_path / "settings.yaml").write_text(f"activation_checkpointing: {value}" if value else "{}")
+    (arguments,) = settings.parse(["--config", str(tmp_path / "settings.yaml")], (OlderArguments,), {})
+    assert arguments.gradient_checkpointing == wanted
 
 
 def test_adapters_remember_the_revision_and_are_merged_elsewhere(

@@ -90,6 +90,22 @@ def train_twice(number: int, folder: Path, pipe: Connection) -> None:
     pipe.send(losses)
 
 
+def change_the_neighbour(number: int, folder: Path, pipe: Connection) -> None:
+    """The error on rank 0, which is the first of two in both groups; its model was patched for the first of them."""
+    model, batch, error = models.make_model("llama", torch.float64), models.make_batch("plain"), ""
+    for life, members in enumerate(([0, 1], [0, 2])):
+        with joined(folder, life, number):
+            group = dist.new_group(members)
+            if life == 0 and number == 0:
+                models.patch(model, mesh=group)
+            elif number == 0:
+                with pytest.raises(ConfigError) as problem:
+                    model(**batch)
+                error = str(problem.value)
+            dist.barrier()
+    pipe.send(error)
+
+
 def attend_with_a_group_of_before(number: int, folder: Path, pipe: Connection) -> None:
     """The errors of an attention whose group was made anew since. The rank in the middle has kept its number."""
     layout = hf_burst.SequenceLayout.for_batch([(0, 48)], SIZE)
@@ -178,10 +194,16 @@ def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
         assert sharded == pytest.approx([whole] * 2, rel=1e-6)  # Transformers computes the loss in fp32
 
 
+def test_a_group_of_the_same_name_with_another_neighbour_is_refused(tmp_path: Path) -> None:
+    error, *_ = answers(change_the_neighbour, tmp_path, range(SIZE))
+    assert "The mesh had the ranks (0, 1)" in error
+    assert "has (0, 2)" in error
+
+
 def test_a_group_of_before_is_refused_on_every_rank(tmp_path: Path) -> None:
     first, middle, last = answers(attend_with_a_group_of_before, tmp_path, range(SIZE))
-    assert "this process was rank 0 of 3 and is rank 2 of 3" in first
-    assert "this process was rank 2 of 3 and is rank 0 of 3" in last
+    assert "this process was rank 0 of (0, 1, 2) and is rank 2 of (0, 1, 2)" in first
+    assert "this process was rank 2 of (0, 1, 2) and is rank 0 of (0, 1, 2)" in last
     assert "stopped before any communication" in middle
 
 

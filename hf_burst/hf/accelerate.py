@@ -281,12 +281,12 @@ def check_processes() -> None:
 
     Without a GPU accelerate takes every process for the only one, unless it is told to use CPUs.
     """
-    launched = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
     joined = dist.get_world_size() if dist.is_initialized() else 1
+    launched = max(_launched(), joined)
     counted = PartialState._shared_state.get("num_processes")
-    if counted is not None and counted != max(launched, joined):
+    if counted is not None and counted != launched:
         raise ConfigError(
-            f"accelerate knows of {counted} of the {max(launched, joined)} processes that were launched, so nobody "
+            f"accelerate knows of {counted} of the {launched} processes that were launched, so nobody "
             "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
             "TrainingArguments(use_cpu=True), or Accelerator(cpu=True); for DeepSpeed on CPUs rather "
             "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
@@ -297,26 +297,31 @@ def check_processes() -> None:
 def check_joined() -> None:
     """Raises a ConfigError for one of several processes that were launched together, before they are joined or after
     they parted."""
-    launched = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
-    if launched > 1 and not dist.is_initialized():
+    if _launched() > 1 and not dist.is_initialized():
         raise ConfigError(
-            f"This is one of {launched} processes that were launched together, and torch.distributed does not join "
+            f"This is one of {_launched()} processes that were launched together, and torch.distributed does not join "
             "them: each would train by itself. Make the Accelerator, or call torch.distributed.init_process_group(), "
             "before the first batch. After the processes have parted, call hf_burst.unpatch_model(model)."
         )
 
 
+def _launched() -> int:
+    """How many processes torchrun, or a launcher that is built on it, has started."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
 def resolve_group(named: ContextGroup | None) -> ContextGroup:
     """The ranks that share a sequence: those of the mesh that the user named, else of accelerate's state, else all.
 
-    Rank and size are asked anew: torch.distributed gives the names of groups that were destroyed to new ones.
+    The named one is looked up anew: torch.distributed gives the names of groups that were destroyed to new ones.
 
     Raises:
-        ConfigError: If both name different groups, the named one is gone, accelerate itself shards sequences, or
-            processes that were launched together do not know of each other, see [`check_processes`].
+        ConfigError: If both name different groups, the named one is gone or has other members by now, accelerate itself
+            shards sequences, or processes that were launched together do not know of each other, see
+            [`check_processes`].
     """
     check_processes()
-    named = named and ContextGroup.from_name(named.name)
+    named = named and named.renewed()
     state = AcceleratorState._shared_state
     config = state.get("parallelism_config")
     if isinstance(config, BurstParallelismConfig):

@@ -57,7 +57,8 @@ class BurstCallback(TrainerCallback):
         device = trainer.args.device
         sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = peak_flops or (sheet.peak if sheet else 0.0)
-        self.layouts: list[SequenceLayout] = []  # of the training passes since the last log
+        self.passes = self.tokens = 0  # of training, since the last log
+        self.pairs = self.imbalance = 0.0  # of these passes, added up
         self.seconds = self.mark = 0.0  # of the steps since the last log; when the clock was looked at
         self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
         self.clock: ExchangeClock | None = None
@@ -85,8 +86,9 @@ class BurstCallback(TrainerCallback):
         self.trained = _share_that_learns(trained)
         self.on_train_end()  # of a training that was interrupted
         self.handle = model.register_forward_pre_hook(self._count)
-        self.began, self.first, self.warm = time.perf_counter(), state.global_step, False
-        self.mark, self.seconds, self.layouts = self.began, 0.0, []
+        self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False
+        self.mark = self.began
+        self._reset()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts to time messages, if this is the step for it."""
@@ -110,7 +112,7 @@ class BurstCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Adds the numbers to the log of a training step."""
-        if not logs or "loss" not in logs or not self.layouts:
+        if not logs or "loss" not in logs or not self.passes:
             return
         self._look()  # the loss has made the host wait for the device
         numbers = self._numbers()
@@ -118,7 +120,8 @@ class BurstCallback(TrainerCallback):
         state.log_history[-1].update(numbers)  # which has a copy
         if self.progress and state.is_world_process_zero:
             tqdm.write(self._line(state, logs))
-        self.seconds, self.layouts, self.clock, self.samples = 0.0, [], None, True
+        self._reset()
+        self.samples = True
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Leaves the model as it was."""
@@ -129,8 +132,20 @@ class BurstCallback(TrainerCallback):
     @torch.compiler.disable
     def _count(self, module: nn.Module, args: Any) -> None:
         """The forward pre-hook, behind that of the patch."""
-        if module.training and torch.is_grad_enabled() and self.patch.run is not None:
-            self.layouts.append(self.patch.run.layout)
+        if not (module.training and torch.is_grad_enabled()):
+            resources_of(self.group).clock = None  # of a training that was interrupted
+        elif self.patch.run is not None:
+            layout = self.patch.run.layout
+            self.tokens += tokens_of(layout)
+            self.pairs += pairs_of(layout, self.size) if self.size else 0.0
+            self.imbalance += layout.imbalance
+            self.passes += 1
+
+    def _reset(self) -> None:
+        """Begins with the numbers of the next log."""
+        self.passes = self.tokens = 0
+        self.pairs = self.imbalance = self.seconds = 0.0
+        self.clock = None
 
     def _look(self) -> None:
         now = time.perf_counter()
@@ -138,14 +153,11 @@ class BurstCallback(TrainerCallback):
 
     def _numbers(self) -> dict[str, float]:
         """The numbers of all ranks."""
-        tokens = sum(tokens_of(layout) for layout in self.layouts)
-        flops = 0.0
-        if self.size is not None:
-            flops = self.size.flops(tokens, sum(pairs_of(layout, self.size) for layout in self.layouts), self.trained)
-        imbalance = sum(layout.imbalance for layout in self.layouts) / len(self.layouts)
+        flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
         exchange = -1.0 if self.clock is None else self.clock.seconds()
         device = self.trainer.args.device
-        mine = [tokens / self.group.size, flops / self.group.size, self.seconds, peak_memory(device), imbalance]
+        work = [self.tokens / self.group.size, flops / self.group.size]
+        mine = [*work, self.seconds, peak_memory(device), self.imbalance / self.passes]
         every = self.trainer.accelerator.gather(torch.tensor([[*mine, exchange]], dtype=torch.float64, device=device))
         tokens_each, flops_each, *_ = every.mean(0).tolist()
         *_, seconds, memory, imbalance, exchange = every.max(0).values.tolist()

@@ -47,16 +47,15 @@ class Replicas(Part):
     def prepare(self, run: ForwardPass) -> None:
         if run.group.size == 1:
             return
-        trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        parameters = list(run.model.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         learns = torch.is_grad_enabled() and bool(trained)
-        sharded_by_fsdp1 = _has_fsdp1(run.model)
-        if learns and run.model.training and not self.by_hand and not sharded_by_fsdp1:
+        if learns and run.model.training and not self.by_hand:
             check_averaged(run.model, trained, run.group)
-        replicated = [id(parameter) for parameter in trained if _is_replicated(parameter)]
-        key = (sum(1 for _ in run.model.parameters()), *replicated)
+        key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
             self.key, self.parameters, self.settled = key, "", False
-        if self.settled or sharded_by_fsdp1 or (self.parameters and not learns):
+        if self.settled or (self.parameters and not learns) or _has_fsdp1(run.model):
             return
         held = dict(run.model.named_parameters())
         run.facts[PARAMETERS] = _description(held)
@@ -94,7 +93,7 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
             )
     # DeepSpeed's ZeRO is among those that hook
     hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
-    if averaged or hooked or _leaves_no_mark():
+    if averaged or hooked or _leaves_no_mark() or _has_fsdp1(model):
         return
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
