@@ -360,7 +360,7 @@ def test_under_autocast_the_head_runs_as_in_one_process(name: str) -> None:
 def read_with_workers(rank: int, size: int, folder: str) -> list[int]:
     """What the ranks of a group read when workers draw at random what is masked."""
     reset_accelerate()
-    trainer = trainers.make_trainer(Case(model="bert", data=2, burst=2), folder, dataloader_num_workers=2)
+    trainer = trainers.make_trainer(Case(model="bert", data=2, burst=2), folder, dataloader_num_workers=1)
     trainer.data_collator = draw_one
     return [int(batch["drawn"][0]) for batch in trainer.get_train_dataloader()]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from accelerate.state import PartialState
@@ -27,7 +28,7 @@ import training  # noqa: E402
 from recipes import recall_across_shards  # noqa: E402
 from recipes.benchmarks import balance, plot  # noqa: E402
 from tests import conversations  # noqa: E402
-from tests.ranks import reset_accelerate  # noqa: E402
+from tests.ranks import RankError, RankPool, reset_accelerate  # noqa: E402
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
 CPU = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -243,14 +244,19 @@ def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixt
     assert "--config FILE" in capsys.readouterr().out.split("options:")[1]
 
 
-def test_every_process_ends_with_the_sentence_alone(tmp_path: Path) -> None:
-    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
-    command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
-    command += ["--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}"]
-    done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1
-    assert done.stderr.count("MambaForCausalLM has layers of type linear_attention") == 2
-    assert 'recipes/finetune_long_document.py", line' not in done.stderr
+def end_by_a_sentence(rank: int, size: int, arguments: list[str]) -> None:
+    with mock.patch.object(sys, "argv", ["finetune_long_document.py", *arguments]):
+        settings.run(lambda given: training.train(*finetune_long_document.make_trainer(given)))
+
+
+def test_every_process_ends_with_the_sentence_alone(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    options = ["--config", str(ROOT / "recipes/configs/text_cpu.yaml"), "--output_dir", str(tmp_path)]
+    options += ["--max_length", "262144", "--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}"]
+    with pytest.raises(RankError) as failure:
+        ranks(2).run(end_by_a_sentence, options)
+    for error in failure.value.errors:
+        assert isinstance(error, SystemExit)
+        assert "MambaForCausalLM has layers of type linear_attention" in str(error)
 
 
 def make_base(folder: Path, positions: int = 512) -> Path:
