@@ -95,8 +95,9 @@ def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     assert (row := tokens_of(path, arguments)[0])["labels"] == row["input_ids"]
     arguments.completion_only_loss = None
     arguments.assistant_only_loss = True  # which is off once the labels are made
-    roles = {"prompt": "user", "completion": "assistant"}
-    messages = {key: [{"role": role, "content": rows[0][key]}] for key, role in roles.items()}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]  # a part of the prompt
+    messages = {"prompt": [*said, {"role": "user", "content": rows[0]["prompt"]}]}
+    messages["completion"] = [{"role": "assistant", "content": rows[0]["completion"]}]
     row = tokens_of(conversations.write(tmp_path / "chat.jsonl", [messages]), arguments)[0]
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
 
@@ -260,10 +261,12 @@ def test_documents_that_cannot_be_read(
 def test_rows_that_are_too_long(tmp_path: Path, arguments: Any) -> None:
     path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=3, turns=6)
     whole = tokens_of(path, arguments)
+    longest = max(len(row["input_ids"]) for row in whole)
+    for arguments.max_length in (longest - 1, 50):
+        arguments.assistant_only_loss = True
+        with pytest.raises(SystemExit, match="3 of 3 rows have more than max_length"):
+            tokens_of(path, arguments)
     arguments.max_length, arguments.assistant_only_loss = 50, True
-    with pytest.raises(SystemExit, match="3 of 3 rows have more than max_length"):
-        tokens_of(path, arguments)
-    arguments.assistant_only_loss = True
     cut = tokens_of(path, arguments, too_long="split")
     assert max(len(row["input_ids"]) for row in cut) == 50
     labels = [[token for row in rows for token in row["labels"] if token != -100] for rows in (whole, cut)]
