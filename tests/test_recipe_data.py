@@ -187,6 +187,16 @@ A: {% endif %}"""
 MERGES = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
+def test_without_a_token_that_ends_a_turn_its_white_space_does() -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
+    assert answers(chats.ChatTokenizer(tokenizer)(messages)) == ["Hello\n"] * 2
+
+
 def test_answers_that_cannot_be_told_apart_are_an_error() -> None:
     tokenizer = models.byte_tokenizer()
     tokenizer.chat_template = FORGETS
