@@ -100,7 +100,7 @@ def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
 def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
     """The RoPE parameters to scale: those of full attention, where the types of layers have their own."""
     parameters = getattr(config, "rope_parameters", None)
-    if parameters and config.nested_rope_parameter_keys(parameters):
+    if parameters and any(isinstance(value, dict) for value in parameters.values()):
         return parameters.get("full_attention")
     return parameters
 
@@ -123,6 +123,7 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
     if any(isinstance(value, dict) for value in scaling.values()):
         raise SystemExit("rope_scaling has parameters by the type of layer; give those of full attention alone.")
     parameters, before = scaled_rope(config), getattr(config, "max_position_embeddings", None)
+    nested = parameters is not getattr(config, "rope_parameters", None)
     if parameters is None:
         raise SystemExit(f"rope_scaling is set, but a {config.model_type} has no RoPE parameters; leave it out.")
     kind, allowed = scaling.get("rope_type", parameters.get("rope_type", "default")), ["default", *ROPE_INIT_FUNCTIONS]
@@ -141,7 +142,6 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
                     f"rope_scaling {scaling} gives {config.max_position_embeddings:,} positions, but the model has "
                     f"{before:,}: the factor is of {original:,}. Set factor to {before / original:g} or more."
                 )
-        nested = config.nested_rope_parameter_keys(config.rope_parameters)
         config.rope_parameters = {**config.rope_parameters, "full_attention": merged} if nested else merged
         config.standardize_rope_params()
         config.validate_rope()
