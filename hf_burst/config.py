@@ -1,4 +1,4 @@
-"""`BurstConfig`: the few knobs of hf_burst, "auto" wherever the right value follows from the data."""
+"""`BurstConfig`: the settings of hf_burst, "auto" wherever the right value follows from the data."""
 
 import re
 from dataclasses import dataclass, fields
@@ -21,9 +21,8 @@ class Schedule:
     Rank r is member `r % ulysses` of ring rank `r // ulysses`.
 
     Args:
-        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks: `"kv_ring"` (K and V rotate, dK
-            and dV return), `"burst"` (backward, Q and dO rotate and dQ returns; arXiv 2403.09347) or `"all_gather"`
-            (K and V of all ranks at once, some heads at a time).
+        ring (`str`, defaults to `"kv_ring"`): What happens between the ring ranks, as in [`BurstConfig`]: `"kv_ring"`,
+            `"burst"` or `"all_gather"`.
         ulysses (`int`, defaults to 1): Ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv 2309.14509).
     """
 
@@ -67,39 +66,47 @@ class BurstConfig:
 
     Args:
         chunking (`str`, defaults to `"balanced"`):
-            Which rank owns which part of the sequence. `"contiguous"` gives rank r the r-th of P chunks; `"zigzag"` the
-            chunks r and 2P-1-r of 2P, which balances causal attention over one document; `"balanced"` takes the
-            coarsest cut, in up to 16 chunks a rank, that leaves the busiest rank at most 2 % above the mean for the
-            packed documents of a batch (and the steps of a ring over up to 8 ranks 15 %), or else the most even one.
-            Every rank holds as many tokens.
+            Which rank owns which part of the sequence. Every rank holds as many tokens. `"contiguous"` gives rank r the
+            r-th of P chunks. `"zigzag"` gives it chunks r and 2P-1-r of 2P, which balances one causal document.
+            `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
+            leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
+            If no cut reaches both, it takes the most even one.
         schedule (`str`, defaults to `"auto"`):
-            How the ranks exchange blocks: `"kv_ring"` sends K and V and returns dK and dV, `"burst"` keeps K and V at
-            home in the backward pass and sends Q, dO and two scalars a row and returns dQ (BurstAttention, arXiv
-            2403.09347), `"all_gather"` collects K and V of all ranks, some heads at a time, `"ulysses"` exchanges heads
-            for tokens, and `"ulysses_2+kv_ring"` (any number, any of the first three) is a product of two. `"auto"`
-            takes a ring over two ranks and where documents mostly stay at home, else exchanges heads over as many ranks
-            of one host as the heads allow, and logs why. It goes by the documents of every batch (under
-            `torch.compile`, by one whole document). The ring is `"burst"` where there are as many key as query heads.
+            How the ranks exchange blocks.
+
+            - `"kv_ring"`: K and V rotate. In the backward pass dK and dV return.
+            - `"burst"`: the same forward. Backward, Q, dO and two scalars a row rotate, and dQ returns (BurstAttention,
+              arXiv 2403.09347).
+            - `"all_gather"`: K and V of all ranks are collected, some heads at a time.
+            - `"ulysses"`: tokens are exchanged for heads.
+            - `"ulysses_2+kv_ring"`: a product of two, with any number and any of the first three.
+            - `"auto"`: a ring over two ranks, or if documents mostly stay at home. Otherwise as many ranks of one host
+              exchange heads as the heads allow. The ring is `"burst"` if there are as many key heads as query heads.
+              The documents of every batch count (under `torch.compile`, one whole document). The log says why.
         kernel (`str`, defaults to `"auto"`):
-            The kernel that computes a tile: `"flash_attn_4"` (package `flash-attn-4`), `"flash_attn_2"` (package
-            `flash-attn`), `"torch_flash"` (the FlashAttention-2 kernels inside torch's CUDA builds), `"torch_cudnn"`
-            (cuDNN's, inside them too: no windows), `"cpu_flash"` (torch's CPU flash kernel), `"reference"` (plain
-            torch, fp32/fp64, slow). `"auto"` takes the fastest that can, and logs why.
+            The kernel that computes a tile. `"auto"` takes the fastest that can, and logs why.
+
+            - `"flash_attn_4"`: of the package `flash-attn-4`.
+            - `"flash_attn_2"`: of the package `flash-attn`.
+            - `"torch_flash"`: FlashAttention-2 inside torch's CUDA builds.
+            - `"torch_cudnn"`: cuDNN's, inside torch's CUDA builds. It has no windows, and runs only if it is named.
+            - `"cpu_flash"`: torch's flash kernel for CPUs.
+            - `"reference"`: plain torch in fp32 or fp64. It is slow.
         transport (`str`, defaults to `"auto"`):
-            How blocks travel: `"symmetric"` (inside of one host: ranks read each other's memory), `"p2p"` (send and
-            receive of NCCL or gloo), `"auto"` for the first where it can be had.
+            How blocks travel. By `"symmetric"` ranks of one host read each other's memory. By `"p2p"` they send and
+            receive, over NCCL or gloo. `"auto"` takes the first where it can be had.
         attention_keep (`float`, defaults to `1.0`):
-            How much of the attention output is kept in checkpointed layers instead of being computed again, from the
-            end of the sequence: 1.0 for all of it (the memory of one more hidden state a layer), 0.0 for nothing, or
-            0.25, 0.5, 0.75. Half of it costs half of the memory, and a quarter of causal attention is computed again;
-            the ranks then have as much of every half or quarter. Encoders keep all or nothing. It stays on the device,
-            also where checkpointing offloads to the host.
+            The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
+            0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
+            Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
+            much of each half or quarter. Encoders keep all or nothing. What is kept stays on the device, also where
+            checkpointing offloads to the host.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
-            Who averages gradients over the ranks: DDP, FSDP, DeepSpeed or a hook of a parameter, without which training
-            is refused; or `"averaged_by_hand"`, your own loop between `backward` and `step`. Weights are compared after
-            the first update in either case.
+            Who averages gradients over the ranks. By default DDP, FSDP, DeepSpeed or a hook of a parameter does, and
+            training is refused without them. `"averaged_by_hand"` says that your own loop does it between `backward`
+            and `step`. Weights are compared after the first update in either case.
     """
 
     chunking: Chunking = "balanced"

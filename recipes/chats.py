@@ -9,6 +9,7 @@ follows them; otherwise an error says so.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from textwrap import shorten
 from typing import Any
 
@@ -42,10 +43,12 @@ def clean(messages: list[Message]) -> list[Message]:
     in the API of OpenAI, become mappings. `from` and `value`, as in ShareGPT, become `role` and `content`.
 
     Raises:
-        ValueError: If a role is none that chat templates know.
+        ValueError: If a role is none that chat templates know, or a content neither text nor a list.
     """
     cleaned = []
-    for index, message in enumerate(without_nulls(messages)):
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"the messages are {shorten(str(messages), 60)}; give mappings with role and content")
+    for number, message in enumerate(without_nulls(messages), 1):
         if "from" in message:
             message["role"] = message.pop("from")
             message["content"] = message.pop("value", "")
@@ -53,10 +56,13 @@ def clean(messages: list[Message]) -> list[Message]:
             calls = json.loads(message["content"])
             calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
             message |= {"role": "assistant", "content": "", "tool_calls": calls}
-        message["role"] = SHAREGPT.get(message.get("role"), message.get("role"))
-        if message["role"] not in ROLES:
-            raise ValueError(f"message {index} has the role {message['role']!r}; it must be one of {', '.join(ROLES)}")
-        message.setdefault("content", "")
+        message["role"] = role = SHAREGPT.get(message.get("role"), message.get("role"))
+        if role not in ROLES:
+            near = "".join(f" (did you mean {name}?)" for name in get_close_matches(str(role), ROLES, n=1))
+            raise ValueError(f"message {number} has the role {role!r}{near}; it must be one of {', '.join(ROLES)}")
+        if not isinstance(message.setdefault("content", ""), str | list):  # datasets reads text among lists as JSON
+            said = f"message {number} has the content {message['content']!r}; it must be text or a list of parts"
+            raise ValueError(f"{said}, of the same kind in all rows")
         if "tool_calls" in message:
             message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
             if not message["tool_calls"]:
@@ -126,16 +132,11 @@ class ChatTokenizer:
                 template leaves out what the assistant wrote.
         """
         messages = clean(messages)
-        options["tools"] = parse_tools(tools)
-        options["chat_template"] = self.template
-        if not self.assistant_only:
-            written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
-            mask = [1] * len(ids)
-        elif self.marked:
-            ids, mask, written = self.by_marks(messages, options)
-        else:
-            ids, mask, written = self.by_difference(messages, options)
+        options |= {"tools": parse_tools(tools), "chat_template": self.template}
+        try:
+            ids, mask, written = self.render(messages, options)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template cannot write it: {error}") from error
         if prompt:
             first = self.tokenizer.apply_chat_template(
                 messages[:prompt], add_generation_prompt=True, return_dict=True, **options
@@ -148,6 +149,14 @@ class ChatTokenizer:
             )
         refuse_what_is_dropped(messages, prompt, written)
         return {"input_ids": ids, "labels": [token if on else IGNORED for token, on in zip(ids, mask, strict=True)]}
+
+    def render(self, messages: list[Message], options: dict[str, Any]) -> tuple[list[int], list[int], str]:
+        """Tokens, which of them are labelled, and the text of these."""
+        if not self.assistant_only:
+            written = self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            ids = self.tokenizer(written, add_special_tokens=False)["input_ids"]
+            return ids, [1] * len(ids), written
+        return self.by_marks(messages, options) if self.marked else self.by_difference(messages, options)
 
     @property
     def warning(self) -> str | None:
@@ -221,11 +230,13 @@ def refuse_what_is_dropped(messages: list[Message], prompt: int, written: str) -
             thoughts = [message.get(key) for key in ("reasoning_content", "reasoning", "thinking")]
             wanted += [("reasoning", thought) for thought in thoughts if isinstance(thought, str)]
         for kind, text in wanted:
-            ends.append(end_of(text, rendered, position, f"message {index}: the chat template leaves out its {kind}"))
+            ends.append(
+                end_of(text, rendered, position, f"message {index + 1}: the chat template leaves out its {kind}")
+            )
         after = position
         for call in message.get("tool_calls", []):
             name = call.get("function", call)["name"]
-            after = end_of(name, rendered, after, f"message {index}: the chat template leaves out its tool call")
+            after = end_of(name, rendered, after, f"message {index + 1}: the chat template leaves out its tool call")
         position = max(*ends, after)
 
 
@@ -269,15 +280,15 @@ def assistant_spans(
             raise ValueError(f"the chat template cannot render the first {index} messages: {error}") from None
         if not text.startswith(after) or not after.startswith(before):
             raise ValueError(
-                f"the chat template writes the messages up to {index} otherwise where others follow, so it is not "
+                f"the chat template writes the messages up to {index + 1} otherwise where others follow, so it is not "
                 "certain which tokens are the assistant's; give a template with {% generation %} marks by "
                 "chat_template_path, or set assistant_only_loss to false"
             )
         starts = after[len(before) :].lstrip()
         if before == render(index) and not any(starts.startswith(part) for part in texts(message)[:1]):
             raise ValueError(
-                f"the chat template ignores add_generation_prompt, so it is not certain where message {index} begins; "
-                "give a template that heeds it, or one with {% generation %} marks, by chat_template_path"
+                f"the chat template ignores add_generation_prompt, so it is not certain where message {index + 1} "
+                "begins; give a template that heeds it, or one with {% generation %} marks, by chat_template_path"
             )
         stripped = after.rstrip()
         spans.append((len(before), len(stripped) if stripped.endswith(special) else len(after)))

@@ -4,7 +4,8 @@ import json
 import os
 import pydoc_data.topics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,12 +16,12 @@ import pyarrow.compute
 import report
 from chats import IGNORED, ChatTokenizer, clean, parse_tools, without_nulls
 from datasets import Dataset, DatasetDict, Features, Json, List, Value, load_dataset, load_from_disk
-from settings import DataSettings, using
+from datasets.exceptions import DatasetsError
+from settings import TEXT_FILES, DataSettings, using
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer, SFTConfig
 from trl.data_utils import common_prefix_length, extract_prompt
 
-TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 READERS = {
     **dict.fromkeys(TEXT_FILES, "text"),
     ".jsonl": "json",
@@ -28,6 +29,7 @@ READERS = {
     ".parquet": "parquet",
     ".csv": "csv",
 }
+RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 WRITTEN = 64  # long rows that are in memory together
 STRINGS = ("string", "large_string", "string_view", "null")
 
@@ -56,12 +58,62 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
     if len(kinds) > 1:
         raise SystemExit(f"dataset {names} mixes kinds of files; give files of one kind ({', '.join(READERS)}).")
     kind = kinds.pop()
-    with using(f"dataset {names}"):
+    with using(f"dataset {names}"), reading(files):
         if kind is None:
             return load_dataset(*names, split=split)
         options = {"sample_by": "document"} if kind == "text" else {}
         rows = load_dataset(kind, data_files=files, split=split, **options)
     return rows.rename_column("text", text_column) if kind == "text" and text_column != "text" else rows
+
+
+@contextmanager
+def reading(files: list[str]) -> Iterator[None]:
+    """Where files cannot be read, the error says why, and of JSON lines in which one."""
+    try:
+        yield
+    except DatasetsError as error:  # which says only that there was one
+        for file, number, line in json_lines(files):
+            try:
+                wrong = None if isinstance(json.loads(line.rstrip()), dict) else "it must be a mapping, such as {...}"
+            except json.JSONDecodeError as problem:
+                wrong = f"{problem.msg} (column {problem.colno})"
+            if wrong:
+                raise ValueError(f"{file}:{number}: {wrong}") from None
+        raise ValueError(str(error.__cause__ or error)) from None
+
+
+def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
+    """The lines of all files that hold JSON lines, each with its file and number, from 1."""
+    for file in files:
+        if file.endswith(".jsonl"):
+            with Path(file).open(encoding="utf-8", errors="replace") as lines:
+                yield from ((file, number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def place(row: dict[str, Any], index: int, names: list[str]) -> str:
+    """Where a row stands: file and line for JSON lines, else its number, from 1."""
+    wanted = without_nulls(dict(row))
+    files = chain.from_iterable(map(expand, names)) if any(map(os.path.exists, names)) else ()
+    for file, number, line in json_lines(list(files)):
+        if without_nulls(json.loads(line)) == wanted:
+            return f"{file}:{number}"
+    return f"row {index + 1}"
+
+
+def map_rows(
+    rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
+) -> Dataset:
+    """What a function makes of each row."""
+    options = {"with_indices": True, "remove_columns": rows.column_names, **options}
+    return rows.map(partial(make_row, function=function, names=names), **options)
+
+
+def make_row(row: dict[str, Any], index: int, function: RowFunction, names: list[str]) -> dict[str, Any]:
+    """What a function makes of a row; its errors say where the row stands."""
+    try:
+        return function(row)
+    except Exception as error:
+        raise ValueError(f"{place(row, index, names)}: {error}") from error
 
 
 def named_split(splits: DatasetDict, split: str) -> Dataset:
@@ -109,14 +161,15 @@ def load_tokens(
     settings: DataSettings, tokenizer: PreTrainedTokenizerBase, training: SFTConfig
 ) -> tuple[Dataset, Dataset | None]:
     """Tokens and labels to train on and to evaluate on, none longer than `max_length`, with a report of the lengths."""
-    names = (f"dataset {settings.dataset}", f"eval_dataset {settings.eval_dataset or settings.dataset}")
+    sources = (("dataset", settings.dataset), ("eval_dataset", settings.eval_dataset or settings.dataset))
     seed = training.seed if training.data_seed is None else training.data_seed
     fitting: list[Dataset | None] = []
-    for rows, name in zip(load_splits(settings, seed, training.dataset_text_field), names, strict=True):
+    for rows, (kind, names) in zip(load_splits(settings, seed, training.dataset_text_field), sources, strict=True):
         if rows is None:
             fitting.append(None)
             continue
-        tokens = tokenize(rows, tokenizer, training, name)
+        name = f"{kind} {names}"
+        tokens = tokenize(rows, tokenizer, training, name, names)
         if not fitting and training.process_index == 0:
             report.report_lengths(lengths(tokens), training.max_length, training.output_dir)
         fitted = fit(tokens, training, settings.too_long, name)
@@ -136,12 +189,13 @@ def load_pairs(settings: DataSettings, training: DPOConfig) -> tuple[Dataset, Da
     loaded: list[Dataset | None] = []
     for rows, names in zip(load_splits(settings, seed), (settings.dataset, settings.eval_dataset), strict=True):
         if rows is not None:
+            names = names or settings.dataset
             if missing := {"chosen", "rejected"} - set(rows.column_names):
                 raise SystemExit(f"dataset {names} has no column {' or '.join(sorted(missing))}: {rows.column_names}.")
             with using(f"dataset {names}"), training.main_process_first(desc="cleaning"):
                 features = features_of_pairs(rows)
                 function = partial(clean_pair, others=set(rows.column_names) & {"tools", "chat_template_kwargs"})
-                rows = rows.map(function, remove_columns=rows.column_names, features=features, desc="Cleaning messages")
+                rows = map_rows(rows, function, names, features=features, desc="Cleaning messages")
         loaded.append(rows)
     return loaded[0], loaded[1]
 
@@ -195,6 +249,9 @@ def tokenize_text(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, colum
 
 def tokenize_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, only: bool) -> dict[str, list[int]]:
     """A prompt, without loss if `only` completions have it, and its completion, ended by the end-of-sequence token."""
+    for key in ("prompt", "completion"):
+        if row[key] is None:
+            raise ValueError(f"{key} is null; it must be text")
     prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["completion"]))
     ids = ended(whole, tokenizer)
     first = common_prefix_length(prompt, ids) if only else 0
@@ -206,32 +263,38 @@ def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-def tokenize_chat(
-    row: dict[str, Any], index: int, chat: ChatTokenizer, keys: tuple[str, ...], only: bool
-) -> dict[str, list[int]]:
+def tokenize_chat(row: dict[str, Any], chat: ChatTokenizer, keys: tuple[str, ...], only: bool) -> dict[str, list[int]]:
     """A row of messages, or of a prompt and a completion of messages; `only` leaves the prompt without loss."""
+    for key in keys:
+        if not isinstance(row[key], list):
+            raise ValueError(f"{key} is {row[key]!r}; it must be a list of messages")
     parts = [row[key] for key in keys]
     options = without_nulls(row.get("chat_template_kwargs")) or {}
-    try:
-        prompt = len(parts[0]) if len(parts) > 1 and only else 0
-        return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)
-    except Exception as error:
-        raise ValueError(f"row {index}: {error}") from error
+    prompt = len(parts[0]) if len(parts) > 1 and only else 0
+    return chat([message for part in parts for message in part], row.get("tools"), prompt, **options)
 
 
-def tokenizer_of(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTConfig
-) -> tuple[Callable[..., dict[str, list[int]]], bool]:
-    """What makes tokens of a row, by the columns there are, and whether it wants the row's number."""
-    columns, text_column = rows.column_names, training.dataset_text_field
-    only = training.completion_only_loss is not False
-    for keys in (("messages",), ("conversations",), ("prompt", "completion")):
-        if set(keys) <= set(columns):
-            if keys[0] != "prompt" or not is_text(rows, "prompt"):
-                chat = ChatTokenizer(tokenizer, training.assistant_only_loss)
-                report.warn(training, chat.warning)
-                return partial(tokenize_chat, chat=chat, keys=keys, only=only), True
-            return partial(tokenize_completion, tokenizer=tokenizer, only=only), False
+def answer_columns(rows: Dataset) -> tuple[str, ...]:
+    """The columns of chats, or of prompts and completions; none of text."""
+    kinds = (("messages",), ("conversations",), ("prompt", "completion"))
+    return next((keys for keys in kinds if set(keys) <= set(rows.column_names)), ())
+
+
+def tokenizer_of(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: Any) -> tuple[RowFunction, str | None]:
+    """What makes tokens and labels of a row, by the columns there are, and a warning.
+
+    Args:
+        rows (`Dataset`): The rows.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
+        settings (`SFTConfig` or alike): `assistant_only_loss`, `completion_only_loss` and `dataset_text_field`.
+    """
+    columns, text_column = rows.column_names, settings.dataset_text_field
+    only = settings.completion_only_loss is not False
+    if keys := answer_columns(rows):
+        if keys[0] != "prompt" or not is_text(rows, "prompt"):
+            chat = ChatTokenizer(tokenizer, settings.assistant_only_loss)
+            return partial(tokenize_chat, chat=chat, keys=keys, only=only), chat.warning
+        return partial(tokenize_completion, tokenizer=tokenizer, only=only), None
     if text_column not in columns:
         raise ValueError(
             f"its columns are {columns}; it needs messages, or prompt and completion, or {text_column!r} (set "
@@ -239,14 +302,16 @@ def tokenizer_of(
         )
     if not is_text(rows, text_column):
         raise ValueError(f"the column {text_column!r} holds {rows.features[text_column]}; it must hold text")
-    return partial(tokenize_text, tokenizer=tokenizer, column=text_column), False
+    return partial(tokenize_text, tokenizer=tokenizer, column=text_column), None
 
 
 def is_text(rows: Dataset, column: str) -> bool:
     return getattr(rows.features[column], "dtype", None) in STRINGS
 
 
-def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTConfig, name: str) -> Dataset:
+def tokenize(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTConfig, name: str, names: list[str]
+) -> Dataset:
     """Tokens and labels of every row that holds a label.
 
     Args:
@@ -254,20 +319,16 @@ def tokenize(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training: SFTCon
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
         training (`SFTConfig`): `assistant_only_loss` says whether the loss of chats is on the assistant alone.
         name (`str`): What the rows are called in errors.
+        names (`list[str]`): Where they come from.
 
     Returns:
         `Dataset` with the columns `input_ids` and `labels`.
     """
     with using(name), training.main_process_first(desc="tokenizing"):
-        function, numbered = tokenizer_of(rows, tokenizer, training)
-        tokens = rows.map(
-            function,
-            with_indices=numbered,
-            remove_columns=rows.column_names,
-            num_proc=training.dataset_num_proc,
-            writer_batch_size=WRITTEN,
-            desc="Tokenizing",
-        )
+        function, warning = tokenizer_of(rows, tokenizer, training)
+        report.warn(training, warning)
+        options = {"num_proc": training.dataset_num_proc, "writer_batch_size": WRITTEN, "desc": "Tokenizing"}
+        tokens = map_rows(rows, function, names, **options)
         kept = tokens.filter(has_label, input_columns="labels", desc="Leaving out rows without labels")
     if len(kept) != len(tokens) and training.process_index == 0:
         print(f"{name}: {len(tokens) - len(kept):,} of {len(tokens):,} rows hold nothing to train on and are left out.")

@@ -15,27 +15,33 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA:
         --dataset pairs.jsonl --output_dir outputs/dpo
 """
 
-import data
-import models
-import report
+from typing import TYPE_CHECKING
+
 import settings
 import training
 from settings import BurstSettings, DataSettings, ModelSettings
-from trl import DPOConfig, DPOTrainer
+
+if TYPE_CHECKING:
+    from trl import DPOTrainer
 
 DEFAULTS = {"output_dir": "outputs/dpo", "learning_rate": 1e-6}
 
 
-def make_trainer(arguments: list[str]) -> tuple[DPOTrainer, BurstSettings]:
+def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, DPOConfig)
+    kinds = (ModelSettings, DataSettings, BurstSettings, "DPOConfig")
     model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
     settings.prepare(args, model, burst)
     if args.precompute_ref_log_probs:
         raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
+    import data  # the settings are right; these take seconds
+    import models
+    import report
+    from trl import DPOTrainer
+
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would cut answers off
     trainer = DPOTrainer(

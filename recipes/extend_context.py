@@ -20,21 +20,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import data
-import models
-import report
 import settings
-import torch
 import training
-from datasets import Dataset
-from pictures import draw_positions
-from scoring import Groups, PositionLosses, losses_by_position
 from settings import BurstSettings, DataSettings, ModelSettings
-from transformers import PreTrainedTokenizerBase
-from transformers.trainer_utils import IntervalStrategy
-from trl import SFTConfig, SFTTrainer
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+    from scoring import PositionLosses
+    from transformers import PreTrainedTokenizerBase
+    from trl import SFTConfig, SFTTrainer
 
 DEFAULTS = {"too_long": "split", "eval_share": 0.1, "packing": True, "output_dir": "outputs/extended"}
 BEFORE, STRETCHED, TRAINED = "before", "stretched, not trained", "stretched and trained"
@@ -56,33 +53,29 @@ class Extension:
                 raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
 
 
-class PositionTrainer(SFTTrainer):
-    """TRL's trainer, whose evaluation also measures the loss by the position in held-out text."""
+def measure(trainer: "SFTTrainer", model: "torch.nn.Module", windows: list[list[int]]) -> "PositionLosses":
+    """The loss of a patched model by the position in held-out text."""
+    from scoring import Groups, losses_by_position
 
-    windows: list[list[int]]
-    curve: PositionLosses
-
-    def measure(self, model: torch.nn.Module) -> PositionLosses:
-        """The curve of a patched model."""
-        model = model.to(self.args.device).eval()
-        return losses_by_position(model, self.args.max_length, self.windows, Groups(self.accelerator))
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The metrics, as ever."""
-        metrics = super().evaluate(*args, **kwargs)
-        self.curve = self.measure(self.model)
-        return metrics
+    model = model.to(trainer.args.device).eval()
+    return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator))
 
 
 def pretrain(
     model: ModelSettings,
     burst: BurstSettings,
-    args: SFTConfig,
+    args: "SFTConfig",
     extension: Extension,
-    rows: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
+    rows: "Dataset",
+    tokenizer: "PreTrainedTokenizerBase",
 ) -> None:
     """Trains a model from its config, at its own length, and makes it the one that is extended."""
+    import data
+    import models
+    import report
+    from transformers.trainer_utils import IntervalStrategy
+    from trl import SFTTrainer
+
     config, short = models.load_config(model, len(tokenizer)), copy.copy(args)
     short.max_length, short.max_steps = config.max_position_embeddings, extension.pretraining_steps
     short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
@@ -94,15 +87,17 @@ def pretrain(
         train_dataset=data.fit(rows, short, "split", "the pretraining"),
         processing_class=tokenizer,
     )
-    trainer.accelerator.print(report.describe(trainer))
+    report.follow(trainer)
     trainer.train()
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     model.model_name_or_path, model.model_config = short.output_dir, {}
 
 
-def write(curves: Mapping[str, PositionLosses], old: int, args: SFTConfig, made_by: dict[str, Any]) -> None:
+def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", made_by: dict[str, Any]) -> None:
     """Writes the curves and their picture, and prints the perplexity within the old length and beyond it."""
+    from pictures import draw_positions
+
     folder = Path(args.output_dir)
     parts = {f"within {old:,} tokens": (1, old), "beyond": (old, args.max_length)}
     perplexity = {
@@ -119,9 +114,16 @@ def write(curves: Mapping[str, PositionLosses], old: int, args: SFTConfig, made_
 
 
 def main(arguments: list[str]) -> None:
-    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig, Extension)
+    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
     model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
     settings.prepare(args, model, burst)
+    if extension.pretraining_steps and model.model_name_or_path is not None:
+        raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
+    import data  # the settings are right; these take seconds
+    import models
+    import report
+    from trl import SFTTrainer
+
     tokenizer = models.load_tokenizer(model, args)
     scaling, model.rope_scaling = model.rope_scaling, {}
     config = models.load_config(model, len(tokenizer)).get_text_config()
@@ -130,8 +132,6 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(
             f"max_length is {args.max_length:,}, and the model has {old:,} positions; set max_length higher."
         )
-    if extension.pretraining_steps and model.model_name_or_path is not None:
-        raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
     train, held_out = data.load_tokens(documents, tokenizer, args)
     if held_out is None:
         raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> None:
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
-    trainer = PositionTrainer(
+    trainer = SFTTrainer(
         models.load_model(model, config, burst, args.seed),  # patched by hf_burst
         args,
         train_dataset=train,
@@ -154,13 +154,12 @@ def main(arguments: list[str]) -> None:
         peft_config=models.adapter_config(model),
         callbacks=training.callbacks(model, config),
     )
-    trainer.windows = windows
-    curves = {BEFORE: trainer.measure(before), STRETCHED: trainer.measure(trainer.model)}
+    curves = {BEFORE: measure(trainer, before, windows), STRETCHED: measure(trainer, trainer.model, windows)}
     del before
     first, made_by = trainer.is_world_process_zero(), report.made_by(trainer.accelerator.num_processes)
-    training.train(trainer, burst)
+    training.train(trainer, burst, lambda: curves.update({TRAINED: measure(trainer, trainer.model, windows)}))
     if first:
-        write({**curves, TRAINED: trainer.curve}, old, args, made_by)
+        write(curves, old, args, made_by)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,14 @@ Four GPUs, Llama-3.1-8B with LoRA on local text, a file a document:
         --config recipes/configs/text_4gpu.yaml --dataset books/ --output_dir outputs/books
 """
 
+from typing import TYPE_CHECKING
+
 import settings
 import training
 from settings import BurstSettings
-from trl import SFTTrainer
+
+if TYPE_CHECKING:
+    from trl import SFTTrainer
 
 DEFAULTS = {
     "dataset": ["python_topics"],
@@ -27,7 +31,7 @@ DEFAULTS = {
 }
 
 
-def make_trainer(arguments: list[str]) -> tuple[SFTTrainer, BurstSettings]:
+def make_trainer(arguments: list[str]) -> "tuple[SFTTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     return training.sft_trainer(arguments, DEFAULTS)
 

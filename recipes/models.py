@@ -51,8 +51,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def load_tokenizer(settings: ModelSettings, training: TrainingArguments | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of a file and the end-of-sequence token where they are set."""
+def load_tokenizer(settings: ModelSettings, training: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer, with the chat template of a file and the end-of-sequence token where `training` has them."""
     chat_template_path, end = (getattr(training, key, None) for key in ("chat_template_path", "eos_token"))
     revision = None if settings.tokenizer else settings.model_revision
     name = settings.tokenizer or settings.model_name_or_path
@@ -147,16 +147,19 @@ def scale_rope(config: PreTrainedConfig, scaling: dict[str, Any]) -> None:
         config.validate_rope()
 
 
-def too_short_a_rope(config: PreTrainedConfig, length: int) -> str | None:
-    """A warning where sequences are longer than the positions of the model."""
+def too_short_a_rope(config: PreTrainedConfig, length: int, pretrained: bool = True) -> str | None:
+    """A warning where sequences are longer than the positions of the model, pretrained or made from a config."""
     config = config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     if most is None or length <= most:
         return None
+    said = f"max_length is {length:,}, but the model has max_position_embeddings {most:,}"
+    if not pretrained:
+        return f"{said}, which its checkpoint will say. Set max_position_embeddings: {length} in model_config."
     factor = -(-length // pretrained_length(config))
     return (
-        f"max_length is {length:,}, but the model has max_position_embeddings {most:,}: it has not learned later "
-        f"positions. To extend it, set rope_scaling: {{rope_type: yarn, factor: {factor}.0}}."
+        f"{said}: it has not learned later positions. To extend it, set rope_scaling: "
+        f"{{rope_type: yarn, factor: {factor}.0}}."
     )
 
 

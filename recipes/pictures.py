@@ -1,10 +1,12 @@
 """Pictures of an evaluation: recall by length and depth, and perplexity by position."""
 
 from collections.abc import Mapping, Sequence
+from math import log
 from pathlib import Path
 
 import numpy
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from report import short
 from scoring import Cell, PositionLosses
 
@@ -63,9 +65,11 @@ def draw_positions(curves: Mapping[str, PositionLosses], marks: Mapping[str, int
     axes.set(xscale="log", yscale="log", xlabel="position in the document (tokens)", ylabel="perplexity per token")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda position, _: short(int(position)))
+    spread = numpy.ptp([loss for curve in curves.values() for loss in curve.losses])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if spread > log(5) else MaxNLocator(6))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_title(title, fontsize=10)
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)

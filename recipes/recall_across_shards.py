@@ -36,6 +36,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
@@ -260,6 +261,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
         "device": accelerator.device.type,
         "command": " ".join([launch, "recipes/recall_across_shards.py", *sys.argv[1:]]),
+        "git_commit": git_commit(Path(__file__).parent),
     }
     if accelerator.is_main_process:
         (args.output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")

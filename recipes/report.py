@@ -12,8 +12,10 @@ import numpy
 import torch
 import transformers
 import trl
+from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
-from transformers import Trainer, TrainingArguments
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 import hf_burst
 
@@ -69,6 +71,33 @@ def warn(training: TrainingArguments, warning: str | None) -> None:
         print(f"WARNING: {warning}", file=sys.stderr)
 
 
+class Bar(ProgressCallback):
+    """Transformers' bar alone: the lines are those of `BurstCallback` and `Evaluations`."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Writes nothing."""
+
+
+class Evaluations(TrainerCallback):
+    """A line for each evaluation."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Writes the evaluation loss, on one process."""
+        if state.is_world_process_zero and "eval_loss" in (logs or {}):
+            tqdm.write(f"step {state.global_step:,}: evaluation loss {logs['eval_loss']:.4g}")
+
+
+def follow(trainer: Trainer) -> None:
+    """One line for each log, with speed, memory and the time that is left; and a bar, if somebody watches."""
+    bar = trainer.pop_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    if bar is not None and sys.stderr.isatty():
+        trainer.add_callback(Bar)
+    trainer.add_callback(Evaluations)
+    trainer.add_callback(hf_burst.BurstCallback(trainer))  # its numbers are in every log
+    trainer.accelerator.print(describe(trainer))
+
+
 def describe(trainer: Trainer) -> str:
     """How the processes share the sequences, and what a step takes."""
     ranks, training = trainer.accelerator.num_processes, trainer.args
@@ -87,9 +116,10 @@ def describe(trainer: Trainer) -> str:
 
 
 def made_by(processes: int) -> dict[str, Any]:
-    """What a result was made by: command, processes, device and versions."""
+    """What a result was made by: command, commit, processes, device and versions."""
     return {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_commit": git_commit(Path(__file__).parent),
         "processes": processes,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
         "versions": {
@@ -126,4 +156,6 @@ def write_log(trainer: Trainer) -> None:
     figure.savefig(folder / "loss.png", dpi=150)
     held_out = f"; evaluation loss {evaluations[-1]['eval_loss']:.3f}" if evaluations else ""
     first, last = steps[0]["loss"], steps[-1]["loss"]
+    if (key := "rewards/accuracies") in steps[-1]:  # of DPO
+        held_out = f"; the preferred answer is ahead in {steps[0][key]:.0%} -> {steps[-1][key]:.0%} of pairs{held_out}"
     print(f"loss {first:.3f} -> {last:.3f}{held_out}; checkpoint, loss.png and log are in {folder}")

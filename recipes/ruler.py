@@ -183,13 +183,32 @@ def check(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[in
             raise SystemExit(f"ruler_cwe takes {shortest} tokens at least at the length {length}; give greater ones.")
 
 
-def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples: int, way: str, chat: bool) -> Scores:
+def make_tasks(tokenizer: PreTrainedTokenizerBase, tasks: list[str], lengths: list[int]) -> dict[str, Any]:
+    """RULER's tasks with the texts that lm-eval makes, by their names. All processes make the same texts.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the model.
+        tasks (`list[str]`): Tasks of RULER in lm-eval, which [`check`] let pass; those of `OFFLINE` download nothing.
+        lengths (`list[int]`): Tokens of the texts, the room for the answer included.
+    """
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
+        tokenizer.save_pretrained(folder)
+        set_seed(SEED)
+        with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
+            metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
+            manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
+            return manager.load(tasks)["tasks"]
+
+
+def evaluate_ruler(
+    lm: ShardedLM, tasks: dict[str, Any], lengths: list[int], samples: int, way: str, chat: bool
+) -> Scores:
     """Scores of some tasks.
 
     Args:
         lm ([`ShardedLM`]): The model. All processes call this.
-        tasks (`list[str]`): Tasks of RULER in lm-eval, which [`check`] let pass; those of `OFFLINE` download nothing.
-        lengths (`list[int]`): Tokens of the texts, the room for the answer included.
+        tasks (`dict`): The tasks that [`make_tasks`] made.
+        lengths (`list[int]`): Tokens of their texts.
         samples (`int`): Texts of each task and length, at most the 500 that lm-eval makes.
         way (`str`): `"answer"`, whether greedy decoding would write the answer, over all processes; or `"generation"`,
             RULER's own score, the share of the answers in a text that each process generates by itself.
@@ -198,15 +217,8 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
     Returns:
         `dict`: For each task the scores by length, on the first process of a machine; empty on the others.
     """
-    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
-        lm.tokenizer.save_pretrained(folder)
-        set_seed(SEED)  # all processes make the same texts
-        with contextlib.redirect_stdout(nowhere):  # lm-eval prints how it fits texts to lengths
-            metadata = {"tokenizer": folder, "max_seq_lengths": lengths}
-            manager = TaskManager(include_path=FOLDER, include_defaults=False, metadata=metadata)
-            made = manager.load(tasks)["tasks"]
     chosen = {}
-    for name, task in made.items():
+    for name, task in tasks.items():
         sizes = task.dataset["test"]["max_length"]
         first = [[place for place, size in enumerate(sizes) if size == length][:samples] for length in lengths]
         chosen[name] = list(chain.from_iterable(first))
@@ -216,8 +228,8 @@ def evaluate_ruler(lm: ShardedLM, tasks: list[str], lengths: list[int], samples:
                 task.set_config(key, value)
     results = simple_evaluate(
         lm,
-        tasks=list(made.values()),
-        task_manager=manager,
+        tasks=list(tasks.values()),
+        task_manager=TaskManager(include_path=FOLDER, include_defaults=False),
         samples=chosen,
         apply_chat_template=chat,
         bootstrap_iters=0,

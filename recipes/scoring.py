@@ -178,3 +178,21 @@ def losses_by_position(
             totals[1].index_add_(0, bins, torch.ones_like(losses))
     sums, tokens = (groups.add(totals) if groups else totals).cpu()
     return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())
+
+
+def loss_of_labels(model: torch.nn.Module, rows: Sequence[dict[str, list[int]]], groups: Groups) -> tuple[float, int]:
+    """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are.
+
+    Args:
+        model (`nn.Module`): A patched model. All processes call this, with the same rows.
+        rows (sequence of `dict`): `input_ids` and `labels`, of which -100 does not count.
+        groups ([`Groups`]): They share the rows out.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=model.device)
+    for row, counts in groups.own(rows):
+        batch = {key: torch.tensor([row[key]], device=model.device) for key in ("input_ids", "labels")}
+        losses = hf_burst.token_losses(model, batch).double()
+        if counts:
+            totals += torch.stack([losses.sum(), (batch["labels"][:, 1:] != -100).sum()])
+    loss, tokens = groups.add(totals).tolist()
+    return loss / tokens, round(tokens)

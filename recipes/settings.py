@@ -1,31 +1,38 @@
 """The settings that the recipes share, and their checks.
 
 Settings come from YAML files (`--config FILE`, several if you like), then from the command line. A wrong setting ends
-every process by one sentence, before the processes talk to each other.
+every process by one sentence, before the processes talk to each other, and before the imports that take seconds.
 """
 
 import gc
+import json
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+from zlib import crc32
 
 import yaml
-from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import StrictDataclassError
-from transformers import HfArgumentParser, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import HfArgumentParser
 from trl import ModelConfig
 
 import hf_burst
 from hf_burst.errors import BurstError
 
-REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, DatasetsError, StrictDataclassError)  # of libraries
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, StrictDataclassError)  # of libraries
+TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
+TABLES = (".jsonl", ".json", ".parquet", ".csv")
 TOO_LONG = ("refuse", "split", "drop")
 OLDER = {"activation_checkpointing": "gradient_checkpointing"}  # names of settings before Transformers 5.23
 TEXTS = ("model_name_or_path", "tokenizer", "dataset_split", "eval_split", "dataset_text_field", "output_dir")
@@ -60,12 +67,21 @@ class ModelSettings(ModelConfig):
         super().__post_init__()
         for name in ("model_config", "rope_scaling"):
             setattr(self, name, mapping(name, getattr(self, name)))
+        for name in ("model_name_or_path", "tokenizer"):
+            folder = getattr(self, name) or ""
+            if folder.startswith(("/", "./", "../", "~")) and not Path(folder).exists():
+                raise SystemExit(f"{name} is {folder!r}, which does not exist; the current folder is {Path.cwd()}.")
         if self.attn_implementation is not None:
             raise SystemExit("attn_implementation is set, but the attention is hf_burst's; leave it out.")
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise SystemExit("Quantized weights cannot be trained; set use_peft to train adapters beside them (QLoRA).")
         if self.load_in_4bit and self.dtype == "auto":
             raise SystemExit("load_in_4bit computes in dtype, which is 'auto'; set bfloat16, float16 or float32.")
+        if self.model_config and self.model_name_or_path is not None:
+            raise SystemExit(
+                f"model_name_or_path is {self.model_name_or_path!r}, and model_config is set too, which makes a model "
+                "with random weights. Leave one of them out."
+            )
         if self.use_peft and self.model_name_or_path is None:
             raise SystemExit("use_peft trains adapters beside trained weights; set model_name_or_path.")
 
@@ -116,12 +132,12 @@ class BurstSettings:
         hf_burst.BurstConfig.from_dict(self.burst)
 
     @property
-    def config(self) -> hf_burst.BurstConfig:
+    def config(self) -> "hf_burst.BurstConfig":
         """For `patch_model`."""
         return hf_burst.BurstConfig.from_dict(self.burst)
 
     @property
-    def parallelism(self) -> hf_burst.BurstParallelismConfig:
+    def parallelism(self) -> "hf_burst.BurstParallelismConfig":
         """For `TrainingArguments(parallelism_config=...)`."""
         if self.burst_size is None:
             return hf_burst.BurstParallelismConfig.from_env()
@@ -133,6 +149,14 @@ def sources(name: str, value: Any) -> list[str]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not listed or not all(item and isinstance(item, str) for item in listed):
         raise SystemExit(f"{name} is {value!r}; give files, folders, a hub name or python_topics.")
+    for file in map(Path, listed):
+        local = file.suffix in (*TEXT_FILES, *TABLES) and not set("*?[:") & set(
+            str(file)
+        )  # neither a pattern nor a URL
+        if local and not file.exists():
+            near = get_close_matches(file.name, [path.name for path in file.parent.glob("*")], 1, 0.75)
+            hint = f"did you mean {near[0]}?" if near else f"the current folder is {Path.cwd()}."
+            raise SystemExit(f"{name} has {str(file)!r}, which does not exist; {hint}")
     return listed
 
 
@@ -142,8 +166,7 @@ def using(setting: str) -> Iterator[None]:
     try:
         yield
     except REFUSALS as error:
-        reason = (isinstance(error, DatasetsError) and error.__cause__) or error  # theirs says only that there was one
-        raise SystemExit(f"{setting} cannot be used: {shorten(str(reason), 300, placeholder=' ...')}") from None
+        raise SystemExit(f"{setting} cannot be used: {shorten(str(error), 300, placeholder=' ...')}") from None
 
 
 def mapping(name: str, value: Any) -> dict[str, Any]:
@@ -162,19 +185,41 @@ def mapping(name: str, value: Any) -> dict[str, Any]:
     return read
 
 
-def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any]) -> tuple[Any, ...]:
+class Parser(HfArgumentParser):
+    """A parser whose errors are a sentence too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(f"{message}; see --help.")
+
+
+def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[str, Any]) -> tuple[Any, ...]:
     """Reads the settings.
 
     Args:
         arguments (`list[str]`): The command line. Of several YAML files (`--config`) later ones overrule.
-        kinds (`tuple[type, ...]`): The dataclasses whose fields are the settings.
+        kinds (`tuple[type | str, ...]`): The dataclasses whose fields are the settings. Those of TRL may be names: they
+            take seconds to import, before which the others are checked.
         defaults (`dict[str, Any]`): Defaults that overrule `DEFAULTS` and those of the dataclasses.
 
     Returns:
         One value of each dataclass, in their order.
     """
+    own = tuple(kind for kind in kinds if not isinstance(kind, str))
+    if len(own) == len(kinds):
+        return read(arguments, own, defaults)
+    if not {"-h", "--help"} & set(arguments):
+        read(arguments, own, defaults, alone=False)
+    import trl
+
+    return read(arguments, tuple(getattr(trl, kind) if isinstance(kind, str) else kind for kind in kinds), defaults)
+
+
+def read(
+    arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any], alone: bool = True
+) -> tuple[Any, ...]:
+    """One value of each dataclass; if they are not alone, other settings than theirs are passed over."""
     usage = "%(prog)s [--config FILE] [--SETTING VALUE ...]"
-    parser = HfArgumentParser(kinds, usage=usage, allow_abbrev=False)
+    parser = Parser(kinds, usage=usage, allow_abbrev=False, add_help=alone)
     known = {action.dest: action for action in parser._actions if action.dest != "help"}
     checkpointing = {"activation_checkpointing", "gradient_checkpointing"} & set(known)  # two names of one setting
     parser.set_defaults(**dict.fromkeys(checkpointing))
@@ -182,26 +227,42 @@ def parse(arguments: list[str], kinds: tuple[type, ...], defaults: dict[str, Any
     more = "YAML file of settings; of several, later ones overrule, and the command line overrules all."
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=more)
     given, unknown = parser.parse_known_args(arguments)
-    if unknown:
+    if unknown and alone:
         raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
     for file in given.config:
         values = mapping("--config", file)
         values = {name if name in known else OLDER.get(name, name): value for name, value in values.items()}
-        for name, value in values.items():
-            if name not in known:
+        for name in list(values):
+            if name in known:
+                check_value(file, known[name], values[name])
+            elif alone:
                 raise SystemExit(f"{file}: no setting is called {name}{similar(name, known)}")
-            if name in TEXTS and not isinstance(value, str | None):
-                raise SystemExit(f"{file}: {name} is {value!r}; give text, a number in quotes.")
-            if (choices := known[name].choices) and value not in (None, *choices):
-                raise SystemExit(f"{file}: {name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
-        parser.set_defaults(**values)
+            else:
+                del values[name]
+        parser.set_defaults(**other_model(values), **values)
+    parser.set_defaults(**other_model({word.lstrip("-").split("=")[0] for word in arguments}))
     given = vars(parser.parse_known_args(arguments)[0])
     if checkpointing and all(given[name] is None for name in checkpointing):
         parser.set_defaults(**{min(checkpointing): True})
     try:
-        return parser.parse_args_into_dataclasses(arguments)[: len(kinds)]
+        return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:
         raise SystemExit(str(error)) from None
+
+
+def check_value(file: Path, setting: Any, value: Any) -> None:
+    """Refuses a value of a YAML file that is no text where it must be, or no choice."""
+    if setting.dest in TEXTS and not isinstance(value, str | None):
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; give text, a number in quotes.")
+    if setting.choices and value not in (None, *setting.choices):
+        choices = ", ".join(map(repr, setting.choices))
+        raise SystemExit(f"{file}: {setting.dest} is {value!r}; it must be one of {choices}.")
+
+
+def other_model(names: Iterable[str]) -> dict[str, None]:
+    """Takes back the model of an earlier source where a later one names another, by weights or by a config."""
+    ways = ("model_name_or_path", "model_config")
+    return dict.fromkeys(way for way in ways if way not in names and set(ways) & set(names))
 
 
 def similar(name: str, known: dict[str, Any]) -> str:
@@ -210,11 +271,10 @@ def similar(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {matches[0]}?" if matches else "; see --help."
 
 
-def prepare(training: TrainingArguments, model: ModelSettings, burst: BurstSettings) -> None:
+def prepare(training: "TrainingArguments", model: ModelSettings, burst: BurstSettings) -> None:
     """Checks the training arguments, and gives them the groups of processes."""
     if type(length := training.max_length) is not int or length < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
-    training.parallelism_config = burst.parallelism
     probe("output_dir", training.output_dir)
     kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
     for pattern, kind in kinds.items():
@@ -227,6 +287,7 @@ def prepare(training: TrainingArguments, model: ModelSettings, burst: BurstSetti
             raise SystemExit(f"merge_to is output_dir, {burst.merge_to!r}, where the adapter is; set another folder.")
         probe("merge_to", burst.merge_to)
     training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
+    training.parallelism_config = burst.parallelism
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
 
@@ -244,6 +305,8 @@ def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     if choice in ("none", "false", "no"):
         return None
     if choice in ("true", "yes"):
+        from transformers.trainer_utils import get_last_checkpoint
+
         latest = get_last_checkpoint(output_dir)
         if latest is None:
             raise SystemExit(f"resume_from_checkpoint is true, but output_dir {output_dir!r} holds no checkpoint.")
@@ -253,7 +316,7 @@ def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     return str(resume)
 
 
-def end(trainer: Trainer) -> None:
+def end(trainer: "Trainer") -> None:
     """Ends the process group when all processes are done; the process then ends as any other does.
 
     Trackers such as W&B finish their runs when the interpreter ends. It must therefore end by itself, and nothing may
@@ -265,10 +328,26 @@ def end(trainer: Trainer) -> None:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Runs a recipe; what is wrong with its settings or its model ends it by one sentence."""
+    """Runs a recipe; what is wrong with its settings, its data or its model ends it by one sentence."""
     try:
         main(sys.argv[1:])
-    except (BurstError, StrictDataclassError) as error:
-        raise SystemExit(str(error)) from None
+    except (BurstError, StrictDataclassError, SystemExit) as error:
+        sentence = error.code if isinstance(error, SystemExit) else str(error)
+        if isinstance(sentence, str) and told_by_another(sentence):
+            sentence = 1
+        raise SystemExit(sentence) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def told_by_another(sentence: str) -> bool:
+    """Whether another process of this machine has said so. The sentence also goes into the launcher's report."""
+    if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is None:
+        return False
+    message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}
+    Path(file).write_text(json.dumps({"message": message}))
+    try:
+        (Path(file).parents[1] / f"told_{crc32(sentence.encode())}").touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return False

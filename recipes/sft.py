@@ -15,10 +15,14 @@ Four GPUs, Llama-3.1-8B-Instruct with LoRA, 131,072 tokens a sequence:
         --dataset trajectories.jsonl --output_dir outputs/agent --merge_to outputs/agent_merged
 """
 
+from typing import TYPE_CHECKING
+
 import settings
 import training
 from settings import BurstSettings
-from trl import SFTTrainer
+
+if TYPE_CHECKING:
+    from trl import SFTTrainer
 
 DEFAULTS = {
     "assistant_only_loss": True,  # of chats; of prompts and completions, the loss is on completions
@@ -27,7 +31,7 @@ DEFAULTS = {
 }
 
 
-def make_trainer(arguments: list[str]) -> tuple[SFTTrainer, BurstSettings]:
+def make_trainer(arguments: list[str]) -> "tuple[SFTTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     return training.sft_trainer(arguments, DEFAULTS)
 

@@ -1,33 +1,37 @@
 """The way of every recipe from settings to a trainer, and from a trainer to a checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import data
-import models
-import report
 import settings
-from peft.helpers import disable_input_dtype_casting
 from settings import BurstSettings, DataSettings, ModelSettings
-from transformers import PreTrainedConfig, Trainer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
 
-import hf_burst
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, Trainer, TrainerCallback
+    from trl import SFTTrainer
 
 
-def callbacks(model: ModelSettings, config: PreTrainedConfig) -> list[TrainerCallback]:
+def callbacks(model: ModelSettings, config: "PreTrainedConfig") -> "list[TrainerCallback]":
     """What a recipe adds to the trainer."""
+    import models
+
     return [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
 
 
-def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> tuple[SFTTrainer, BurstSettings]:
+def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
-    kinds = (ModelSettings, DataSettings, BurstSettings, SFTConfig)
+    kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
     settings.prepare(args, model, burst)
+    import data  # the settings are right; these take seconds
+    import models
+    import report
+    from trl import SFTTrainer
+
     tokenizer = models.load_tokenizer(model, args)
     config = models.load_config(model, len(tokenizer))
-    report.warn(args, models.too_short_a_rope(config, args.max_length))
+    report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_tokens(documents, tokenizer, args)
     trainer = SFTTrainer(
         models.load_model(model, config, burst, args.seed),  # patched by hf_burst
@@ -41,19 +45,24 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> tuple[SFTTrai
     return trainer, burst
 
 
-def train(trainer: Trainer, burst: BurstSettings) -> None:
+def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:
     """Trains, evaluates where there is something to evaluate on, and writes the checkpoint and its log.
 
     The adapters are merged by one process, when the others are done. Those of fp32 leave their inputs in bf16, to which
-    autocast would take them back.
+    autocast would take them back. All processes call `measure` after the training.
     """
+    import models
+    import report
+    from peft.helpers import disable_input_dtype_casting
+
     first, training = trainer.is_world_process_zero(), trainer.args
-    trainer.add_callback(hf_burst.BurstCallback(trainer))  # speed, memory and balance, in every log
-    trainer.accelerator.print(report.describe(trainer))
+    report.follow(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
+        if measure is not None:
+            measure()
     trainer.save_model()
     if first:
         report.write_log(trainer)

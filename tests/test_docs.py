@@ -1,6 +1,7 @@
 """README.md and docs/: what they claim to run runs, what they name exists, and their sentences can be read."""
 
 import doctest
+import json
 import logging
 import os
 import re
@@ -24,8 +25,9 @@ from tests.ranks import RankPool, reset_accelerate
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md"]
+RESULTS = [path for path in sorted((ROOT / "recipes/results").glob("*.json")) if path.stem != "coverage"]
 NOT_RUN = "<!-- not run: "
-MOST_WORDS = 32  # of a sentence
+MOST_WORDS = 25  # of a sentence
 WORDS = 1000  # of README.md, outside of code and tables
 BLOCK = re.compile(r"(?:^(<!-- [^\n]* -->)\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -74,7 +76,11 @@ def prose(page: Path) -> list[str]:
     return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [*TEXTS, ROOT / "CHANGELOG.md", ROOT / "recipes/benchmarks/README.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_sentences_are_short(page: Path) -> None:
     for paragraph in prose(page):
         for sentence in re.split(r"(?<=[.!?])\**\s+", re.sub(r"`[^`]*`", "code", paragraph)):
@@ -83,6 +89,13 @@ def test_sentences_are_short(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(" ".join(prose(ROOT / "README.md")).split()) <= WORDS
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda path: path.stem)
+def test_results_of_recipes_say_what_made_them(result: Path) -> None:
+    made_by = json.loads(result.read_text())
+    assert re.fullmatch("[0-9a-f]{40}", made_by["git_commit"]), "a commit without changes"
+    assert all(made_by[key] for key in ("command", "device", "versions"))
 
 
 def test_every_block_says_what_it_is() -> None:

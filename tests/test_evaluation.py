@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_burst
-from tests import models
+from tests import conversations, models
 from tests.ranks import RankPool, reset_accelerate
 
 pytest.importorskip("trl")
@@ -27,6 +27,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import evaluate  # noqa: E402
+import evaluation  # noqa: E402
 import extend_context  # noqa: E402
 import needles  # noqa: E402
 import scoring  # noqa: E402
@@ -244,6 +245,36 @@ def test_the_recipe_over_ranks_equals_one_process(
         assert (tmp_path / "all" / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_answers_of_chats_are_scored_as_sft_labels_them(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path
+) -> None:
+    """The loss of one plain model on the labels that `sft.py` makes, over ranks and groups."""
+    import chats
+    from models import byte_tokenizer  # of the recipes
+
+    path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=5, turns=2)
+    conversations.write(tmp_path / "long.jsonl", [conversations.chat(conversations.facts(90), random.Random(0), 90)])
+    path.write_text(path.read_text() + (tmp_path / "long.jsonl").read_text())
+    (tmp_path / "model").mkdir()
+    tokenizer, model = byte_tokenizer(), small(260).double()
+    tokenizer.save_pretrained(tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    total, count, render = 0.0, 0, chats.ChatTokenizer(tokenizer)
+    for line in path.read_text().splitlines()[:-1]:
+        ids, labels = (torch.tensor([value]) for value in render(json.loads(line)["messages"]).values())
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum"))
+        count += int((labels != -100).sum())
+    options = ["--tasks", "none", "--documents", str(path), "--lengths", "512"]
+    for size, more in ((1, []), (2, []), (2, ["--burst_size", "1"])):
+        answers = results_of(ranks, size, tmp_path / "model", tmp_path / "out", *options, *more)["answers"]
+        assert (answers["tokens"], answers["rows"]) == (count, 5)
+        assert answers["loss"] == pytest.approx(total / count, rel=1e-6)
+    everything = results_of(ranks, 1, tmp_path / "model", tmp_path / "out", *options, "--assistant_only_loss", "false")
+    assert everything["answers"]["tokens"] > 2 * count
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -252,10 +283,10 @@ def test_the_recipe_over_ranks_equals_one_process(
         (["--samples", "0"], "samples is 0; give a whole number, at least 1"),
         (["--facts", "145"], "facts is 145; give at most 144"),
         (["--merge_to", "full"], "merge_to is for training"),
-        (["--haystack", "missing.txt"], "haystack 'missing.txt' cannot be read"),
+        (["--haystack", "missing.txt"], "haystack has 'missing.txt', which does not exist"),
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
-        (["--documents", "{rows}"], r"documents \[.*\] has no column of text called text: \['words'\]"),
+        (["--documents", "{rows}"], r"documents \[.*\] cannot be used: its columns are \['words'\]; it needs messages"),
         (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
     ],
@@ -266,10 +297,17 @@ def test_settings_of_an_evaluation_that_are_wrong(
     """All but what a library says of them is found before the weights are loaded."""
     (tmp_path / "rows.jsonl").write_text('{"words": "none"}\n')
     options = [option.format(rows=tmp_path / "rows.jsonl") for option in options]
-    loads = mock.patch.object(evaluate, "load_model", side_effect=AssertionError)
+    loads = mock.patch.object(evaluation, "load_model", side_effect=AssertionError)
     with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])
     reset_accelerate()
+
+
+def test_fewer_pieces_than_were_asked_for_are_counted() -> None:
+    accelerator, wanted = mock.MagicMock(), evaluate.Evaluation(lengths=[30000], windows=99)
+    windows, _ = evaluation.read_documents(words(), wanted, accelerator)
+    said = f"hold only {len(windows)} pieces of 30,000 tokens; windows asks for 99"
+    assert said in accelerator.print.call_args.args[0]
 
 
 def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
@@ -285,7 +323,7 @@ def test_lists_may_have_one_value_without_brackets(tmp_path: Path) -> None:
 
 def test_each_part_is_written_when_it_is_done(folder: Path, tmp_path: Path) -> None:
     arguments = ["--model_name_or_path", str(folder), *OPTIONS, "--output_dir", str(tmp_path)]
-    fails = mock.patch.object(evaluate, "losses_by_position", side_effect=KeyboardInterrupt)
+    fails = mock.patch.object(evaluation, "losses_by_position", side_effect=KeyboardInterrupt)
     with fails, pytest.raises(KeyboardInterrupt):
         evaluated(0, 1, arguments)
     reset_accelerate()
@@ -302,13 +340,14 @@ def test_settings_of_an_adapter_that_are_not_passed_on(tmp_path: Path, options: 
     options = ["--model_name_or_path", str(tmp_path), "--use_peft", *options]
     model, burst = parse(options, (ModelSettings, BurstSettings), {})
     with pytest.raises(SystemExit, match=f"{options[3].lstrip('-')} is set, but .* is an adapter"):
-        evaluate.load_model(model, burst, 300, 0)
+        evaluation.load_model(model, burst, 300, 0)
 
 
 def test_fsdp2_refuses_what_is_generated() -> None:
     wanted = evaluate.Evaluation(ruler=["niah_single_1"], ruler_by="generation")
-    with mock.patch.object(evaluate, "find_spec"), pytest.raises(SystemExit, match="FSDP2 shards the weights"):
-        evaluate.read(words(), wanted, sharded=True)
+    accelerator = mock.Mock(distributed_type=DistributedType.FSDP)
+    with pytest.raises(SystemExit, match="FSDP2 shards the weights"):
+        evaluation.read(words(), wanted, accelerator)
 
 
 def test_ruler_says_what_to_install(folder: Path, tmp_path: Path) -> None:
@@ -375,6 +414,7 @@ def test_documents_of_configs_are_as_long_as_the_texts(name: str) -> None:
     if wanted.documents:
         text = needles.read_haystack(wanted.documents)
         assert wanted.lengths[-1] <= len(text) // 8, "a token of a hub model has fewer than 8 characters of this text"
+        assert wanted.windows * wanted.lengths[-1] <= len(text) // 4.5, "as many pieces as there are"
 
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]

@@ -22,7 +22,7 @@ WITHIN = {
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
-    "cli": ["launch", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
+    "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch", "model_size", "monitor"),

@@ -233,14 +233,32 @@ def test_messages_of_every_kind_become_the_same() -> None:
     assert chats.clean(shared) == [{"role": "user", "content": "K?"}, {"role": "assistant", "content": "5"}]
 
 
+USER = {"role": "user", "content": "Hi"}
+PARTS = [{"type": "text", "text": "Hi"}]
+TURN = [USER, {"role": "assistant", "content": "5"}]
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
         ([{"text": 5}], "holds Value('int64'); it must hold text"),
         ([{"text": ["a"]}], "it must hold text"),
         ([{"words": "a"}], "it needs messages, or prompt and completion, or 'text'"),
-        ([{"messages": [{"role": "user", "content": "Hi"}]}], "row 0: no token is the assistant's"),
+        ([{"messages": [{"role": "user", "content": "Hi"}]}], "rows.jsonl:1: no token is the assistant's"),
         ([{"text": ""}], "holds nothing to train on"),
+        ([{"messages": TURN}, {"messages": None}], "rows.jsonl:2: messages is None; it must be a list of messages"),
+        ([{"messages": TURN}, {"messages": []}], "rows.jsonl:2: the messages are []; give mappings with role"),
+        ([{"messages": TURN}, {"messages": [USER, {"rol": "user"}]}], "rows.jsonl:2: message 2 has the role None; it"),
+        (
+            [{"messages": [{**USER, "role": "usr"}]}],
+            "has the role 'usr' (did you mean user?); it must be one of system",
+        ),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "rows.jsonl:2: completion is null; it must be text"),
+        ([{"messages": [{**USER, "content": PARTS}]}], "rows.jsonl:1: the chat template cannot write it"),
+        (
+            [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],
+            "message 2 has the content 5; it must be text",
+        ),
     ],
 )
 def test_rows_that_cannot_be_used(tmp_path: Path, arguments: Any, rows: list[Any], told: str) -> None:
@@ -249,10 +267,24 @@ def test_rows_that_cannot_be_used(tmp_path: Path, arguments: Any, rows: list[Any
     assert told in str(end.value)
 
 
+def test_a_row_that_is_refused_is_named_as_it_stands_in_its_file(tmp_path: Path, arguments: Any) -> None:
+    """Of several files, of which a part is read, in the order of a draw."""
+    for name in "ab":
+        conversations.chats(tmp_path / f"{name}.jsonl", conversations.facts(9), count=9, turns=2)
+    bad = {"messages": [{**USER, "content": None}, {"role": "asistant", "content": "5"}]}
+    path = tmp_path / "b.jsonl"
+    path.write_text(path.read_text() + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(
+        SystemExit, match=r"b\.jsonl:11: message 2 has the role 'asistant' \(did you mean assistant\?\)"
+    ):
+        tokens_of(tmp_path, arguments, eval_share=0.4, dataset_split="train[1:]")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("broken.jsonl", b'{"text": "a', "JSON parse error"),
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "broken.jsonl:3: Expecting ':' delimiter (column 9)"),
+        ("broken.jsonl", b'{"text": "a"}\n[1]\n', "broken.jsonl:2: it must be a mapping"),
         ("latin.txt", b"\xff\xfe" * 9, "'utf-8' codec can't decode"),
         ("empty/", None, "is a folder that holds nothing"),
     ],
@@ -368,7 +400,6 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-USER = {"role": "user", "content": "Hi"}
 CALLS = {"role": "assistant", "content": "Let me see.", "tool_calls": [call("look", a=1), call("seek", b="2")]}
 DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ WRITES }}"
 DROPS += "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
@@ -378,10 +409,10 @@ THINKS = {"role": "assistant", "content": "It is 5.", "reasoning_content": "2 + 
 @pytest.mark.parametrize(
     ("writes", "answer", "told"),
     [
-        ("m.content", CALLS, "message 1: the chat template leaves out its tool call 'look'"),
-        ("m.content ~ m.tool_calls[0].function.name", CALLS, "message 1: .* its tool call 'seek'"),
-        ("m.tool_calls | tojson", CALLS, "message 1: .* its text 'Let me see.'"),
-        ("m.content", THINKS, "message 1: .* its reasoning '2 . 3'"),
+        ("m.content", CALLS, "message 2: the chat template leaves out its tool call 'look'"),
+        ("m.content ~ m.tool_calls[0].function.name", CALLS, "message 2: .* its tool call 'seek'"),
+        ("m.tool_calls | tojson", CALLS, "message 2: .* its text 'Let me see.'"),
+        ("m.content", THINKS, "message 2: .* its reasoning '2 . 3'"),
         ("m.content ~ (m.tool_calls | tojson)", CALLS, None),
         ("'<think>' ~ m.reasoning_content ~ '</think>' ~ m.content", THINKS, None),
         ("m.content.split('</think>')[-1] | trim", {"role": "assistant", "content": "<think>a</think>\n\n5 "}, None),
@@ -407,7 +438,7 @@ def test_function_calls_of_sharegpt_and_roles() -> None:
     shared = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
     assert chats.clean(shared)[1] == {"role": "assistant", "content": "", "tool_calls": [call("f")]}
     assert '"name": "f"' in answers(chats.ChatTokenizer(models.byte_tokenizer())(shared))[0]
-    with pytest.raises(ValueError, match="message 1 has the role 'bot'; it must be one of system"):
+    with pytest.raises(ValueError, match="message 2 has the role 'bot'; it must be one of system"):
         chats.clean([USER, {"role": "bot", "content": "Hi"}])
 
 
@@ -442,7 +473,7 @@ def test_a_template_that_ignores_the_generation_prompt_is_refused() -> None:
     tokenizer = models.byte_tokenizer()
     turn = [USER, {"role": "assistant", "content": "Hello"}]
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(ValueError, match="ignores add_generation_prompt, so it is not certain where message 1 begins"):
+    with pytest.raises(ValueError, match="ignores add_generation_prompt, so it is not certain where message 2 begins"):
         chats.ChatTokenizer(tokenizer)(turn)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello<|im_end|>"]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from accelerate.state import PartialState
@@ -28,7 +27,7 @@ import training  # noqa: E402
 from recipes import recall_across_shards  # noqa: E402
 from recipes.benchmarks import balance, plot  # noqa: E402
 from tests import conversations  # noqa: E402
-from tests.ranks import RankError, RankPool, reset_accelerate  # noqa: E402
+from tests.ranks import reset_accelerate  # noqa: E402
 
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
 CPU = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -196,8 +195,10 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
         ("--model_name_or_path", ".", "model_name_or_path '.' cannot be used"),
+        ("--model_name_or_path", "./nothing", "model_name_or_path is './nothing', which does not exist; the current"),
         ("--tokenizer", ".", "tokenizer '.' cannot be used"),
-        ("--dataset", "missing.txt", "dataset ['missing.txt'] cannot be used: Unable to find"),
+        ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
+        ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
         ("--dataset_split", "validation", "dataset ['long.txt'] cannot be used: Unknown split \"validation\""),
         ("--eval_share", "1", "eval_share is 1.0; give a share"),
         ("--too_long", "refuse", "1 of 1 rows have more than max_length (512) tokens, the longest 2,401"),
@@ -223,6 +224,34 @@ def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told:
     assert told in wrong(option, value)
 
 
+@pytest.mark.parametrize("script", ["sft", "finetune_long_document", "dpo", "evaluate", "extend_context"])
+def test_settings_are_checked_before_what_takes_seconds_to_import(script: str) -> None:
+    """Names of TRL's settings alone need its trainer's arguments, and with them torch."""
+    code = f"import sys, {script}\nfor name in ('torch', 'trl.trainer.sft_config', 'datasets', 'peft'):\n"
+    code += "    assert name not in sys.modules, name\n"
+    paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**CPU, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+def test_our_settings_are_checked_before_those_of_trl(sentence: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "SFTConfig", None)  # which is not looked at
+    said = sentence(lambda: sft.make_trainer(["--dataset", "missing.jsonl", "--learning_rat", "3"]))
+    assert "dataset has 'missing.jsonl', which does not exist" in said
+
+
+def test_two_ways_to_name_a_model(recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path) -> None:
+    """In one source they contradict each other; a later source overrules an earlier one."""
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base"))]
+    assert "and model_config is set too" in wrong(*base, "--model_config", "{model_type: llama}")
+    Path("both.yaml").write_text(Path("base.yaml").read_text() + f"model_name_or_path: {base[1]}\n")
+    assert "and model_config is set too" in wrong("--config", "both.yaml")
+    assert recipe(*base)[0].model.config.hidden_size == 32
+    Path("again.yaml").write_text(f"model_config: {{{LLAMA.replace('16', '48')}, num_attention_heads: 2}}\n")
+    Path("base.yaml").write_text(f"model_name_or_path: {base[1]}\nmax_length: 512\nuse_cpu: true\nbf16: false\n")
+    assert recipe("--config", "again.yaml", "--tokenizer", "bytes")[0].model.config.hidden_size == 48
+
+
 def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_BURST_SIZE", "x")
     assert "HF_BURST_SIZE='x'" in wrong()
@@ -244,19 +273,17 @@ def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixt
     assert "--config FILE" in capsys.readouterr().out.split("options:")[1]
 
 
-def end_by_a_sentence(rank: int, size: int, arguments: list[str]) -> None:
-    with mock.patch.object(sys, "argv", ["finetune_long_document.py", *arguments]):
-        settings.run(lambda given: training.train(*finetune_long_document.make_trainer(given)))
-
-
-def test_every_process_ends_with_the_sentence_alone(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    options = ["--config", str(ROOT / "recipes/configs/text_cpu.yaml"), "--output_dir", str(tmp_path)]
-    options += ["--max_length", "262144", "--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}"]
-    with pytest.raises(RankError) as failure:
-        ranks(2).run(end_by_a_sentence, options)
-    for error in failure.value.errors:
-        assert isinstance(error, SystemExit)
-        assert "MambaForCausalLM has layers of type linear_attention" in str(error)
+def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
+    command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
+    command += ["--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}"]
+    done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert sum(line.startswith("MambaForCausalLM has layers of type linear_attention") for line in lines) == 1
+    report = done.stderr.split("Root Cause")[1]  # where the launcher ends
+    assert "traceback : MambaForCausalLM has layers of type linear_attention" in report
+    assert 'recipes/finetune_long_document.py", line' not in done.stderr
 
 
 def make_base(folder: Path, positions: int = 512) -> Path:
@@ -285,7 +312,7 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
     trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
-    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "rows.jsonl"]
+    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
     model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
     settings.prepare(arguments, model, burst)
     comment = file.read_text().split("model_")[0]
@@ -396,6 +423,9 @@ def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
     assert "rope_scaling: {rope_type: yarn, factor: 3.0}" in warning
     recipe(*base, "--max_length", "1500", "--rope_scaling", "{rope_type: yarn, factor: 3.0}")
     assert "WARNING" not in capsys.readouterr().err
+    recipe("--max_length", "3000")  # a model made from model_config has nothing to extend
+    assert "Set max_position_embeddings: 3000 in model_config" in (warning := capsys.readouterr().err)
+    assert "yarn" not in warning
 
 
 def test_training_goes_on_from_the_latest_checkpoint(recipe: Callable[..., Any]) -> None:
@@ -422,11 +452,21 @@ def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_
     assert "holds an adapter of another run" in wrong()
 
 
-def test_an_evaluation_set_is_drawn_and_evaluated(recipe: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_evaluation_set_is_drawn_and_evaluated(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen is one line for each log, of training steps and of evaluations."""
     conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=10, turns=2)
     trainer, burst = recipe("--dataset", "chats.jsonl", "--eval_share", "0.2", "--packing", "false", script=sft)
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 2)
+    capsys.readouterr()
     training.train(trainer, burst)
+    said = capsys.readouterr()
+    starts = ("1 rank in", "step 1 of 1,", "step 1: evaluation loss ", "loss ")
+    lines = said.out.splitlines()
+    assert len(lines) == len(starts), said.out
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), said.out
+    assert "{'loss'" not in said.err
     log = json.loads(Path("out/training_log.json").read_text())
     assert log["evaluations"][-1]["eval_loss"] > 0
 

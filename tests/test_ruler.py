@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_burst
 from tests.ranks import RankPool, reset_accelerate
-from tests.test_evaluation import evaluate, save_untaught, words
+from tests.test_evaluation import evaluate, evaluated, evaluation, save_untaught, words
 
 pytest.importorskip("lm_eval")
 
@@ -40,7 +40,8 @@ def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: l
 
     lm._loglikelihood_tokens = noted
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
-        return ruler.evaluate_ruler(lm, tasks, lengths, 2, way, False), asked
+        made = ruler.make_tasks(lm.tokenizer, tasks, lengths)
+        return ruler.evaluate_ruler(lm, made, lengths, 2, way, False), asked
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,19 @@ def test_answers_to_ruler_are_scored_offline_and_over_ranks(
 def test_tasks_that_ruler_has_not() -> None:
     wanted = evaluate.Evaluation(tasks=[], documents=[], ruler=["nonsense"])
     with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
-        evaluate.read(words(), wanted, sharded=False)
+        evaluation.read(words(), wanted, mock.Mock())
+
+
+def test_texts_are_made_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    import ruler
+
+    options = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--tasks", "none"]
+    options += ["--documents", "none", "--ruler", "niah_single_1", "--lengths", "512"]
+    loads = mock.patch.object(evaluation, "load_model", side_effect=AssertionError)
+    makes = mock.patch.object(ruler, "make_tasks", side_effect=KeyboardInterrupt)
+    with loads, makes, pytest.raises(KeyboardInterrupt):
+        evaluated(0, 1, options)
+    reset_accelerate()
 
 
 def adapted(rank: int, size: int, folder: str) -> list[tuple[float, bool]]:

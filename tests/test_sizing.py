@@ -159,6 +159,7 @@ def test_memory_by_hand() -> None:
     assert (adapters.weights, adapters.optimizer) == (2 * weights + 4 * learn, 8 * learn)
     quantised = estimate_memory(LLAMA, replace(plain, sharded="ddp", lora=16, weights="4bit"), h200())
     assert 5e9 < quantised.weights < 6.5e9
+    assert quantised.optimizer == 8 * learn  # in fp32 too
     assert sharded.total == sum(sharded.items.values())
 
 
@@ -262,6 +263,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "NemotronHForCausalLM", "--length", "64"], "carry a state from token to token"),
         (["--model", "MambaForCausalLM", "--length", "64"], "MambaForCausalLM has layers of type linear_attention"),
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
+        (["--model", "llama3-8b", "--length", "64"], "Did you mean llama-3-8b? Shapes that need no hub"),
+        (["--model", "llama-3-8b", "--length", "64", "--machine", "H20"], "'H20'. Did you mean h200? Known are b200"),
         (["--model", "no/such", "--length", "64"], f"Shapes that need no hub: {next(iter(SHAPES))}"),
     ],
 )
@@ -332,6 +335,28 @@ def test_experts_are_told_by_their_weights() -> None:
     size = model_size(type(model), config)
     tables = 0 if size.tied else 512 * 256
     assert size.used == pytest.approx(size.weights - tables - experts * 3 // 4, rel=1e-3)  # and biases
+
+
+def test_adapters_of_gpt2_are_counted_as_peft_makes_them() -> None:
+    """Its layers are `Conv1D`, whose weights have the inputs first."""
+    peft = pytest.importorskip("peft")
+    config = transformers.GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4)
+    size = model_size(transformers.GPT2LMHeadModel, config)
+    settings = peft.LoraConfig(r=1, target_modules="all-linear", fan_in_fan_out=True)
+    adapted = peft.get_peft_model(transformers.GPT2LMHeadModel(config), settings)
+    weights = [(name, weight) for name, weight in adapted.named_parameters() if "lora_" in name]
+    assert size.adapted == sum(weight.numel() for _, weight in weights) > 0
+    assert size.adapter_inputs == sum(weight.numel() for name, weight in weights if "lora_A" in name)
+
+
+def test_the_choice_of_a_division_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3-8b", "--length", "128k", "--machine", "h100", "--gpus", "4", "--lora"]
+    assert main(words) == 0
+    report = capsys.readouterr().out
+    assert re.search(r"^ +2 x 2 .* fastest that fits$", report, re.MULTILINE)
+    assert re.search(r"^Not 4 x 1: [\d.]+% fewer tokens/s, lost most in exchange\.$", report, re.MULTILINE)
+    assert re.search(r"^Not 1 x 4: it needs [\d.]+ of 79 GiB", report, re.MULTILINE)
+    assert "burst_size GPUs share a sequence" in report
 
 
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:

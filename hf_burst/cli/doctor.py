@@ -18,12 +18,21 @@ from ..kernels import KernelRequest, explain_kernels
 from ..mesh import ContextGroup
 from ..plan import DATA_SHEETS, Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of, named
 from .launch import joined
+from .tokens import tokens
 
 _HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
-_PACKAGES = ("hf_burst", "torch", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
+_PACKAGES = ("torch", "hf_burst", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
 # a CPU goes through so many in some ten seconds
 _MOST_RANKS = 2048
 _MOST_PARTS = 2**18  # documents and ranks, of every sequence
+
+
+_ELSEWHERE = (
+    "",
+    "This CPU runs everything, to try things out. For GPUs that are elsewhere:",
+    "  hf-burst plan --model llama-3-8b --length 128k --gpus 8 --machine h200   seconds and memory of a training step",
+    "  hf-burst doctor --machine h200 --ranks 8                                 schedules of one attention layer",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     example.add_argument("--q-heads", type=int, default=32, help="query heads (default %(default)s)")
     example.add_argument("--kv-heads", type=int, default=8, help="key heads (default %(default)s)")
     example.add_argument("--head-dim", type=int, default=128, help="head size (default %(default)s)")
-    example.add_argument("--length", type=int, default=131072, help="tokens over all ranks (default %(default)s)")
+    example.add_argument(
+        "--length", type=tokens, default=131072, help="tokens over all ranks, such as 128k or 1M (default %(default)s)"
+    )
     example.add_argument("--batch", type=int, default=1, help="sequences (default %(default)s)")
-    example.add_argument("--window", type=int, help="tokens that a query sees backwards (default all)")
+    example.add_argument("--window", type=tokens, help="tokens that a query sees backwards (default all)")
     documents = "lengths of packed documents, again and again until the sequence is full (default one document)"
-    example.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=documents)
+    example.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
     example.add_argument("--ranks", type=int, help="ranks (default those of this launch, or this host's GPUs, or 2)")
     example.add_argument("--ranks-per-host", type=int, help="ranks on one host (default as many as it has GPUs)")
     machine = f"predict for another machine: {', '.join(DATA_SHEETS)} (default this one)"
@@ -49,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     with joined() as (group, device):
         problems = _problems(arguments, device)
         lines: list[str] = []
-        if not problems:
+        if not problems and not torch.cuda.is_available() and group.size == 1 and not _asked_for(arguments):
+            lines += _ELSEWHERE
+        elif not problems:
             ranks = arguments.ranks or (group.size if group.size > 1 else max(torch.cuda.device_count(), 2))
             try:
                 machine = _machine(arguments, group, device, ranks)
@@ -63,6 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join([*_describe_place(arguments, group, device), *lines, ""]))
             print("\n".join(f"Not usable: {problem}" for problem in problems) or "Usable.")
         return 1 if problems else 0
+
+
+def _asked_for(arguments: argparse.Namespace) -> bool:
+    """Whether an option was given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return any(getattr(arguments, name) != value for name, value in vars(parser.parse_args([])).items())
 
 
 def _explained(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str | None]]:
@@ -133,10 +153,11 @@ def _check_hosts(ranks: int, per_host: int) -> None:
 
 def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:
     """Versions, devices and kernels."""
-    lines = [f"Python {platform.python_version()} on {platform.platform()}"]
+    lines, versions = [f"Python {platform.python_version()} on {platform.platform()}"], []
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            lines.append(f"  {name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
+    lines.append(f"  {', '.join(versions)}")
     lines.append(f"ranks: {group.size} in this launch, on {device}")
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -146,11 +167,15 @@ def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: 
     if not torch.cuda.is_available():
         lines.append(f"  no GPU; {os.cpu_count()} processors, {torch.get_num_threads()} threads a rank")
     backends = [name for name in ("nccl", "gloo") if dist.is_backend_available(name)]
-    reach = "reads" if reaches_peers(device) else "does not read"
-    lines.append(f"messages: {', '.join(backends)}; rank 0 {reach} the memory of other GPUs of its host")
+    lines.append(f"messages: {', '.join(backends)}")
+    if device.type == "cuda":
+        reach = "reads" if reaches_peers(device) else "does not read"
+        lines[-1] += f"; rank 0 {reach} the memory of other GPUs of its host"
     lines.append(f"kernels for {_dtype(device)} and heads of {arguments.head_dim}, the fastest first:")
-    lines += [f"  {name}: {refusal or 'can'}" for name, refusal in _explained(arguments, device)]
-    return lines
+    kernels: dict[str, list[str]] = {}
+    for name, refusal in sorted(_explained(arguments, device), key=lambda kernel: kernel[1] is not None):
+        kernels.setdefault(refusal or "can", []).append(name)
+    return [*lines, *(f"  {answer}: {', '.join(names)}" for answer, names in kernels.items())]
 
 
 def describe_machine(machine: Machine, ranks: int) -> list[str]:

@@ -16,6 +16,7 @@ from ..plan.steps import Rotating
 from ..plan.work import tile_pairs
 from . import sizing
 from .launch import launched
+from .tokens import tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_ring_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of a mask and its plan."""
     parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
-    parser.add_argument("--window", type=int, help="tokens that a query sees backwards beside itself (default all)")
-    length = f"tokens of all ranks (default {_LENGTH}, or those of the documents)"
+    parser.add_argument("--window", type=tokens, help="tokens that a query sees backwards beside itself (default all)")
+    length = f"tokens of all ranks, such as 4096, 128k or 1M (default {_LENGTH}, or those of the documents)"
     documents = "lengths of packed documents, one after the other"
-    parser.add_argument("--length", type=int, help=length)
-    parser.add_argument("--documents", type=int, nargs="+", metavar="TOKENS", help=documents)
+    parser.add_argument("--length", type=tokens, help=length)
+    parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring (default %(default)s)")
     parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
     rotating = 'the rotating block: K and V, or Q as in "burst" backward'

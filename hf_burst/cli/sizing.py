@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import get_args
 
 import torch
@@ -28,7 +29,13 @@ _HELP = f"a name on the hub, a folder or config.json of a model, a class of Tran
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
     "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
+    "4bit": "assumed: adapters in fp32, as peft makes them; TRL's trainers hold them in bf16, which takes less",
 }
+_LEGEND = (
+    "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
+    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md).",
+)
+_PARTS = ("attention_s", "products_s", "elementwise_s", "exchange_s", "optimizer_s")
 Row = tuple[Training, StepEstimate, MemoryEstimate]
 
 
@@ -54,7 +61,8 @@ def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) 
     """Prints what is predicted; the exit status is 0 if it fits, 1 if not. Raises for what cannot be, which is 2."""
     if arguments.lora < 0:
         raise ConfigError(f"--lora is {arguments.lora}; give the rank of the adapters, at least 1.")
-    model, (machine, gpus) = find_model(arguments.model, arguments.trust_remote_code), find_machine(arguments)
+    machine, gpus = find_machine(arguments)
+    model = find_model(arguments.model, arguments.trust_remote_code)
     options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
     training = Training(length, gpus, gpus, documents, attention_keep=arguments.attention_keep, **options)
     rows = divisions(model, training, machine)
@@ -72,7 +80,8 @@ def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     try:
         target = find_target(shape_named(name) or name, trust_remote_code)
     except ConfigError as problem:
-        raise ConfigError(f"{problem} Shapes that need no hub: {', '.join(SHAPES)}.") from problem
+        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), SHAPES, n=1))
+        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(SHAPES)}.") from problem
     return model_size(target.model_class, target.config, name)
 
 
@@ -121,7 +130,7 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
     cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
     for row in rows:
         how, step, memory = row
-        cells.append([f"{how.burst_size} x {how.gpus // how.burst_size}", f"{step.total_s:.2f}"])
+        cells.append([_division(how), f"{step.total_s:.2f}"])
         cells[-1] += [f"{step.tokens_per_second:,.0f}", f"{step.mfu(machine):.0%}", f"{memory.total / 2**30:.1f}"]
         cells[-1] += [name_of(step.schedule, how.burst_size) if how.burst_size > 1 else "-"]
         cells[-1] += ["fastest that fits" if row is best else "" if fits(memory, machine) else "does not fit"]
@@ -133,9 +142,11 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
         f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {spread}, "
         + (again if training.checkpointing else "nothing checkpointed"),
-        *([] if training.weights == "4bit" else [_PRECISION[training.weights]]),
+        _PRECISION[training.weights],
         "",
         *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
+        *_LEGEND,
+        *(_reasons(rows, best, machine) if best else ()),
         "",
         f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
         f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}",
@@ -145,6 +156,25 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
             f"None fits into {_ROOM:.0%} of {room:.0f} GiB. Give more --gpus, fewer tokens, --attention-keep 0"
         )
         lines[-1] += "." if training.lora else " or --lora."
+    return lines
+
+
+def _division(training: Training) -> str:
+    return f"{training.burst_size} x {training.gpus // training.burst_size}"
+
+
+def _reasons(rows: list[Row], best: Row, machine: Machine) -> list[str]:
+    """Why the best division is not another one, in lines."""
+    ours, lines = best[1], []
+    for how, step, memory in (row for row in rows if row is not best):
+        change = f"{abs(step.tokens_per_second / ours.tokens_per_second - 1):.1%}"
+        if not fits(memory, machine):
+            room = f"{memory.total / 2**30:.1f} of {machine.memory / 2**30:.0f} GiB"
+            lines.append(f"Not {_division(how)}: it needs {room}, of which {_ROOM:.0%} may be taken.")
+        else:
+            losses = {name: vars(step)[name] / step.tokens - vars(ours)[name] / ours.tokens for name in _PARTS}
+            part = max(losses, key=losses.__getitem__).removesuffix("_s")
+            lines.append(f"Not {_division(how)}: {change} fewer tokens/s, lost most in {part}.")
     return lines
 
 

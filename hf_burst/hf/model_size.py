@@ -7,6 +7,7 @@ from copy import deepcopy
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..plan import SHAPES, MaskPattern, ModelSize
@@ -68,7 +69,8 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     for (_, pattern), size in zip(layers, sizes, strict=True):
         patterns[pattern] += size
     first = layers[0][0]
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    shapes = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
     return ModelSize(
         name=name,
         layers=text.num_hidden_layers,
@@ -83,8 +85,8 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         used=round(used),
         head=in_head,
         tied=any(head_weight is table for table in tables),
-        adapted=sum(module.in_features + module.out_features for module in linear),
-        adapter_inputs=sum(module.in_features for module in linear),
+        adapted=sum(inputs + outputs for inputs, outputs in shapes),
+        adapter_inputs=sum(inputs for inputs, _ in shapes),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
     )
 

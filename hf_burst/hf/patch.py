@@ -47,7 +47,7 @@ def patch_model(
     Args:
         model (`PreTrainedModel` or `PeftModel`): A causal or masked language model, changed in place; before it is
             wrapped by a data-parallel wrapper.
-        config ([`BurstConfig`], *optional*): The few knobs.
+        config ([`BurstConfig`], *optional*): The settings.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share a sequence (the dimension `"cp"` of a
             mesh). By default, at the first forward pass, those of accelerate's state ([`BurstParallelismConfig`]), else
             all ranks; in one process nothing is communicated.

@@ -41,11 +41,9 @@ def assign(
     Args:
         masks (`tuple[Mask, ...]`): Masks of one length of the rows of the batch; several of a row if layers differ.
         ranks (`int`): Ranks of the group.
-        chunking (`str`, defaults to `"balanced"`): `"contiguous"` (P chunks), `"zigzag"` (2P chunks, rank r holds r and
-            2P-1-r), or `"balanced"`: the first of these two, or of 4, 8 and 16 chunks a rank dealt out by their work,
-            that leaves the busiest rank at most 2 % above the mean, and the steps of a ring, one after the other, at
-            most 15 %; the most even one if none does. Steps count over up to 8 ranks, unless documents lie in too many
-            chunks to go through.
+        chunking (`str`, defaults to `"balanced"`): As in [`BurstConfig`]. `"balanced"` tries `"contiguous"`,
+            `"zigzag"`, and 4, 8 and 16 chunks a rank dealt out by their work, in this order. Steps of a ring count over
+            up to 8 ranks, unless documents lie in too many chunks to go through.
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
         stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is cut and dealt out by itself.
 

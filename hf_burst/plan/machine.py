@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -264,7 +265,8 @@ def named(name: str) -> Machine:
     """The machine that a user names: a GPU of [`DATA_SHEETS`], on hosts of 8."""
     sheet = data_sheet(name)
     if sheet is None:
-        raise ConfigError(f"No machine is called {name!r}. Known are {', '.join(DATA_SHEETS)}.")
+        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), DATA_SHEETS, n=1))
+        raise ConfigError(f"No machine is called {name!r}.{near} Known are {', '.join(DATA_SHEETS)}.")
     return by_data_sheet(sheet)
 
 

@@ -126,8 +126,8 @@ class Training:
 
     @property
     def number(self) -> int:
-        """Bytes of a number of a trained weight, its gradient or the optimizer."""
-        return 4 if self.weights == "fp32" else 2
+        """Bytes of a number of a trained weight, its gradient or the optimizer. Beside 4 bits, peft makes fp32."""
+        return 2 if self.weights == "bf16" else 4
 
     @property
     def casts(self) -> bool:
