@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -21,8 +22,9 @@ import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf import sharded
 from hf_burst.hf.accelerate import PATCH
-from hf_burst.hf.parts.replicas import Replicas
+from hf_burst.hf.parts.replicas import Replicas, check_averaged
 from hf_burst.hf.sharded import sum_of_bits
+from hf_burst.mesh import ContextGroup
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -116,6 +118,17 @@ def train_partitioned(rank: int, size: int) -> None:
 
 def test_weights_that_are_partitioned_are_compared_once(ranks: Ranks) -> None:
     ranks(2).run(train_partitioned)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeeds_first_stages_need_not_leave_a_hook(stage: int) -> None:
+    model, group = models.make_model("llama").train(), ContextGroup(0, 2, "pair", (0, 1))
+    allowed = pytest.raises(ConfigError, match="Nothing averages") if stage > 1 else contextlib.nullcontext()
+    with mock.patch("hf_burst.hf.parts.replicas.AcceleratorState") as state, allowed:
+        state._shared_state = {"distributed_type": DistributedType.DEEPSPEED}
+        state.return_value.distributed_type = DistributedType.DEEPSPEED
+        state.return_value.deepspeed_plugin.zero_stage = stage
+        check_averaged(model, list(model.parameters()), group)
 
 
 def train_in_pairs(rank: int, size: int) -> None:
