@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,6 +153,21 @@ def test_one_step_of_each_log_is_timed(ranks: Ranks, tmp_path: Path) -> None:
     for timed, hooks in ranks(2).run(sampled, str(tmp_path)):
         assert timed == [2, 2, 4, 7]
         assert hooks == [hooks[0]] * 11 + [hooks[0] - 1]
+
+
+def watched(rank: int, size: int, folder: str) -> int:
+    """The passes of attention that are timed in the second step of a trainer with a reference pass in each step."""
+    reset_accelerate()
+    trainer = make_trainer(Case("DPOTrainer", lora=True), folder, max_steps=2, gradient_accumulation_steps=1)
+    trainer.add_callback(hf_burst.BurstCallback(trainer))
+    with mock.patch.object(ExchangeClock, "watch", autospec=True, side_effect=ExchangeClock.watch) as watch:
+        trainer.train()
+    return watch.call_count
+
+
+def test_passes_without_gradients_do_not_stop_the_clock(ranks: Ranks, tmp_path: Path) -> None:
+    layers, passes = 2, 3  # the reference, forward and backward
+    assert ranks(2).run(watched, str(tmp_path)) == [layers * passes] * 2
 
 
 @pytest.mark.parametrize("case", [Case("SFTTrainer", "packed", data=2), Case("SFTTrainer", "padding_free", lora=True)])
