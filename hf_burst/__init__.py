@@ -8,6 +8,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__ as __version__
+
 if TYPE_CHECKING:
     from .attention import AttentionRequest, burst_attention
     from .check.run import check_model
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from .layout import SequenceLayout
     from .mesh import ContextGroup
     from .plan import MaskPattern
-
-__version__ = "0.2.0"
 
 _HOME = {
     "AttentionRequest": ".attention",

@@ -3,7 +3,6 @@
 import os
 import re
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -12,14 +11,6 @@ def cache_file(*parts: str) -> Path:
     home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
     return Path(home).expanduser() / "hf_burst" / f"{name}.json"
-
-
-def own_version() -> str:
-    """The installed version of hf_burst, or `"sources"` where it runs from a checkout."""
-    try:
-        return version("hf_burst")
-    except PackageNotFoundError:
-        return "sources"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .cache import cache_file, own_version, write_whole
+from .cache import cache_file, write_whole
 from .errors import RankMismatchError
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
 from .ring import PeerToPeer
 from .ring.exchange import Incoming, Outgoing, Round
+from .version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def reaches_peers(device: torch.device) -> bool:
 
 def profile_path(device: str, kernel: str, ranks: int, per_host: int) -> Path:
     """Where a machine is remembered: a [`cache_file`] named by its device, kernel and ranks (in all and on a host)."""
-    versions = (f"torch{torch.__version__}", f"hf_burst{own_version()}")
+    versions = (f"torch{torch.__version__}", f"hf_burst{__version__}")
     return cache_file(device, kernel, f"{ranks}x{per_host}", *versions)
 
 

@@ -1,7 +1,10 @@
 """Fixtures: pools of ranks, shared by all tests of a session."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +23,28 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 
+@pytest.fixture(scope="session", autouse=True)
+def mypy(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str] | None"]:
+    """The check of types, which takes most of a minute: on the core that other tests leave idle, if it is to run."""
+    if not any(item.name == "test_types" for item in request.session.items):
+        yield None
+        return
+    command = ["nice", "-n", "5", sys.executable, "-m", "mypy"]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        yield process
+        process.kill()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(size)` is the pool of that many processes."""
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:
-        if size not in pools or not pools[size].alive:
+        if size in pools and not pools[size].alive:
+            pools.pop(size).close()  # ranks that are left would keep pytest from ending
+        if size not in pools:
             pools[size] = RankPool(size)
         return pools[size]
 

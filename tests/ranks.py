@@ -9,7 +9,6 @@ ranks with GPUs, are started from nothing: each of them hashes strings by a seed
 """
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -56,15 +55,13 @@ class RankPool:
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
         context = mp.get_context("spawn") if backend == "nccl" or size == 3 else forked()
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, there, backend))
+            process = context.Process(target=_serve, args=(rank, size, self.store.port, there, backend))
             process.start()
             there.close()
             self.pipes.append(here)
@@ -132,7 +129,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> N
         torch.cuda.set_device(rank)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "1"
-    dist.init_process_group(backend, rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -328,6 +330,26 @@ def other_dtype(rank: int, size: int) -> None:
     models.patch(model.train())(**good(rank))
 
 
+def other_config(rank: int, size: int) -> None:
+    config = hf_burst.BurstConfig(chunking="zigzag" if rank else "contiguous")
+    models.patch(models.make_model("llama").train(), config)(**good(rank))
+
+
+def other_mode(rank: int, size: int) -> None:
+    models.patch(models.make_model("llama").train(rank == 0))(**good(rank))
+
+
+def other_version(rank: int, size: int) -> None:
+    with mock.patch("transformers.__version__", f"5.{rank}"):
+        models.patch(models.make_model("llama").train())(**good(rank))
+
+
+def other_outputs(rank: int, size: int, **asked: Any) -> None:
+    """Rank 0 asks for them alone."""
+    model = models.patch(models.make_model("llama").eval())
+    model(good(rank)["input_ids"], **({} if rank else asked))
+
+
 def dropout(rank: int, size: int) -> None:
     model = models.make_model("gpt2")
     model.config.attn_pdrop = 0.1
@@ -395,6 +417,12 @@ def two_groups(rank: int, size: int) -> None:
     ("function", "kind", "message"),
     [
         (other_dtype, RankMismatchError, "dtype: rank 0 has torch.float64, rank 1 has torch.float32"),
+        (other_config, RankMismatchError, r"BurstConfig: rank 0 has BurstConfig\(.*chunking='contiguous'"),
+        (other_mode, RankMismatchError, "training: rank 0 has True, rank 1 has False"),
+        (other_version, RankMismatchError, "transformers: rank 0 has 5.0, rank 1 has 5.1"),
+        (partial(other_outputs, logits_to_keep=1), RankMismatchError, "logits to keep: rank 0 has .*rank 1 has None"),
+        (partial(other_outputs, output_hidden_states=True), RankMismatchError, "hidden states: rank 0 has True"),
+        (partial(other_outputs, fused_lm_head=True), RankMismatchError, "fused_lm_head: rank 0 has True"),
         (dropout, UnsupportedModelError, "config.attn_pdrop is 0.1"),
         (missing_kernel, KernelError, "torch_flash"),
         (large_logits, BatchError, "logits_to_keep"),

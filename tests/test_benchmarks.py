@@ -143,7 +143,7 @@ def assert_numbers_agree(row: dict[str, Any], limit: dict[str, Any]) -> None:
 def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "result.json"
     options = ["--lengths", "64", "128", "--kv-heads", "2", "4", "--schedules", "auto", "kv_ring", "burst", "ulysses"]
-    options += ["--seconds", "4", "--rounds", "3", "6", "--warmup", "3", "--out", str(out)]
+    options += ["--seconds", "1", "--rounds", "3", "6", "--warmup", "3", "--out", str(out)]
     done = launch("recipes/benchmarks/attention.py", *options)
     result = json.loads(out.read_text())
     assert_follows_schema(result)
@@ -196,7 +196,7 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
 def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
-    options += ["contiguous", "--seconds", "2", "--rounds", "2", "3", "--warmup", "2", "--out", str(out), *mask]
+    options += ["contiguous", "--seconds", "0.5", "--rounds", "2", "3", "--warmup", "2", "--out", str(out), *mask]
     launch("recipes/benchmarks/attention.py", *options)
     result = json.loads(out.read_text())
     assert_follows_schema(result)
@@ -223,7 +223,7 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     script, out = tmp_path / "failing.py", tmp_path / "result.json"
     script.write_text(FAILING)
     options = ["--lengths", "64", "128", "--kv-heads", "4", "--schedules", "kv_ring", "--timeout", "4"]
-    options += ["--seconds", "2", "--rounds", "2", "3", "--warmup", "2", "--out", str(out)]
+    options += ["--seconds", "0.5", "--rounds", "2", "3", "--warmup", "2", "--out", str(out)]
     done = launch(script, *options, status=1)
     result = json.loads(out.read_text())
     assert_follows_schema(result)

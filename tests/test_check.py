@@ -193,7 +193,7 @@ def test_a_verdict_holds_for_source_config_and_versions(
             changed.setattr(package, "__version__", "9.9")
             others.append(fingerprint())
     with monkeypatch.context() as changed:
-        changed.setattr(verdicts, "own_version", lambda: "9.9")
+        changed.setattr(verdicts, "__version__", "9.9")
         others.append(fingerprint())
     (tmp_path / "unseen_family.py").write_text(SOURCE + "\n# changed\n")
     others.append(fingerprint())

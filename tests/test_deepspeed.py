@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -440,7 +441,8 @@ def test_the_config_files(zero: Pools, tmp_path: Path, stage: int) -> None:
     script, output = tmp_path / "train.py", tmp_path / "output"
     script.write_text(SCRIPT)
     config = f"recipes/configs/accelerate_zero{stage}.yaml"
-    command = ["accelerate", "launch", "--config_file", config, script, output, str(stage), zero.backend]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    command += [script, output, str(stage), zero.backend]
     environment = {**os.environ, "PYTHONPATH": ".", **(ON_CPUS if zero.backend == "gloo" else {})}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -197,18 +197,26 @@ def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], fo
     )
 
 
-@pytest.mark.parametrize("processes", [1, 4])
-def test_the_script_of_the_readme(folder: Path, processes: int) -> None:
-    """As it is printed, by python alone and by its launch line for CPUs."""
+def check_books(folder: Path, printed: str) -> None:
+    """What the script of the README says and leaves; the next run begins without it."""
+    assert "'num_tokens': '604'" in printed, "every token of the four documents, and their ends"
+    assert (folder / "outputs/books/adapter_model.safetensors").exists()
+    shutil.rmtree(folder / "outputs")
+
+
+def test_the_script_of_the_readme(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is printed, in one process and by its launch line for CPUs."""
     pytest.importorskip("trl")
     (script,) = [block for block in SCRIPTS if block.page == "README.md"]
     (folder / "train.py").write_text(script.source)
+    run_script(0, 1, str(folder), "train.py", arguments_of(script.source))
+    check_books(folder, capsys.readouterr().out)
     launch = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "recipes/configs/accelerate_2_processes.yaml"]
-    launch += ["--num_processes", str(processes), "--main_process_port", "0"]
+    launch += ["--num_processes", "4", "--main_process_port", "0"]
     environment: dict[str, Any] = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *(launch if processes > 1 else []), "train.py", *arguments_of(script.source)],
+        [sys.executable, *launch, "train.py", *arguments_of(script.source)],
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
@@ -217,9 +225,7 @@ def test_the_script_of_the_readme(folder: Path, processes: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    assert "'num_tokens': '604'" in done.stdout, "every token of the four documents, and their ends"
-    assert (folder / "outputs/books/adapter_model.safetensors").exists()
-    shutil.rmtree(folder / "outputs")
+    check_books(folder, done.stdout)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -128,6 +128,7 @@ def test_samples_hold_what_is_asked(task: str) -> None:
         assert len(answer) == len(asked)
         if task != "variables":  # whose names are unknown words here
             assert all(value in fact for value, fact in zip(answer, asked, strict=True))
+            assert sample.answer == len(asked) * maker.digits + len(asked) - 1  # and commas
         text = 700 - sum(map(len, sample.facts))
         assert abs(sample.facts[0].start - depth * text) < 150
 

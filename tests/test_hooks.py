@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,14 +36,15 @@ def hook_head(model: nn.Module, hook: Callable[..., Any]) -> nn.Module:
     return model
 
 
-def adapted_head(model: nn.Module, hook: Callable[..., Any]) -> nn.Module:
-    """A hook on the linear layer inside of an adapted head."""
+def adapted_head(model: nn.Module, hook: Callable[..., Any], before: bool = False) -> nn.Module:
+    """A hook on the linear layer inside of an adapted head, or one before it."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
     settings = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
     adapted = get_peft_model(model, settings).double()
-    adapted.base_model.model.lm_head.base_layer.register_forward_hook(hook)
+    layer = adapted.base_model.model.lm_head.base_layer
+    layer.register_forward_pre_hook(hook) if before else layer.register_forward_hook(hook)
     return adapted
 
 
@@ -178,6 +180,15 @@ def test_a_pre_hook_on_a_partitioned_head_counts_once() -> None:
             model.lm_head.weight.ds_id = 0
         losses.append(model(**batch).loss)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_pre_hook_inside_of_an_adapted_head_is_given_all_tokens() -> None:
+    batch, seen = models.make_batch("plain"), []
+    model = hf_burst.patch_model(models.make_model("llama", torch.float64))
+    model = adapted_head(model, lambda module, args: seen.append(args[0].shape[:-1]), before=True)
+    with mock.patch("hf_burst.linear_loss._LOGITS", 7 * models.VOCABULARY):
+        model.train()(**batch).loss.backward()
+    assert seen == [batch["input_ids"].shape]
 
 
 def lazy_under(rank: int, size: int, wrapper: str) -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("errors", "cache", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "resources", "attention"),
-    *("loss", "linear_loss", "hf", "check", "cli", "__main__"),
+    *("version", "errors", "cache", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "resources"),
+    *("attention", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
     "plan": [
@@ -48,7 +48,7 @@ WITHIN = {
 ONLY_IN = {
     "transformers": {"hf", "check"},
     "accelerate": {"hf"},
-    "torch": set(ORDER) - {"errors", "cache", "config", "plan"},
+    "torch": set(ORDER) - {"version", "errors", "cache", "config", "plan"},
 }
 
 

@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -338,8 +339,10 @@ def test_a_liger_that_lacks_something_is_done_without(caplog: pytest.LogCaptureF
 
 def test_what_else_is_done_with_logits_is_done_with_all_of_them() -> None:
     logits = torch.randn(1, 3, 4)
-    head = SimpleNamespace(plain=lambda _: logits, within=lambda compute, hidden: compute(hidden))
-    deferred = LazyLogits(head, torch.randn(1, 3, 2))
+    head = SimpleNamespace(plain=lambda _: logits, within=lambda compute, hidden: compute(hidden), own=None)
+    deferred, layer = LazyLogits(head, torch.randn(1, 3, 2)), nn.Linear(2, 4)
+    assert (3 * torch.tanh(deferred / 3.0))._linear(layer)[2] == 3.0
+    assert (2 * torch.tanh(deferred / 3.0))._linear(layer) is None
     assert torch.equal(deferred + 1, logits + 1)
     assert torch.equal((2 * torch.tanh(deferred / 3.0)).whole, 2 * torch.tanh(logits / 3.0))
     assert torch.equal(deferred[..., :2].whole, logits[..., :2])
@@ -371,6 +374,7 @@ def shard_the_head(rank: int, size: int, way: str) -> None:
     for accumulated in (1, 2):
         with some_at_a_time(5):
             loss = model(**batch).loss
+        assert isinstance(model.lm_head.weight, DTensor) or way != "resharded"
         loss.backward()
         torch.testing.assert_close(loss, loss.detach())
         for name, parameter in model.named_parameters():

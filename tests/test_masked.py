@@ -114,14 +114,17 @@ def test_labels_that_were_not_counted_over_all_ranks_are_noticed(ranks: Ranks, t
 def give_up_an_accumulation(rank: int, size: int) -> None:
     """The first of two batches is dropped, for example after a loss that is not finite, and another pair comes."""
     model = models.patch(models.make_model("bert").train())
-    batch = models.make_batch("plain")
-    items = 2 * int((batch["labels"] != -100).sum()) * size
+    pair = [models.make_batch("plain") for _ in range(2)]
+    pair[1]["labels"][:, ::2] = -100
+    counts = [int((batch["labels"] != -100).sum()) * size for batch in pair]
+    assert counts[0] > counts[1] > 0
     for batches in (1, 2, 2):
-        for _ in range(batches):
-            loss = model(**batch, num_items_in_batch=items).loss
+        for batch in pair[:batches]:
+            loss = model(**batch, num_items_in_batch=sum(counts)).loss
             loss.backward()
         model.zero_grad()
-    assert torch.isfinite(loss)
+    model(**pair[0], num_items_in_batch=sum(counts)).loss.backward()  # given up, but its gradients are kept
+    assert torch.isfinite(model(**pair[1], num_items_in_batch=counts[1]).loss + loss)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -360,7 +363,7 @@ def test_under_autocast_the_head_runs_as_in_one_process(name: str) -> None:
 def read_with_workers(rank: int, size: int, folder: str) -> list[int]:
     """What the ranks of a group read when workers draw at random what is masked."""
     reset_accelerate()
-    trainer = trainers.make_trainer(Case(model="bert", data=2, burst=2), folder, dataloader_num_workers=2)
+    trainer = trainers.make_trainer(Case(model="bert", data=2, burst=2), folder, dataloader_num_workers=1)
     trainer.data_collator = draw_one
     return [int(batch["drawn"][0]) for batch in trainer.get_train_dataloader()]
 

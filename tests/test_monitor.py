@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.hf.cutting import cut_batch
 from hf_burst.hf.model_size import model_size
 from hf_burst.layout import SequenceLayout
 from hf_burst.mesh import ContextGroup
@@ -75,6 +77,14 @@ def lengths(step: int) -> list[int]:
     return [len(row["input_ids"]) for row in trainers.samples("padded")[rows * step : rows * (step + 1)]]
 
 
+def imbalance(case: Case, step: int) -> float:
+    """The mean of the micro-batches of a step, of the group in which it is the most."""
+    rows = trainers.samples("padded")[2 * ACCUMULATION * step :]
+    batches = [trainers.collate(rows[start : start + case.rows]) for start in range(0, 2 * ACCUMULATION, case.rows)]
+    each = [cut_batch(batch, hf_burst.BurstConfig(), 0, case.burst)[1].imbalance for batch in batches]
+    return max(sum(each[group :: case.data]) / ACCUMULATION for group in range(case.data))
+
+
 @pytest.mark.parametrize(
     ("case", "options"),
     [
@@ -99,6 +109,7 @@ def test_tokens_and_operations_are_counted_once(
         pairs = 2 * sum(length * (length + 1) // 2 for length in lengths(step))  # of both layers
         flops = entries[0]["mfu"] * PEAK * seconds * case.ranks
         assert flops == pytest.approx(6 * used * sum(lengths(step)) + 12 * pairs * 32, rel=1e-6)
+        assert entries[0]["packing_imbalance"] == pytest.approx(imbalance(case, step)) != 0
         assert 0.1 < entries[0]["peak_memory_gib"] < 20
         assert ("exchange_seconds" in entries[0]) == (step > 0)
         assert all(0 < entry["exchange_seconds"] < seconds for entry in entries if step)
@@ -142,6 +153,21 @@ def test_one_step_of_each_log_is_timed(ranks: Ranks, tmp_path: Path) -> None:
     for timed, hooks in ranks(2).run(sampled, str(tmp_path)):
         assert timed == [2, 2, 4, 7]
         assert hooks == [hooks[0]] * 11 + [hooks[0] - 1]
+
+
+def watched(rank: int, size: int, folder: str) -> int:
+    """The passes of attention that are timed in the second step of a trainer with a reference pass in each step."""
+    reset_accelerate()
+    trainer = make_trainer(Case("DPOTrainer", lora=True), folder, max_steps=2, gradient_accumulation_steps=1)
+    trainer.add_callback(hf_burst.BurstCallback(trainer))
+    with mock.patch.object(ExchangeClock, "watch", autospec=True, side_effect=ExchangeClock.watch) as watch:
+        trainer.train()
+    return watch.call_count
+
+
+def test_passes_without_gradients_do_not_stop_the_clock(ranks: Ranks, tmp_path: Path) -> None:
+    layers, passes = 2, 3  # the reference, forward and backward
+    assert ranks(2).run(watched, str(tmp_path)) == [layers * passes] * 2
 
 
 @pytest.mark.parametrize("case", [Case("SFTTrainer", "packed", data=2), Case("SFTTrainer", "padding_free", lora=True)])

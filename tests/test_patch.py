@@ -376,6 +376,11 @@ def test_models_of_one_config_object_are_patched_each_by_itself() -> None:
     hf_burst.unpatch_model(first)
     assert first.config._attn_implementation == "sdpa"
     assert torch.equal(first(**batch).loss, wanted[0])
+    first.set_attn_implementation("eager")
+    for change in (hf_burst.patch_model, hf_burst.unpatch_model):
+        change(first)
+        change(second)
+    assert first.config._attn_implementation == "eager"
 
 
 def test_a_model_of_the_config_of_one_that_is_gone() -> None:

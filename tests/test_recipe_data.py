@@ -95,8 +95,9 @@ def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     assert (row := tokens_of(path, arguments)[0])["labels"] == row["input_ids"]
     arguments.completion_only_loss = None
     arguments.assistant_only_loss = True  # which is off once the labels are made
-    roles = {"prompt": "user", "completion": "assistant"}
-    messages = {key: [{"role": role, "content": rows[0][key]}] for key, role in roles.items()}
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]  # a part of the prompt
+    messages = {"prompt": [*said, {"role": "user", "content": rows[0]["prompt"]}]}
+    messages["completion"] = [{"role": "assistant", "content": rows[0]["completion"]}]
     row = tokens_of(conversations.write(tmp_path / "chat.jsonl", [messages]), arguments)[0]
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
 
@@ -184,6 +185,16 @@ A: {{ m.content if loop.last else '...' }}{% else %}
 U: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}
 A: {% endif %}"""
 MERGES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_without_a_token_that_ends_a_turn_its_white_space_does() -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
+    assert answers(chats.ChatTokenizer(tokenizer)(messages)) == ["Hello\n"] * 2
 
 
 def test_answers_that_cannot_be_told_apart_are_an_error() -> None:
@@ -292,10 +303,12 @@ def test_documents_that_cannot_be_read(
 def test_rows_that_are_too_long(tmp_path: Path, arguments: Any) -> None:
     path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=3, turns=6)
     whole = tokens_of(path, arguments)
+    longest = max(len(row["input_ids"]) for row in whole)
+    for arguments.max_length in (longest - 1, 50):
+        arguments.assistant_only_loss = True
+        with pytest.raises(SystemExit, match="3 of 3 rows have more than max_length"):
+            tokens_of(path, arguments)
     arguments.max_length, arguments.assistant_only_loss = 50, True
-    with pytest.raises(SystemExit, match="3 of 3 rows have more than max_length"):
-        tokens_of(path, arguments)
-    arguments.assistant_only_loss = True
     cut = tokens_of(path, arguments, too_long="split")
     assert max(len(row["input_ids"]) for row in cut) == 50
     labels = [[token for row in rows for token in row["labels"] if token != -100] for rows in (whole, cut)]

@@ -376,6 +376,8 @@ def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
     base = make_base(tmp_path / "base")
     options = ["--model_name_or_path", str(base), "--use_peft", "--rope_scaling", json.dumps(rope)]
     options += ["--merge_to", "merged", "--learning_rate", "0.1", "--save_strategy", "steps", "--save_steps", "1"]
+    Path("out").mkdir()
+    Path("out/config.json").write_text("{}")  # of an earlier run
     trainer, burst = recipe(*options, "--max_steps", "2", "--warmup_steps", "0")
     ids = torch.arange(4, 255)[None]
     training.train(trainer, burst)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -21,8 +22,9 @@ import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf import sharded
 from hf_burst.hf.accelerate import PATCH
-from hf_burst.hf.parts.replicas import Replicas
+from hf_burst.hf.parts.replicas import Replicas, check_averaged
 from hf_burst.hf.sharded import sum_of_bits
+from hf_burst.mesh import ContextGroup
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -94,7 +96,7 @@ def train_wrapped(rank: int, size: int, wrapper: str) -> float:
     for _ in range(2):
         step(wrapped, optimizer)
     wrapped(**models.make_batch("plain"))
-    assert all(part.settled for part in getattr(model, PATCH).parts if isinstance(part, Replicas)) or wrapper == "fsdp"
+    assert all(part.settled for part in getattr(model, PATCH).parts if isinstance(part, Replicas))
     return sum(float(parameter.detach().sum()) for parameter in model.parameters())
 
 
@@ -102,6 +104,31 @@ def train_wrapped(rank: int, size: int, wrapper: str) -> float:
 def test_whoever_averages_gradients_is_recognised(ranks: Ranks, wrapper: str) -> None:
     first, second = ranks(2).run(train_wrapped, wrapper)
     assert first == second
+
+
+def train_partitioned(rank: int, size: int) -> None:
+    """As ZeRO-3 leaves weights: no rank holds all of one, so there is nothing to compare again."""
+    model = models.patch(models.make_model("llama").train())
+    for parameter in model.parameters():
+        parameter.ds_id = 0
+    model(**models.make_batch("plain"))
+    (part,) = (part for part in getattr(model, PATCH).parts if isinstance(part, Replicas))
+    assert part.settled
+
+
+def test_weights_that_are_partitioned_are_compared_once(ranks: Ranks) -> None:
+    ranks(2).run(train_partitioned)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeeds_first_stages_need_not_leave_a_hook(stage: int) -> None:
+    model, group = models.make_model("llama").train(), ContextGroup(0, 2, "pair", (0, 1))
+    allowed = pytest.raises(ConfigError, match="Nothing averages") if stage > 1 else contextlib.nullcontext()
+    with mock.patch("hf_burst.hf.parts.replicas.AcceleratorState") as state, allowed:
+        state._shared_state = {"distributed_type": DistributedType.DEEPSPEED}
+        state.return_value.distributed_type = DistributedType.DEEPSPEED
+        state.return_value.deepspeed_plugin.zero_stage = stage
+        check_averaged(model, list(model.parameters()), group)
 
 
 def train_in_pairs(rank: int, size: int) -> None:
@@ -240,16 +267,21 @@ def test_shards_of_fsdp1_are_not_compared(ranks: Ranks, original: bool) -> None:
     ranks(2).run(train_under_fsdp1, original)
 
 
-def differ_in_high_bits(rank: int, size: int) -> None:
-    """Weights in fp64 that come from bf16, of which one differs."""
+def differ(rank: int, size: int, how: str) -> None:
+    """Weights in fp64 that come from bf16, of which one differs; or the same in another order of the layers."""
     model = models.make_model("llama").bfloat16().double()
     with torch.no_grad():
-        model.lm_head.weight[0, 0] = rank + 1
+        if how == "one":
+            model.lm_head.weight[0, 0] = rank + 1
+        elif rank == 1:
+            first, second = (layer.self_attn.q_proj for layer in model.model.layers)
+            first.weight, second.weight = second.weight, first.weight
     models.patch(model)(**models.make_batch("plain"))
 
 
-def test_the_weights_that_differ_are_named(ranks: Ranks) -> None:
-    for sentence in refused(ranks(2), differ_in_high_bits):
+@pytest.mark.parametrize("how", ["one", "order"])
+def test_the_weights_that_differ_are_named(ranks: Ranks, how: str) -> None:
+    for sentence in refused(ranks(2), differ, how):
         assert "weights (checksum): rank 0 has " in sentence
 
 
@@ -257,9 +289,10 @@ def test_a_checksum_sees_order_and_takes_little_memory() -> None:
     weight = torch.randn(7, 5, dtype=torch.bfloat16)
     assert sum_of_bits(weight) == sum_of_bits(weight.clone())
     assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
-    with mock.patch.object(sharded, "_PIECE", 4):
-        assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
-        assert sum_of_bits(weight) == sum_of_bits(weight.clone())
+    for piece in (4, 5):  # a row is 5
+        with mock.patch.object(sharded, "_PIECE", piece):
+            assert sum_of_bits(weight) != sum_of_bits(weight.flip(0))
+            assert sum_of_bits(weight) == sum_of_bits(weight.clone())
 
 
 def adapt_after_a_pass(rank: int, size: int) -> None:
@@ -323,6 +356,7 @@ Trainer(model, arguments, train_dataset=[{name: value[0] for name, value in batc
 """
 
 
+@pytest.mark.full
 def test_torchrun_on_cpus_is_refused_with_the_line_that_mends_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}

@@ -98,7 +98,10 @@ def change_the_neighbour(number: int, folder: Path, pipe: Connection) -> None:
             group = dist.new_group(members)
             if life == 0 and number == 0:
                 models.patch(model, mesh=group)
+                before = ContextGroup.from_mesh(group)
             elif number == 0:
+                with pytest.raises(ConfigError, match=r"was rank 0 of \(0, 1\) and is rank 0 of \(0, 2\)"):
+                    before.process_group  # noqa: B018
                 with pytest.raises(ConfigError) as problem:
                     model(**batch)
                 error = str(problem.value)

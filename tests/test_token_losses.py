@@ -17,7 +17,8 @@ Batch = dict[str, torch.Tensor]
 def losses_of(rank: int, size: int, name: str, batch: Batch) -> torch.Tensor:
     """The losses of all tokens by the patched model, whose loss of the same batch must be their mean."""
     model = hf_burst.patch_model(models.make_model(name, torch.float64)).eval()
-    losses = hf_burst.token_losses(model, batch)
+    asked = batch if models.is_masked(model) else {**batch, "use_cache": True}  # which is for generation alone
+    losses = hf_burst.token_losses(model, asked)
     counted = batch["labels"] != -100 if models.is_masked(model) else models.shifted(batch["labels"]) != -100
     with torch.no_grad():
         torch.testing.assert_close(losses.sum() / counted.sum(), model(**batch).loss, rtol=1e-12, atol=0)

@@ -17,11 +17,12 @@ from ..errors import BurstError, ConfigError
 from ..kernels import KernelRequest, explain_kernels
 from ..mesh import ContextGroup
 from ..plan import DATA_SHEETS, Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of, named
+from ..version import __version__
 from .launch import joined
 from .tokens import tokens
 
 _HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
-_PACKAGES = ("torch", "hf_burst", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
+_PACKAGES = ("torch", *_HUGGING_FACE, "triton", "flash-attn", "flash-attn-4", "liger-kernel")
 # a CPU goes through so many in some ten seconds
 _MOST_RANKS = 2048
 _MOST_PARTS = 2**18  # documents and ranks, of every sequence
@@ -153,7 +154,7 @@ def _check_hosts(ranks: int, per_host: int) -> None:
 
 def _describe_place(arguments: argparse.Namespace, group: ContextGroup, device: torch.device) -> list[str]:
     """Versions, devices and kernels."""
-    lines, versions = [f"Python {platform.python_version()} on {platform.platform()}"], []
+    lines, versions = [f"Python {platform.python_version()} on {platform.platform()}"], [f"hf_burst {__version__}"]
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")

@@ -125,7 +125,10 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
     """What is predicted, in lines."""
     (training, *_), room = rows[0], machine.memory / 2**30
     spread = training.sharded if training.shards > 1 else "ddp"
-    what = f"adapters of rank {training.lora} on" if training.lora else "all"
+    what = f"all {training.weights}"
+    if training.lora:
+        base = "4bit" if training.weights == "4bit" else "bf16"
+        what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
     again = f"layers checkpointed, attention_keep={training.attention_keep:g}"
     cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
     for row in rows:
@@ -140,7 +143,7 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
     lines = [
         str(model),
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
-        f"{training.length:,} tokens a sequence, {what} {training.weights} weights, AdamW, {spread}, "
+        f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, "
         + (again if training.checkpointing else "nothing checkpointed"),
         _PRECISION[training.weights],
         "",

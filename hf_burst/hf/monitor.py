@@ -132,9 +132,9 @@ class BurstCallback(TrainerCallback):
     @torch.compiler.disable
     def _count(self, module: nn.Module, args: Any) -> None:
         """The forward pre-hook, behind that of the patch."""
-        if not (module.training and torch.is_grad_enabled()):
+        if not module.training:
             resources_of(self.group).clock = None  # of a training that was interrupted
-        elif self.patch.run is not None:
+        elif torch.is_grad_enabled() and self.patch.run is not None:
             layout = self.patch.run.layout
             self.tokens += tokens_of(layout)
             self.pairs += pairs_of(layout, self.size) if self.size else 0.0

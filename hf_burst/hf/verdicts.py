@@ -16,8 +16,9 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache import cache_file, own_version, write_whole
+from ..cache import cache_file, write_whole
 from ..errors import ConfigError, UnsupportedModelError
+from ..version import __version__
 from .sizes import LAYER_COUNTS, LAYER_LISTS, STEPS, is_size
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def fingerprint(model: PreTrainedModel, config: PreTrainedConfig | None = None) 
     if None in hashes.values():
         return None
     sources, settings = sorted(map(str, {*hashes.values()})), _structure((config or model.config).to_dict())
-    versions = [transformers.__version__, torch.__version__, own_version()]
+    versions = [transformers.__version__, torch.__version__, __version__]
     parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, settings, versions]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
