@@ -38,6 +38,7 @@ from transformers import (
 )
 
 import hf_burst
+from hf_burst.check.tiny import prepare
 from recipes.tiny_models import OVERRIDES, tiny_config
 
 VOCABULARY = 61
@@ -139,7 +140,9 @@ RECURRENT = tuple(_RECURRENT_MODELS)  # with layers that carry a state
 
 def _tiny(name: str, config: Any) -> Any:
     """The config of the coverage table."""
-    return tiny_config(config, OVERRIDES.get(name, {}))
+    tiny = tiny_config(config, OVERRIDES.get(name, {}))
+    prepare(tiny)
+    return tiny
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:

@@ -7,6 +7,7 @@ kernels finds those of the package there, and plain torch otherwise. Each has a 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -104,64 +105,52 @@ def _scan(original: Function, scope: Scope) -> Function:
     packed = _takes(original, "seq_idx")
 
     def mamba2_chunk_scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        **_: Any,
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **options: Any
     ) -> Tensor:
-        heads, group = {"A": A, "D": D, "dt_bias": dt_bias}, scope.group
+        group, limit = scope.group, options.get("dt_limit", (0.0, float("inf")))
+        steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
+        heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
         if scope.by_heads:
             heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, None]:
-            hidden, steps, b, c = rows
-            options: dict[str, Any] = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-            if bounds is not None:
-                pieces = torch.arange(len(bounds) - 1, device=bounds.device, dtype=torch.int32)
-                options["seq_idx"] = pieces.repeat_interleave(bounds.diff())[None]
-            return original(hidden, steps, B=b, C=c, **heads, **options), None
+            hidden, rates, keys, queries = rows
+            places = {} if bounds is None else {"seq_idx": _places(bounds)}
+            out = original(hidden, rates, B=keys, C=queries, chunk_size=chunk_size, **heads, **steps, **places)
+            return out, None
 
         if scope.by_heads:
-            if B.shape[2] % group.size:  # a rank has heads whose group is another's
-                B, C = (tensor.repeat_interleave(x.shape[2] // B.shape[2], dim=2) for tensor in (B, C))
-            return scan_by_channels(Rule(rule, packed), (x, dt, B, C), (), scope.segments, group)
-        applied = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-        applied = (functional.softplus(applied) if dt_softplus else applied).clamp(*dt_limit)
-        return scan_by_states(Rule(rule, packed), (x, dt, B, C), applied, A.float(), scope.segments, group)
+            if b.shape[2] % group.size:  # a rank has heads whose group is another's
+                b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
+            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), scope.segments, group)
+        applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
+        applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
+        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), scope.segments, group)
 
     return mamba2_chunk_scan
 
 
+def _places(bounds: Tensor) -> Tensor:
+    """The number of its piece for each token of a row: `(1, tokens)`."""
+    numbers = torch.arange(len(bounds) - 1, device=bounds.device, dtype=torch.int32)
+    return numbers.repeat_interleave(bounds.diff())[None]
+
+
 def _selective_scan(original: Function, scope: Scope) -> Function:
     def mamba_selective_scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        **options: Any,
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None = None, **options: Any
     ) -> Tensor:
-        own = {"D": D, "delta_bias": delta_bias}
+        own = {name: options.pop(name, None) for name in ("D", "delta_bias")}
         own = {name: None if value is None else own_heads(value, scope.group) for name, value in own.items()}
-        decay = own_heads(A, scope.group)
+        decay = own_heads(a, scope.group)
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, None]:
-            hidden, steps, *gate, b, c = (row.transpose(1, 2) for row in rows)
-            out = original(hidden, steps, decay, b, c, z=gate[0] if gate else None, **own, **options)
+            hidden, steps, *gate, keys, queries = (row.transpose(1, 2) for row in rows)
+            out = original(hidden, steps, decay, keys, queries, z=gate[0] if gate else None, **own, **options)
             return out.transpose(1, 2), None
 
         channels = [tensor.transpose(1, 2) for tensor in (x, dt, z) if tensor is not None]
-        shared = [tensor.transpose(1, 2) for tensor in (B, C)]
+        shared = [tensor.transpose(1, 2) for tensor in (b, c)]
         return scan_by_channels(Rule(rule, False), channels, shared, scope.segments, scope.group).transpose(1, 2)
 
     return mamba_selective_scan
@@ -185,33 +174,47 @@ COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxy
 )
 
 
-def functions_of(layer: nn.Module) -> tuple[str, ...]:
-    """The functions with a counterpart that a layer calls, by their names."""
-    forward = inspect.unwrap(type(layer).forward)
-    called = getattr(forward, "__code__", None)
-    return tuple(name for name in COUNTERPARTS if called and name in called.co_names and name in forward.__globals__)
+def functions_of(module: nn.Module) -> tuple[str, ...]:
+    """The functions with a counterpart that a module calls, by their names."""
+    return _functions_of(type(module))
 
 
-def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that carry a state from token to token by functions with a counterpart."""
+@cache
+def _functions_of(kind: Any) -> tuple[str, ...]:
+    forward: Any = inspect.unwrap(kind.forward)
+    called = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that carry a state from token to token by functions with a counterpart."""
     return [module for module in model.modules() if functions_of(module)]
 
 
-def rebound(layer: nn.Module, scope: Scope) -> Function:
-    """The forward of a layer's class, which calls the counterparts; the class and its module stay as they are."""
-    forward = type(layer).forward
-    scope_of_module = inspect.unwrap(forward).__globals__
-    return _copy(forward, {name: COUNTERPARTS[name](scope_of_module[name], scope) for name in functions_of(layer)})
+def over_ranks(module: nn.Module, scope: Scope) -> Function:
+    """The forward of a module's class, which calls the counterparts; the class and its source file stay as they are."""
+    forward: Any = type(module).forward
+    functions = inspect.unwrap(forward).__globals__
+    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(module)}
+
+    def rebind(inner: FunctionType) -> FunctionType:
+        return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)
+
+    return in_place_of_innermost(forward, rebind)
 
 
-def _copy(function: Any, replacements: Mapping[str, Function]) -> FunctionType:
-    """A copy of a function, through its decorators, with other globals."""
-    inner, cells, names = getattr(function, "__wrapped__", None), function.__closure__, function.__globals__
+def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function]) -> Any:
+    """A copy of a decorated function with another function inside of all decorators, made of the one there."""
+    inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        names = {**names, **replacements}
-    else:
-        contents = (cell.cell_contents for cell in cells)
-        cells = tuple(CellType(_copy(value, replacements) if value is inner else value) for value in contents)
+        return make(function)
+    contents = [cell.cell_contents for cell in function.__closure__]
+    cells = [CellType(in_place_of_innermost(value, make) if value is inner else value) for value in contents]
+    return _copy(function, function.__globals__, tuple(cells))
+
+
+def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+    """A copy of a function, with these globals and this closure."""
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -219,8 +222,6 @@ def _copy(function: Any, replacements: Mapping[str, Function]) -> FunctionType:
 
 def _takes(function: Any, argument: str) -> bool:
     """Whether a function, or what is chosen in its place, takes an argument. Transformers leaves out all others."""
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    held = {
-        name: cell.cell_contents for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True)
-    }
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), function.__closure__ or ()
+    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
     return argument in held.get("applicable_params", ())

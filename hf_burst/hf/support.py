@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
-from .recurrent import COUNTERPARTS, recurrent_layers
+from .recurrent import COUNTERPARTS, recurrent_modules
 from .task import CAUSAL, Task, forwards_of, task_of
 from .verdicts import own_classes, served_by
 
@@ -83,12 +83,12 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
             f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
-    recurrent = recurrent_layers(model)
+    recurrent = recurrent_modules(model)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds and not recurrent:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function that "
-            f"is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
+            f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
+            f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
         )
     classes = {type(module).__name__ for module in model.modules()}
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
