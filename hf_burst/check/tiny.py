@@ -44,9 +44,11 @@ def tiny_model(model_class: Callable[..., PreTrainedModel], config: PreTrainedCo
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     with torch.no_grad():  # weights under which attention, norms, sinks and routers all matter
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim < 2:
+            if name.endswith("A_log"):  # of states that last: by initial weights they are forgotten at once
+                parameter.copy_(0.2 * noise - 4)
+            elif parameter.ndim < 2:
                 parameter.add_(0.2 * noise)
             else:
                 parameter.copy_(noise * min(parameter.shape[-2:]) ** -0.5)

@@ -176,7 +176,8 @@ COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxy
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
     """The functions with a counterpart that a module calls, by their names."""
-    return _functions_of(type(module))
+    kind: Any = type(module)
+    return _functions_of(kind)
 
 
 @cache
