@@ -131,10 +131,10 @@ def make_parts(
         Request(),
         Replicas(config),
         Attention(model),
-        Recurrence(),
         Tokens(model, cut_point),
         LongestPosition(model),
         SavedAttention(config.attention_keep),
+        Recurrence(),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
         TokenLosses(),

@@ -17,6 +17,7 @@ from .verdicts import own_classes, served_by
 logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 # methods of peft whose layers treat each token by itself; tried as models are, see tests/test_wrappers.py
 PEFT_METHODS = frozenset(
@@ -91,13 +92,13 @@ def check_model(model: PreTrainedModel) -> None:
             f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
         )
     classes = {type(module).__name__ for module in model.modules()}
+    attends = has_attention(model)
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
     if crossing or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
-    attends = any("Attention" in kind or "MLA" in kind for kind in classes)
     if not attends and not recurrent:
         raise UnsupportedModelError(
             f"{name} has no attention layers, so there is nothing to compute over several ranks."
@@ -112,6 +113,12 @@ def check_model(model: PreTrainedModel) -> None:
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
     task.check_loss(model)
+
+
+def has_attention(module: nn.Module) -> bool:
+    """Whether a model, or a layer of it, has attention, by the names of its classes."""
+    names = (type(inner).__name__ for inner in module.modules())
+    return any("Attention" in name or "MLA" in name for name in names)
 
 
 def verdict_on(model: PreTrainedModel) -> str:
@@ -136,16 +143,17 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
 
 def layer_patterns(config: PreTrainedConfig, task: Task = CAUSAL) -> Counter[MaskPattern]:
     """How many layers of a model see how far, by its config: the chunks of a batch are balanced for this. Layers of
-    unknown kinds count as seeing whole documents."""
+    unknown kinds count as seeing whole documents, and those without attention not at all."""
     return Counter(pattern for _, pattern in patterns_of_layers(config, task))
 
 
 def patterns_of_layers(config: PreTrainedConfig, task: Task = CAUSAL) -> list[tuple[PreTrainedConfig, MaskPattern]]:
-    """The config of each layer of a model, and how far it sees."""
+    """The config of each layer of a model that has attention, and how far it sees."""
     config = config.get_text_config()
     types = _layer_types(config) or ["sliding_attention"] * config.num_hidden_layers
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * len(types)
-    return [(layer, _pattern(layer, kind, task)) for layer, kind in zip(layers, types, strict=True)]
+    pairs = zip(layers, types, strict=True)
+    return [(layer, _pattern(layer, kind, task)) for layer, kind in pairs if kind not in _WITHOUT_ATTENTION]
 
 
 def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:

@@ -12,6 +12,7 @@ from ...attention import machine_of_group
 from ...errors import ConfigError, UnsupportedModelError
 from ...resources import resources_of
 from ..attention import CALL_KEY, NAME, LazyMask, register
+from ..support import has_attention
 from .base import ForwardPass, Handles, Part
 
 _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()
@@ -34,7 +35,7 @@ class Attention(Part):
         self.before: str = model.config._attn_implementation if shared is None else _PATCHED[shared].before
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
-        self.under_way = False
+        self.under_way, self.attends = False, has_attention(model)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its parts along, and the attention must be known where it is loaded."""
@@ -42,6 +43,8 @@ class Attention(Part):
         register()
 
     def install(self, model: PreTrainedModel) -> Handles:
+        if not self.attends:
+            return ()
         register()
         _PATCHED[model] = self
         model.set_attn_implementation(NAME)
@@ -50,11 +53,13 @@ class Attention(Part):
                 f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
                 "AttentionInterface."
             )
-        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        return [layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers]
+        layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        return [
+            layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers if has_attention(layer)
+        ]
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.model.config._attn_implementation != NAME:
+        if self.attends and run.model.config._attn_implementation != NAME:
             raise ConfigError(
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
@@ -70,7 +75,7 @@ class Attention(Part):
 
     def remove(self, model: PreTrainedModel) -> None:
         _PATCHED.pop(model, None)
-        if next(_users_of(model), None) is None:
+        if self.attends and next(_users_of(model), None) is None:
             model.set_attn_implementation(self.before)
 
     def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Layers that carry a state from token to token: their functions compute over the ranks, for this model alone."""
 
 import inspect
-from functools import lru_cache
+from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,6 +19,9 @@ class Recurrence(Part):
     """Gives recurrent modules a `forward` of their own, and the layers around them one that tells them of the pass,
     inside of what is checkpointed: a backward pass that runs a layer again tells them, too."""
 
+    def __init__(self) -> None:
+        self.told: list[Any] = []  # the layers that know of the pass
+
     def install(self, model: PreTrainedModel) -> Handles:
         for module in _concerned(model):
             if "forward" in vars(module):
@@ -34,15 +37,25 @@ class Recurrence(Part):
             own = vars(module).get("forward")
             if own is None or own == MethodType(type(module).forward, module):  # of a model that was saved whole
                 _bind(module)
-            elif not _is_ours(own):
+            elif not hasattr(own, "scope"):
                 raise ConfigError(
                     f"The forward of a {type(module).__name__} was replaced after the model was patched, so its state "
                     "would not pass from rank to rank. Unpatch the model, then patch it anew."
                 )
 
+    def begin(self, run: ForwardPass) -> None:
+        self.told = [module for module in _concerned(run.model) if isinstance(module, GradientCheckpointingLayer)]
+        for layer in self.told:
+            layer.forward.scope.call = run.call
+
+    def end(self) -> None:
+        for layer in self.told:
+            layer.forward.scope.call = None
+        self.told = []
+
     def remove(self, model: PreTrainedModel) -> None:
         for module in _concerned(model):
-            if _is_ours(vars(module).get("forward")):
+            if hasattr(vars(module).get("forward"), "scope"):
                 del module.forward
 
 
@@ -62,17 +75,13 @@ def _concerned(model: nn.Module) -> list[nn.Module]:
 
 def _bind(module: Any) -> None:
     """Gives a module the forward of a sharded pass, which in others is as before."""
-    forward = _told if isinstance(module, GradientCheckpointingLayer) else _sharded(type(module).forward, module)
-    module.forward = MethodType(forward, module)
+    make = _telling if isinstance(module, GradientCheckpointingLayer) else _sharded
+    module.forward = MethodType(make(module), module)
 
 
-def _is_ours(forward: Any) -> bool:
-    return forward is not None and (hasattr(forward, "scope") or getattr(forward, "__func__", None) is _told)
-
-
-def _sharded(plain: Any, module: nn.Module) -> Function:
+def _sharded(module: nn.Module) -> Function:
     """The forward of a recurrent module."""
-    scope = Scope()
+    scope, plain = Scope(), type(module).forward
     sharded, masks = over_ranks(module, scope), "attention_mask" in inspect.signature(plain).parameters
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -90,24 +99,36 @@ def _sharded(plain: Any, module: nn.Module) -> Function:
     return forward
 
 
-def _told(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a layer. Its class is looked up in each pass: FSDP2 changes it."""
-    return _telling(type(self).forward)(self, *args, **kwargs)
+def _telling(layer: nn.Module) -> Function:
+    """The forward of a layer around recurrent modules. Some models do not hand on what they are given by name: what
+    their layers are not told is told here."""
+    scope = Scope()
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs.setdefault(CALL_KEY, scope.call)
+        kind: Any = type(self)  # FSDP2 changes it
+        return _telling_inside(kind.forward)(self, *args, **kwargs)
+
+    forward.scope = scope  # type: ignore[attr-defined]
+    return forward
 
 
-_told.__name__ = "forward"  # by which the method is found where a model that was saved whole is loaded
-
-
-@lru_cache
-def _telling(function: Any) -> Any:
+@cache
+def _telling_inside(function: Any) -> Any:
     """The forward of a class, which tells the recurrent modules of a layer of the pass, or of none."""
 
     def make(inner: FunctionType) -> Function:
+        named = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(inner).parameters.values()
+        )
+
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            call = kwargs.pop(CALL_KEY)
             modules: list[Any] = recurrent_modules(self)
             for module in modules:
-                module.forward.scope.call = kwargs.get(CALL_KEY)
-            return inner(self, *args, **kwargs)
+                module.forward.scope.call = call
+            given = {CALL_KEY: call} if named and call is not None else {}
+            return inner(self, *args, **kwargs, **given)
 
         return forward
 
