@@ -5,12 +5,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("version", "errors", "cache", "config", "plan", "mesh", "layout", "kernels", "ring", "calibrate", "resources"),
-    *("attention", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
+    *("version", "errors", "cache", "config", "plan", "mesh", "collectives", "layout", "kernels", "ring", "calibrate"),
+    *("resources", "attention", "recurrent", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
     "plan": [
-        *("mask", "sharding", "tiles", "steps", "traffic", "verify", "model", "machine", "work", "balance", "cost"),
+        *(
+            "mask",
+            "sharding",
+            "segments",
+            "tiles",
+            "steps",
+            "traffic",
+            "verify",
+            "model",
+            "machine",
+            "work",
+            "balance",
+            "cost",
+        ),
         *("choose", "step", "memory", "__init__"),
     ],
     "kernels": [
@@ -21,11 +34,24 @@ WITHIN = {
         *("fused", "merge", "exchange", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
+    "recurrent": ["gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
-        *("sizes", "verdicts", "support", "attention", "head", "positions", "parts", "patch", "model_size", "monitor"),
+        *(
+            "sizes",
+            "verdicts",
+            "attention",
+            "recurrent",
+            "support",
+            "head",
+            "positions",
+            "parts",
+            "patch",
+            "model_size",
+            "monitor",
+        ),
     ],
     "hf/parts": [
         *(
@@ -36,6 +62,7 @@ WITHIN = {
             "tokens",
             "rope",
             "checkpointing",
+            "recurrence",
             "experts",
             "loss",
             "token_losses",

@@ -64,6 +64,8 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         attention += weight.numel() if "attn" in path or "attention" in path else 0
     in_head = 0 if head_weight is None else head_weight.numel()
     layers = patterns_of_layers(model.config, task_of(model))
+    if not layers:
+        raise UnsupportedModelError(f"{name} has no attention, and only layers with attention are predicted.")
     sizes = [_head_dim(layer) for layer, _ in layers]
     mean, patterns = sum(sizes) / len(sizes), Counter[MaskPattern]()
     for (_, pattern), size in zip(layers, sizes, strict=True):

@@ -1,6 +1,7 @@
 """Layers that carry a state from token to token: their functions compute over the ranks, for this model alone."""
 
 import inspect
+import logging
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
@@ -14,6 +15,8 @@ from ..attention import CALL_KEY
 from ..recurrent import Function, Scope, in_place_of_innermost, over_ranks, recurrent_modules
 from .base import ForwardPass, Handles, Part
 
+logger = logging.getLogger(__name__)
+
 
 class Recurrence(Part):
     """Gives recurrent modules a `forward` of their own, and the layers around them one that tells them of the pass,
@@ -21,6 +24,7 @@ class Recurrence(Part):
 
     def __init__(self) -> None:
         self.told: list[Any] = []  # the layers that know of the pass
+        self.warned = False
 
     def install(self, model: PreTrainedModel) -> Handles:
         for module in _concerned(model):
@@ -47,6 +51,12 @@ class Recurrence(Part):
         self.told = [module for module in _concerned(run.model) if isinstance(module, GradientCheckpointingLayer)]
         for layer in self.told:
             layer.forward.scope.call = run.call
+        if self.told and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
+            self.warned = True
+            logger.warning(
+                "Recurrent layers over ranks were compared with one process on CPUs. Their kernels for GPUs were not: "
+                "compare the loss of a batch of yours by hf-burst check --batch."
+            )
 
     def end(self) -> None:
         for layer in self.told:
