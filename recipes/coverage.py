@@ -1,7 +1,7 @@
 """Which models are exact over several ranks: every causal-LM and masked-LM class of Transformers, tiny, patched, beside
 one process.
 
-    python recipes/coverage.py                             # all classes, about seven minutes on two cores
+    python recipes/coverage.py                             # all classes
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
 

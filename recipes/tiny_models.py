@@ -24,6 +24,7 @@ SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder"
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
 _GEMMA4_TEXT = {**_MIXED, "global_head_dim": 8, "num_kv_shared_layers": 2}
 _PER_LAYER = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY}
@@ -42,7 +43,8 @@ _REFORMER = {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "atten
 _BLT = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size_global": 32}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": _MLA,
-    "BambaForCausalLM": _MAMBA,
+    "BailingHybridForCausalLM": {**_HYBRID, **_MLA},
+    "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "BltForCausalLM": {
         "encoder_hash_byte_group_vocab": 50,
         "patcher_config": {**_BLT, "hidden_size": 32},
@@ -100,12 +102,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "GPT2LMHeadModel": {"scale_attn_by_inverse_layer_idx": True},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "GraniteMoeHybridForCausalLM": _MAMBA,
+    "GraniteMoeHybridForCausalLM": {**_MAMBA, **_HYBRID},
     "Inkling2ForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
     "InklingForCausalLM": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
-    "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 2},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinearForCausalLM": {"linear_head_dim": 8, "linear_num_heads": 2, **_HYBRID, **_MLA},
     "Kolibri1ForCausalLM": _MIXED,
-    "LagunaForCausalLM": _MIXED,
+    "LagunaForCausalLM": {**_MIXED, "num_attention_heads_per_layer": [4] * 4},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Llama4ForCausalLM": {"floor_scale": 8},

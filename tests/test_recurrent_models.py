@@ -1,5 +1,6 @@
 """Models with recurrent layers over ranks, beside one process that holds the whole sequence."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +156,21 @@ def test_the_class_and_other_models_stay_as_they_are() -> None:
     assert type(layer).forward is before
     hf_burst.unpatch_model(first)
     assert "forward" not in vars(layer)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite"])
+def test_generation_and_copies(name: str, tmp_path: Path) -> None:
+    """A patched model generates as it did; its copies, and what is loaded of it, are patched by themselves."""
+    model = models.make_model(name).eval()
+    prompt = torch.arange(1, 12)[None]
+    wanted = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    models.patch(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
+    torch.save(model, tmp_path / "model.pt")
+    others = [copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)]
+    batch = models.make_batch("packed")
+    loss = model(**batch).loss
+    for other in others:
+        torch.testing.assert_close(other(**batch).loss, loss, rtol=0, atol=0)
+        hf_burst.unpatch_model(other)
+        assert not any("forward" in vars(module) for module in other.modules())

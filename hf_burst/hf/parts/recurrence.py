@@ -17,6 +17,8 @@ from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)
 
+_CACHES = ("cache_params", "past_key_values")
+
 
 class Recurrence(Part):
     """Gives recurrent modules a `forward` of their own, and the layers around them one that tells them of the pass,
@@ -100,6 +102,7 @@ def _sharded(module: nn.Module) -> Function:
             return plain(self, *args, **kwargs)
         if masks:
             kwargs["attention_mask"] = scope.call.real
+        kwargs |= {name: None for name in _CACHES if name in kwargs}  # it would hold the states of a shard
         try:
             return sharded(self, *args, **kwargs)
         finally:
