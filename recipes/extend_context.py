@@ -18,6 +18,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,12 +54,12 @@ class Extension:
                 raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
 
 
-def measure(trainer: "SFTTrainer", model: "torch.nn.Module", windows: list[list[int]]) -> "PositionLosses":
-    """The loss of a patched model by the position in held-out text."""
+def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "torch.nn.Module") -> "PositionLosses":
+    """The loss of a patched model by the position in held-out text, within the old length and beyond it."""
     from scoring import Groups, losses_by_position
 
     model = model.to(trainer.args.device).eval()
-    return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator))
+    return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator), [old])
 
 
 def pretrain(
@@ -154,10 +155,11 @@ def main(arguments: list[str]) -> None:
         peft_config=models.adapter_config(model),
         callbacks=training.callbacks(model, config),
     )
-    curves = {BEFORE: measure(trainer, before, windows), STRETCHED: measure(trainer, trainer.model, windows)}
+    measured = partial(measure, trainer, windows, old)
+    curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before
     first, made_by = trainer.is_world_process_zero(), report.made_by(trainer.accelerator.num_processes)
-    training.train(trainer, burst, lambda: curves.update({TRAINED: measure(trainer, trainer.model, windows)}))
+    training.train(trainer, burst, lambda: curves.update({TRAINED: measured(trainer.model)}))
     if first:
         write(curves, old, args, made_by)
 

@@ -124,13 +124,13 @@ class PositionLosses:
         return sum(loss * size for loss, size in chosen) / sum(size for _, size in chosen)
 
 
-def position_edges(length: int) -> list[int]:
-    """Edges of bins that double every second time, from the first predicted token to `length`."""
-    edges, edge = [1], float(FIRST_BIN)
+def position_edges(length: int, marks: Iterable[int] = ()) -> list[int]:
+    """Edges of bins that double every second time, from the first predicted token to `length`, and at the marks."""
+    edges, edge = {1, length, *marks}, float(FIRST_BIN)
     while edge < length / 2**0.25:  # a last bin that is not too small
-        edges.append(round(edge))
+        edges.add(round(edge))
         edge *= 2**0.5
-    return [*edges, length]
+    return sorted(edges)
 
 
 def text_windows(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> list[list[int]]:
@@ -158,6 +158,7 @@ def losses_by_position(
     length: int,
     windows: Sequence[list[int]],
     groups: Groups | None = None,
+    marks: Iterable[int] = (),
 ) -> PositionLosses:
     """The loss of a patched model by the position in windows of text.
 
@@ -166,8 +167,9 @@ def losses_by_position(
         length (`int`): Tokens of a window.
         windows (sequence of `list[int]`): Token ids.
         groups ([`Groups`], *optional*): They share the windows out. Without them, each group does all windows.
+        marks (iterable of `int`): Positions below `length` that no bin lies across.
     """
-    edges = position_edges(length)
+    edges = position_edges(length, marks)
     bins = torch.bucketize(torch.arange(1, length), torch.tensor(edges[1:]), right=True).to(model.device)
     totals = torch.zeros(2, len(edges) - 1, dtype=torch.float64, device=model.device)
     for window, counts in groups.own(windows) if groups else ((window, True) for window in windows):

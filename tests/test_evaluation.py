@@ -1,5 +1,6 @@
 """The recipes that evaluate: over ranks, recall, perplexity by position and RULER's tasks equal one process."""
 
+import itertools
 import json
 import os
 import random
@@ -113,6 +114,16 @@ def test_losses_by_position_equal_one_process(ranks: Callable[[int], RankPool], 
             assert loss == pytest.approx(float(losses[first - 1 : end - 1].mean()), rel=1e-10)
         assert curve.mean(1, 101) == pytest.approx(float(losses.mean()), rel=1e-10)
         assert curve.mean(32, 64) == pytest.approx(float(losses[31:63].mean()), rel=1e-10)
+
+
+@pytest.mark.parametrize(("old", "new"), [(256, 257), (256, 300), (4096, 4800), (3000, 4096), (256, 1024)])
+def test_every_position_is_within_the_old_length_or_beyond_it(old: int, new: int) -> None:
+    edges = scoring.position_edges(new, [old])
+    assert (edges[0], edges[-1], edges == sorted(set(edges))) == (1, new, True)
+    sizes = [end - first for first, end in itertools.pairwise(edges)]
+    curve = scoring.PositionLosses(edges, [float(first < old) for first in edges[:-1]], sizes)
+    assert (curve.mean(1, old), curve.mean(old, new)) == (1, 0)
+    assert curve.mean(1, new) == pytest.approx((old - 1) / (new - 1))
 
 
 @pytest.mark.parametrize("task", needles.TASKS)
