@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ def main(arguments: list[str]) -> None:
     train, held_out = data.load_tokens(documents, tokenizer, args)
     if held_out is None:
         raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
-    windows = [ids for ids in held_out["input_ids"] if len(ids) == args.max_length][: extension.windows]
+    long = (ids for ids in held_out["input_ids"] if len(ids) == args.max_length)
+    windows = list(islice(long, extension.windows))
     if not windows:
         raise SystemExit(
             f"No held-out document has {args.max_length:,} tokens; set eval_share higher, or eval_dataset."

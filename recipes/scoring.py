@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +12,9 @@ from needles import first_token
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FIRST_BIN = 16  # tokens
 SHARDED = (
@@ -182,16 +185,17 @@ def losses_by_position(
     return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())
 
 
-def loss_of_labels(model: torch.nn.Module, rows: Sequence[dict[str, list[int]]], groups: Groups) -> tuple[float, int]:
+def loss_of_labels(model: torch.nn.Module, rows: "Dataset", groups: Groups) -> tuple[float, int]:
     """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are.
 
     Args:
         model (`nn.Module`): A patched model. All processes call this, with the same rows.
-        rows (sequence of `dict`): `input_ids` and `labels`, of which -100 does not count.
+        rows (`Dataset`): `input_ids` and `labels`, of which -100 does not count. One row is in memory at a time.
         groups ([`Groups`]): They share the rows out.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)
-    for row, counts in groups.own(rows):
+    for number, counts in groups.own(range(len(rows))):
+        row = rows[number]
         batch = {key: torch.tensor([row[key]], device=model.device) for key in ("input_ids", "labels")}
         losses = hf_burst.token_losses(model, batch).double()
         if counts:

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_burst
 from tests import conversations, models
-from tests.ranks import RankPool, reset_accelerate
+from tests.ranks import RankError, RankPool, reset_accelerate
 
 pytest.importorskip("trl")
 pytest.importorskip("matplotlib")
@@ -298,6 +298,7 @@ def test_answers_of_chats_are_scored_as_sft_labels_them(
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
         (["--documents", "{rows}"], r"documents \[.*\] cannot be used: its columns are \['words'\]; it needs messages"),
+        (["--output_dir", "/proc"], "output_dir '/proc' cannot be used"),
         (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
     ],
@@ -312,6 +313,25 @@ def test_settings_of_an_evaluation_that_are_wrong(
     with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])
     reset_accelerate()
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"words": "none"}, "its columns are"),
+        ({"text": "Short."}, "No document has 128 tokens"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "rows.jsonl:1: no token is the assistant's"),
+    ],
+)
+def test_documents_that_are_wrong_end_every_process(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, row: dict, told: str
+) -> None:
+    path = conversations.write(tmp_path / "rows.jsonl", [row])
+    template = ["--chat_template_path", str(ROOT / "recipes/configs/chatml.jinja")]
+    options = ["--model_name_or_path", str(folder), "--tasks", "none", "--documents", str(path), "--lengths", "128"]
+    with pytest.raises(RankError) as ends:
+        ranks(2).run(evaluated, [*options, *template, "--output_dir", str(tmp_path / "out")])
+    assert [isinstance(error, SystemExit) and told in str(error) for error in ends.value.errors] == [True, True]
 
 
 def test_fewer_pieces_than_were_asked_for_are_counted() -> None:
