@@ -68,9 +68,11 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
 
 @contextmanager
 def reading(files: list[str]) -> Iterator[None]:
-    """Where files cannot be read, the error says why, and of JSON lines in which one."""
+    """Where files cannot be read or hold nothing, the error says so, and of JSON lines in which one."""
     try:
         yield
+    except StopIteration:
+        raise ValueError("it holds no rows") from None
     except DatasetsError as error:  # which says only that there was one
         for file, number, line in json_lines(files):
             try:

@@ -83,12 +83,13 @@ def pretrain(
     short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
     short.eval_strategy, short.load_best_model_at_end = IntervalStrategy.NO, False
     short.output_dir = str(Path(args.output_dir) / "short")
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),
-        short,
-        train_dataset=data.fit(rows, short, "split", "the pretraining"),
-        processing_class=tokenizer,
-    )
+    with settings.using("the settings", RuntimeError):
+        trainer = SFTTrainer(
+            models.load_model(model, config, burst, args.seed),
+            short,
+            train_dataset=data.fit(rows, short, "split", "the pretraining"),
+            processing_class=tokenizer,
+        )
     report.follow(trainer)
     trainer.train()
     trainer.save_model()
@@ -118,7 +119,7 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
 def main(arguments: list[str]) -> None:
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
     model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, model, burst)
+    settings.prepare(args, model, documents, burst)
     if extension.pretraining_steps and model.model_name_or_path is not None:
         raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
     import data  # the settings are right; these take seconds
@@ -127,6 +128,7 @@ def main(arguments: list[str]) -> None:
     from trl import SFTTrainer
 
     tokenizer = models.load_tokenizer(model, args)
+    args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     scaling, model.rope_scaling = model.rope_scaling, {}
     config = models.load_config(model, len(tokenizer)).get_text_config()
     old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
@@ -148,15 +150,16 @@ def main(arguments: list[str]) -> None:
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-        args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        peft_config=models.adapter_config(model),
-        callbacks=training.callbacks(model, config),
-    )
+    with settings.using("the settings", RuntimeError):
+        trainer = SFTTrainer(
+            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+            args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=models.adapter_config(model),
+            callbacks=training.callbacks(model, config),
+        )
     measured = partial(measure, trainer, windows, old)
     curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before

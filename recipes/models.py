@@ -173,9 +173,9 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     else:
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
-        if (quantization := get_quantization_config(settings)) is not None:
-            options["quantization_config"] = quantization
         with using(f"model_name_or_path {name!r}"):
+            if (quantization := get_quantization_config(settings)) is not None:
+                options["quantization_config"] = quantization
             model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
     return hf_burst.patch_model(model, burst.config)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,7 +31,7 @@ from hf_burst.errors import BurstError
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, StrictDataclassError)  # of libraries
+REFUSALS = (OSError, ValueError, KeyError, ImportError, yaml.YAMLError, StrictDataclassError)  # of libraries
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 TABLES = (".jsonl", ".json", ".parquet", ".csv")
 TOO_LONG = ("refuse", "split", "drop")
@@ -161,11 +162,13 @@ def sources(name: str, value: Any) -> list[str]:
 
 
 @contextmanager
-def using(setting: str) -> Iterator[None]:
-    """Where a library cannot use a setting, the end is a sentence that names it."""
+def using(setting: str, *refusals: type[Exception]) -> Iterator[None]:
+    """Where a library cannot use a setting, the end is a sentence that names it; so is that of more refusals."""
     try:
         yield
-    except REFUSALS as error:
+    except BurstError:  # which says what to do
+        raise
+    except (*REFUSALS, *refusals) as error:
         raise SystemExit(f"{setting} cannot be used: {shorten(str(error), 300, placeholder=' ...')}") from None
 
 
@@ -271,10 +274,15 @@ def similar(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {matches[0]}?" if matches else "; see --help."
 
 
-def prepare(training: "TrainingArguments", model: ModelSettings, burst: BurstSettings) -> None:
+def prepare(training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings) -> None:
     """Checks the training arguments, and gives them the groups of processes."""
     if type(length := training.max_length) is not int or length < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if type(value := getattr(training, name)) is not int or value < 1:
+            raise SystemExit(f"{name} is {value!r}; give a whole number, at least 1.")
+    if (strategy := training.eval_strategy) != "no" and not (documents.eval_dataset or documents.eval_share):
+        raise SystemExit(f"eval_strategy is {strategy.value!r}, but there are no rows for it; set eval_share.")
     probe("output_dir", training.output_dir)
     kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
     for pattern, kind in kinds.items():
@@ -288,6 +296,8 @@ def prepare(training: "TrainingArguments", model: ModelSettings, burst: BurstSet
         probe("merge_to", burst.merge_to)
     training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
     training.parallelism_config = burst.parallelism
+    if training.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
 

@@ -23,25 +23,27 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
-    settings.prepare(args, model, burst)
+    settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import models
     import report
     from trl import SFTTrainer
 
     tokenizer = models.load_tokenizer(model, args)
+    args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_tokens(documents, tokenizer, args)
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-        args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        processing_class=tokenizer,
-        peft_config=models.adapter_config(model),
-        callbacks=callbacks(model, config),
-    )
+    with settings.using("the settings", RuntimeError):
+        trainer = SFTTrainer(
+            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+            args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            processing_class=tokenizer,
+            peft_config=models.adapter_config(model),
+            callbacks=callbacks(model, config),
+        )
     return trainer, burst
 
 

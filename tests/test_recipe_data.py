@@ -286,6 +286,7 @@ def test_a_row_that_is_refused_is_named_as_it_stands_in_its_file(tmp_path: Path,
         ("broken.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "broken.jsonl:3: Expecting ':' delimiter (column 9)"),
         ("broken.jsonl", b'{"text": "a"}\n[1]\n', "broken.jsonl:2: it must be a mapping"),
         ("latin.txt", b"\xff\xfe" * 9, "'utf-8' codec can't decode"),
+        ("empty.jsonl", b"", "cannot be used: it holds no rows"),
         ("empty/", None, "is a folder that holds nothing"),
     ],
 )

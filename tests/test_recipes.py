@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,9 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--eval_split", "test", "eval_split is 'test' without eval_dataset"),
         ("--eos_token", "<nonsense>", "eos_token is '<nonsense>', which tokenizer 'bytes' does not have"),
         ("--dataset", "", "dataset is ['']; give files"),
+        ("--per_device_train_batch_size", "0", "per_device_train_batch_size is 0; give a whole number, at least 1"),
+        ("--gradient_accumulation_steps", "0", "gradient_accumulation_steps is 0; give a whole number"),
+        ("--eval_strategy", "steps", "eval_strategy is 'steps', but there are no rows for it; set eval_share"),
         ("--output_dir", "long.txt", "output_dir 'long.txt' cannot be used: [Errno 17]"),
         ("--output_dir", "/proc", "output_dir '/proc' cannot be used"),
         ("--resume_from_checkpoint", "missing", "resume_from_checkpoint is 'missing'"),
@@ -222,6 +226,32 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
 )
 def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told: str) -> None:
     assert told in wrong(option, value)
+
+
+@pytest.mark.parametrize(
+    ("library", "options", "told"),
+    [
+        ("bitsandbytes", ["--use_peft", "--load_in_4bit"], "base' cannot be used: "),
+        ("liger_kernel", ["--use_liger_kernel"], "use_liger_kernel needs Liger: pip install"),
+        ("wandb", ["--report_to", "wandb"], "the settings cannot be used: WandbCallback requires wandb"),
+    ],
+)
+def test_a_library_that_is_not_installed(
+    wrong: Sentence, tmp_path: Path, library: str, options: list[str], told: str
+) -> None:
+    if find_spec(library):
+        pytest.skip(f"{library} is installed")
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--dtype", "float32"]
+    assert told in wrong(*base, *options)
+
+
+def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
+    """The recipe reads it; TRL takes what does not end in .jinja for a model."""
+    conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=2, turns=2)
+    template = "{# mine #}" + models.CHATML.read_text()
+    Path("mine.txt").write_text(template)
+    trainer, _ = recipe("--dataset", "chats.jsonl", "--chat_template_path", "mine.txt", script=sft)
+    assert trainer.processing_class.chat_template == template
 
 
 @pytest.mark.parametrize("script", ["sft", "finetune_long_document", "dpo", "evaluate", "extend_context"])
@@ -313,8 +343,8 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
-    model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
-    settings.prepare(arguments, model, burst)
+    model, documents, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    settings.prepare(arguments, model, documents, burst)
     comment = file.read_text().split("model_")[0]
     assert f"--config recipes/configs/{name}.yaml" in comment
     assert f"recipes/{Path(script.__file__).name}" in comment
