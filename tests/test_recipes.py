@@ -501,6 +501,15 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     assert log["evaluations"][-1]["eval_loss"] > 0
 
 
+def test_evaluations_are_kept_if_no_step_was_logged(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.train(*recipe("--eval_share", "0.2", "--logging_steps", "5"))
+    log = json.loads(Path("out/training_log.json").read_text())
+    assert (len(log["evaluations"]), log["steps"]) == (1, [])
+    assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["length", "num_keys", "batch_size", "eval_every", "eval_sequences"])
 def test_recall_needs_numbers_above_0(sentence: Sentence, name: str) -> None:
     assert f"--{name} is 0; it must be at least 1" in sentence(recall_across_shards.parse_args, f"--{name}", "0")
