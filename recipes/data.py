@@ -10,6 +10,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import chats
@@ -96,13 +97,13 @@ def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
 
 
 def place(row: dict[str, Any], index: int, names: list[str]) -> str:
-    """Where a row stands: file and line for JSON lines, else its number, from 1."""
+    """Where a row stands: file and line for JSON lines, else its number of those that were drawn, from 1."""
     wanted = without_nulls(dict(row))
     files = chain.from_iterable(map(expand, names)) if any(map(os.path.exists, names)) else ()
     for file, number, line in json_lines(list(files)):
         if without_nulls(json.loads(line)) == wanted:
             return f"{file}:{number}"
-    return f"row {index + 1}"
+    return f"row {index + 1} ({shorten(str(wanted), 80)})"
 
 
 def map_rows(

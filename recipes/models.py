@@ -231,7 +231,7 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
 
 
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
-    """Writes a full model, the adapter merged into its weights, and the tokenizer beside it.
+    """Writes a full model, the adapter merged into its weights, and its tokenizer, or that of its base.
 
     `AutoModelForCausalLM.from_pretrained(to)` loads it, as vLLM does: neither needs peft or hf_burst.
 
@@ -240,5 +240,8 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
         to (`str` or `Path`): The folder to write.
         dtype (`str`, *optional*, defaults to `"auto"`): Dtype to merge in; by default that of the base's files.
     """
+    adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
+    source = {} if own else {"revision": adapter.revision}
+    tokenizer = AutoTokenizer.from_pretrained(folder if own else adapter.base_model_name_or_path, **source)
     load_adapter(folder, dtype).merge_and_unload().save_pretrained(to)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(to)
+    tokenizer.save_pretrained(to)

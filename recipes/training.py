@@ -61,7 +61,9 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     report.follow(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        if trainer.eval_dataset is not None:
+        last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
+        done = last == [trainer.state.global_step] and not training.load_best_model_at_end
+        if trainer.eval_dataset is not None and not done:
             trainer.evaluate()
         if measure is not None:
             measure()

@@ -302,6 +302,13 @@ def test_a_row_that_is_refused_is_named_as_it_stands_in_its_file(tmp_path: Path,
         tokens_of(tmp_path, arguments, eval_share=0.4, dataset_split="train[1:]")
 
 
+def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:
+    rows = [{"prompt": f"Question {number}", "completion": "5" if number != 4 else None} for number in range(9)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(SystemExit, match=r"row \d \({'prompt': 'Question 4'}\): completion is null"):
+        tokens_of(tmp_path / "rows.parquet", arguments, eval_share=0.4)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [

@@ -282,6 +282,22 @@ def test_two_ways_to_name_a_model(recipe: Callable[..., Any], wrong: Sentence, t
     assert recipe("--config", "again.yaml", "--tokenizer", "bytes")[0].model.config.hidden_size == 48
 
 
+def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_base(tmp_path / "base")
+    (tmp_path / "rows.txt").write_text("A document.")
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings)
+    (tmp_path / "home.yaml").write_text("model_name_or_path: ~/base\ndataset: [~/rows.txt]\nmerge_to: ~/merged\n")
+    model, documents, burst = settings.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
+    base = str(tmp_path / "base")
+    assert (model.model_name_or_path, model.tokenizer, documents.dataset, burst.merge_to) == (
+        base,
+        base,
+        [str(tmp_path / "rows.txt")],
+        str(tmp_path / "merged"),
+    )
+
+
 def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_BURST_SIZE", "x")
     assert "HF_BURST_SIZE='x'" in wrong()
@@ -389,7 +405,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
 ) -> None:
     options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
     assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
-    assert "merge_to is output_dir" in wrong(*options, "--merge_to", "./out")
+    assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")
     assert trainer.model.peft_config["default"].revision == "v2"
@@ -435,6 +451,9 @@ def test_a_checkpoint_is_merged_by_the_script(
     assert "holds no adapter_config.json" in sentence(merge_adapter.main, str(base), "merged")
     saving = ["--use_peft", "--save_strategy", "steps", "--save_steps", "1"]
     training.train(*recipe("--model_name_or_path", str(base), *saving))
+    assert "to is 'out', where an adapter is" in sentence(merge_adapter.main, "out/checkpoint-1", "out")
+    for file in Path("out/checkpoint-1").glob("tokenizer*"):
+        file.unlink()  # the base has one
     monkeypatch.setattr(sys, "argv", ["merge_adapter.py", "out/checkpoint-1", "merged", "--dtype", "bfloat16"])
     merge_adapter.main()
     assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
@@ -458,7 +477,9 @@ def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
     assert "yarn" not in warning
 
 
-def test_training_goes_on_from_the_latest_checkpoint(recipe: Callable[..., Any]) -> None:
+def test_training_goes_on_from_the_latest_checkpoint(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "0.01", "--lr_scheduler_type"]
     options += ["constant", "--max_length", "128"]
     whole, _ = recipe(*options, "--max_steps", "4", "--output_dir", "whole")
@@ -470,6 +491,10 @@ def test_training_goes_on_from_the_latest_checkpoint(recipe: Callable[..., Any])
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(SystemExit) as end:
+        recipe(*options, "--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert end.value.code == 0
+    assert "checkpoint-4 has 4 steps, and max_steps is 4: the training is done" in capsys.readouterr().out
 
 
 def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_path: Path) -> None:
@@ -501,10 +526,11 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     assert log["evaluations"][-1]["eval_loss"] > 0
 
 
-def test_evaluations_are_kept_if_no_step_was_logged(
-    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("during", [[], ["--eval_strategy", "steps", "--eval_steps", "1"]])
+def test_evaluations_are_made_once_and_kept_if_no_step_was_logged(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str], during: list[str]
 ) -> None:
-    training.train(*recipe("--eval_share", "0.2", "--logging_steps", "5"))
+    training.train(*recipe("--eval_share", "0.2", "--logging_steps", "5", *during))
     log = json.loads(Path("out/training_log.json").read_text())
     assert (len(log["evaluations"]), log["steps"]) == (1, [])
     assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
