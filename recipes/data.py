@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
+import chats
 import numpy
 import pyarrow.compute
 import report
@@ -30,6 +33,7 @@ READERS = {
     ".csv": "csv",
 }
 RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
+SOURCES = (__file__, chats.__file__)  # datasets knows functions of modules by their names alone
 WRITTEN = 64  # long rows that are in memory together
 STRINGS = ("string", "large_string", "string_view", "null")
 
@@ -68,9 +72,11 @@ def load_rows(names: list[str], split: str, text_column: str = "text") -> Datase
 
 @contextmanager
 def reading(files: list[str]) -> Iterator[None]:
-    """Where files cannot be read, the error says why, and of JSON lines in which one."""
+    """Where files cannot be read or hold nothing, the error says so, and of JSON lines in which one."""
     try:
         yield
+    except StopIteration:
+        raise ValueError("it holds no rows") from None
     except DatasetsError as error:  # which says only that there was one
         for file, number, line in json_lines(files):
             try:
@@ -91,25 +97,26 @@ def json_lines(files: list[str]) -> Iterator[tuple[str, int, str]]:
 
 
 def place(row: dict[str, Any], index: int, names: list[str]) -> str:
-    """Where a row stands: file and line for JSON lines, else its number, from 1."""
+    """Where a row stands: file and line for JSON lines, else its number of those that were drawn, from 1."""
     wanted = without_nulls(dict(row))
     files = chain.from_iterable(map(expand, names)) if any(map(os.path.exists, names)) else ()
     for file, number, line in json_lines(list(files)):
         if without_nulls(json.loads(line)) == wanted:
             return f"{file}:{number}"
-    return f"row {index + 1}"
+    return f"row {index + 1} ({shorten(str(wanted), 80)})"
 
 
 def map_rows(
     rows: Dataset, function: Callable[[dict[str, Any]], dict[str, Any]], names: list[str], **options: Any
 ) -> Dataset:
-    """What a function makes of each row."""
+    """What a function makes of each row. What datasets has kept of other code is not taken."""
+    code = sha256(b"".join(Path(file).read_bytes() for file in SOURCES)).hexdigest()
     options = {"with_indices": True, "remove_columns": rows.column_names, **options}
-    return rows.map(partial(make_row, function=function, names=names), **options)
+    return rows.map(partial(make_row, function=function, names=names, code=code), **options)
 
 
-def make_row(row: dict[str, Any], index: int, function: RowFunction, names: list[str]) -> dict[str, Any]:
-    """What a function makes of a row; its errors say where the row stands."""
+def make_row(row: dict[str, Any], index: int, function: RowFunction, names: list[str], code: str) -> dict[str, Any]:
+    """What a function makes of a row; its errors say where the row stands. datasets looks at the code, a digest."""
     try:
         return function(row)
     except Exception as error:
@@ -210,6 +217,9 @@ def features_of_pairs(rows: Dataset) -> Features:
 
 def clean_pair(row: dict[str, Any], others: set[str]) -> dict[str, Any]:
     """A pair with its prompt, and what TRL hands on to the chat template."""
+    for key in ("chosen", "rejected"):
+        if row[key] is None:
+            raise ValueError(f"{key} is null; it must be text or messages")
     pair = {
         key: clean(row[key]) if isinstance(row[key], list) else row[key]
         for key in ("prompt", "chosen", "rejected")

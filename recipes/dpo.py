@@ -31,7 +31,7 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "DPOConfig")
     model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, model, burst)
+    settings.prepare(args, model, pairs, burst)
     if args.precompute_ref_log_probs:
         raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
     import data  # the settings are right; these take seconds
@@ -44,16 +44,17 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would cut answers off
-    trainer = DPOTrainer(
-        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-        None if model.use_peft else models.load_model(model, config, burst, args.seed),
-        args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        processing_class=tokenizer,
-        peft_config=models.adapter_config(model),
-        callbacks=training.callbacks(model, config),
-    )
+    with settings.using("the settings", RuntimeError):
+        trainer = DPOTrainer(
+            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+            None if model.use_peft else models.load_model(model, config, burst, args.seed),
+            args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            processing_class=tokenizer,
+            peft_config=models.adapter_config(model),
+            callbacks=training.callbacks(model, config),
+        )
     args.max_length = longest
     data.fit_pairs(trainer, pairs, longest)
     return trainer, burst

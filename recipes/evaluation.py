@@ -1,6 +1,8 @@
 """What `evaluate.py` measures: recall, the perplexity of documents and chats, and RULER's tasks."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import exp
@@ -34,6 +36,7 @@ from transformers import PreTrainedTokenizerBase
 import hf_burst
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from evaluate import Evaluation
 
 
@@ -85,13 +88,13 @@ class Questions:
     Args:
         needles ([`Needles`], *optional*): They make texts with hidden facts.
         windows (`list[list[int]]`): Pieces of documents, of the longest length.
-        chats (`list[dict]`): Chats, or prompts with completions, as `input_ids` and `labels`.
+        chats (`Dataset`, *optional*): Chats, or prompts with completions, as `input_ids` and `labels`.
         tasks (`dict`): RULER's tasks with their texts.
     """
 
     needles: Needles | None
     windows: list[list[int]]
-    chats: list[dict[str, list[int]]]
+    chats: "Dataset | None"
     tasks: dict[str, Any]
 
 
@@ -105,7 +108,7 @@ def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: 
         for square in product(wanted.tasks, wanted.lengths, wanted.depth_values):
             for number in range(wanted.seed, wanted.seed + wanted.samples):
                 needles.check(*square, number)
-    windows, chats = read_documents(tokenizer, wanted, accelerator) if wanted.documents else ([], [])
+    windows, chats = read_documents(tokenizer, wanted, accelerator) if wanted.documents else ([], None)
     tasks = {}
     if wanted.ruler:
         import ruler  # which needs lm-eval
@@ -117,23 +120,26 @@ def read(tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: 
 
 def read_documents(
     tokenizer: PreTrainedTokenizerBase, wanted: "Evaluation", accelerator: Accelerator
-) -> tuple[list[list[int]], list[dict[str, list[int]]]]:
+) -> tuple[list[list[int]], "Dataset | None"]:
     """Pieces of text of the longest length, or chats that are no longer, as `sft.py` reads them."""
     name, longest = f"documents {wanted.documents}", wanted.lengths[-1]
     rows = data.load_rows(wanted.documents, wanted.documents_split, wanted.dataset_text_field)
-    with settings.using(name), accelerator.main_process_first():
+    with settings.using(name):
         function, warning = data.tokenizer_of(rows, tokenizer, wanted)
-        if not data.answer_columns(rows):
-            windows = text_windows(rows[wanted.dataset_text_field], tokenizer, longest, wanted.windows)
-            if len(windows) < wanted.windows:
-                accelerator.print(
-                    f"{name} hold only {len(windows)} pieces of {longest:,} tokens; windows asks for {wanted.windows}."
-                )
-            return windows, []
+    if not data.answer_columns(rows):
+        windows = text_windows(rows[wanted.dataset_text_field], tokenizer, longest, wanted.windows)
+        if len(windows) < wanted.windows:
+            accelerator.print(
+                f"{name} hold only {len(windows)} pieces of {longest:,} tokens; windows asks for {wanted.windows}."
+            )
+        return windows, None
+    with settings.using(name), main_process_first(accelerator):
         tokens = data.map_rows(rows, function, wanted.documents, desc="Tokenizing")
+        chats = tokens.filter(
+            lambda labels: data.has_label(labels) and len(labels) <= longest, input_columns="labels", desc="Choosing"
+        )
     if warning:
         accelerator.print(f"WARNING: {warning}")
-    chats = [row for row in tokens if data.has_label(row["labels"]) and len(row["labels"]) <= longest]
     if not chats:
         raise SystemExit(f"{name} hold no answer in a row of at most {longest:,} tokens; give greater lengths.")
     if len(chats) < len(rows):
@@ -144,12 +150,22 @@ def read_documents(
     return [], chats
 
 
+@contextmanager
+def main_process_first(accelerator: Accelerator) -> Iterator[None]:
+    """As accelerate's, whose other processes wait forever if the main one raises."""
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            accelerator.wait_for_everyone()
+
+
 def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evaluation") -> Groups:
     """Evaluates what the settings say, and writes each part when it is done; the processes stay joined."""
-    groups = Groups(Accelerator(parallelism_config=burst.parallelism))
-    with settings.using(f"output_dir {wanted.output_dir!r}"):
-        folder = Path(wanted.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+    settings.probe("output_dir", wanted.output_dir)
+    folder, groups = Path(wanted.output_dir), Groups(Accelerator(parallelism_config=burst.parallelism))
     tokenizer = models.load_tokenizer(model_settings, wanted)
     questions = read(tokenizer, wanted, groups.accelerator)
     model = place(load_model(model_settings, burst, len(tokenizer), wanted.seed), groups.accelerator)
@@ -180,7 +196,7 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evalu
             marks = {"positions of the model": positions} if positions else {}
             draw_positions({"perplexity": curve}, marks, title, folder / "perplexity.png")
         say(f"perplexity: {exp(curve.mean(1, wanted.lengths[-1])):.3f}")
-    if questions.chats:
+    if questions.chats is not None:
         loss, tokens = loss_of_labels(model, questions.chats, groups)
         write("answers", {"loss": loss, "perplexity": exp(loss), "tokens": tokens, "rows": len(questions.chats)})
         say(f"answers: loss {loss:.4f}, perplexity {exp(loss):.3f}, {tokens:,} tokens of {len(questions.chats):,} rows")

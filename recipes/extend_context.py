@@ -18,6 +18,8 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
 from math import exp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,12 +55,12 @@ class Extension:
                 raise SystemExit(f"{name} is {value!r}; give a whole number, at least {least}.")
 
 
-def measure(trainer: "SFTTrainer", model: "torch.nn.Module", windows: list[list[int]]) -> "PositionLosses":
-    """The loss of a patched model by the position in held-out text."""
+def measure(trainer: "SFTTrainer", windows: list[list[int]], old: int, model: "torch.nn.Module") -> "PositionLosses":
+    """The loss of a patched model by the position in held-out text, within the old length and beyond it."""
     from scoring import Groups, losses_by_position
 
     model = model.to(trainer.args.device).eval()
-    return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator))
+    return losses_by_position(model, trainer.args.max_length, windows, Groups(trainer.accelerator), [old])
 
 
 def pretrain(
@@ -81,12 +83,13 @@ def pretrain(
     short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
     short.eval_strategy, short.load_best_model_at_end = IntervalStrategy.NO, False
     short.output_dir = str(Path(args.output_dir) / "short")
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),
-        short,
-        train_dataset=data.fit(rows, short, "split", "the pretraining"),
-        processing_class=tokenizer,
-    )
+    with settings.using("the settings", RuntimeError):
+        trainer = SFTTrainer(
+            models.load_model(model, config, burst, args.seed),
+            short,
+            train_dataset=data.fit(rows, short, "split", "the pretraining"),
+            processing_class=tokenizer,
+        )
     report.follow(trainer)
     trainer.train()
     trainer.save_model()
@@ -116,7 +119,7 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
 def main(arguments: list[str]) -> None:
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
     model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, model, burst)
+    settings.prepare(args, model, documents, burst)
     if extension.pretraining_steps and model.model_name_or_path is not None:
         raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
     import data  # the settings are right; these take seconds
@@ -125,6 +128,7 @@ def main(arguments: list[str]) -> None:
     from trl import SFTTrainer
 
     tokenizer = models.load_tokenizer(model, args)
+    args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     scaling, model.rope_scaling = model.rope_scaling, {}
     config = models.load_config(model, len(tokenizer)).get_text_config()
     old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
@@ -135,7 +139,8 @@ def main(arguments: list[str]) -> None:
     train, held_out = data.load_tokens(documents, tokenizer, args)
     if held_out is None:
         raise SystemExit("Set eval_share, or eval_dataset, for the text of the perplexity.")
-    windows = [ids for ids in held_out["input_ids"] if len(ids) == args.max_length][: extension.windows]
+    long = (ids for ids in held_out["input_ids"] if len(ids) == args.max_length)
+    windows = list(islice(long, extension.windows))
     if not windows:
         raise SystemExit(
             f"No held-out document has {args.max_length:,} tokens; set eval_share higher, or eval_dataset."
@@ -145,19 +150,21 @@ def main(arguments: list[str]) -> None:
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-        args,
-        train_dataset=train,
-        eval_dataset=held_out,
-        processing_class=tokenizer,
-        peft_config=models.adapter_config(model),
-        callbacks=training.callbacks(model, config),
-    )
-    curves = {BEFORE: measure(trainer, before, windows), STRETCHED: measure(trainer, trainer.model, windows)}
+    with settings.using("the settings", RuntimeError):
+        trainer = SFTTrainer(
+            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+            args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            peft_config=models.adapter_config(model),
+            callbacks=training.callbacks(model, config),
+        )
+    measured = partial(measure, trainer, windows, old)
+    curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before
     first, made_by = trainer.is_world_process_zero(), report.made_by(trainer.accelerator.num_processes)
-    training.train(trainer, burst, lambda: curves.update({TRAINED: measure(trainer, trainer.model, windows)}))
+    training.train(trainer, burst, lambda: curves.update({TRAINED: measured(trainer.model)}))
     if first:
         write(curves, old, args, made_by)
 

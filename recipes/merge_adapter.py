@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from models import merge_adapter
-from settings import using
+from settings import probe_merged, using
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not (arguments.adapter / "adapter_config.json").exists():
         raise SystemExit(f"{arguments.adapter} holds no adapter_config.json; give the folder of an adapter.")
+    probe_merged("to", str(arguments.to), str(arguments.adapter))
     with using(f"adapter {arguments.adapter}"):
         merge_adapter(arguments.adapter, arguments.to, arguments.dtype)
     print(f"the full model is in {arguments.to}")

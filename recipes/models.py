@@ -173,9 +173,9 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
     else:
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
-        if (quantization := get_quantization_config(settings)) is not None:
-            options["quantization_config"] = quantization
         with using(f"model_name_or_path {name!r}"):
+            if (quantization := get_quantization_config(settings)) is not None:
+                options["quantization_config"] = quantization
             model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
     return hf_burst.patch_model(model, burst.config)
 
@@ -231,7 +231,7 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
 
 
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
-    """Writes a full model, the adapter merged into its weights, and the tokenizer beside it.
+    """Writes a full model, the adapter merged into its weights, and its tokenizer, or that of its base.
 
     `AutoModelForCausalLM.from_pretrained(to)` loads it, as vLLM does: neither needs peft or hf_burst.
 
@@ -240,5 +240,8 @@ def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> No
         to (`str` or `Path`): The folder to write.
         dtype (`str`, *optional*, defaults to `"auto"`): Dtype to merge in; by default that of the base's files.
     """
+    adapter, own = PeftConfig.from_pretrained(folder), (Path(folder) / "tokenizer_config.json").exists()
+    source = {} if own else {"revision": adapter.revision}
+    tokenizer = AutoTokenizer.from_pretrained(folder if own else adapter.base_model_name_or_path, **source)
     load_adapter(folder, dtype).merge_and_unload().save_pretrained(to)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(to)
+    tokenizer.save_pretrained(to)

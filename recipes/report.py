@@ -133,12 +133,13 @@ def write_log(trainer: Trainer) -> None:
     folder = Path(trainer.args.output_dir)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if not steps:
-        print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps})")
-        return
     lines = ",\n  ".join(json.dumps(entry) for entry in steps)  # a line a step
     log = json.dumps({**made_by(trainer.accelerator.num_processes), "evaluations": evaluations, "steps": []}, indent=1)
     (folder / "training_log.json").write_text(log.replace('"steps": []', f'"steps": [\n  {lines}\n ]') + "\n")
+    held_out = f"; evaluation loss {evaluations[-1]['eval_loss']:.3f}" if evaluations else ""
+    if not steps:
+        print(f"checkpoint in {folder}; no step was logged (logging_steps is {trainer.args.logging_steps}){held_out}")
+        return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot([entry["step"] for entry in steps], [entry["loss"] for entry in steps], marker=".", label="training")
@@ -154,7 +155,6 @@ def write_log(trainer: Trainer) -> None:
     axes.set_title(describe(trainer).split(";")[0])
     axes.grid(alpha=0.3)
     figure.savefig(folder / "loss.png", dpi=150)
-    held_out = f"; evaluation loss {evaluations[-1]['eval_loss']:.3f}" if evaluations else ""
     first, last = steps[0]["loss"], steps[-1]["loss"]
     if (key := "rewards/accuracies") in steps[-1]:  # of DPO
         held_out = f"; the preferred answer is ahead in {steps[0][key]:.0%} -> {steps[-1][key]:.0%} of pairs{held_out}"

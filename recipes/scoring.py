@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,6 +12,9 @@ from needles import first_token
 from transformers import PreTrainedTokenizerBase
 
 import hf_burst
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 FIRST_BIN = 16  # tokens
 SHARDED = (
@@ -124,13 +127,13 @@ class PositionLosses:
         return sum(loss * size for loss, size in chosen) / sum(size for _, size in chosen)
 
 
-def position_edges(length: int) -> list[int]:
-    """Edges of bins that double every second time, from the first predicted token to `length`."""
-    edges, edge = [1], float(FIRST_BIN)
+def position_edges(length: int, marks: Iterable[int] = ()) -> list[int]:
+    """Edges of bins that double every second time, from the first predicted token to `length`, and at the marks."""
+    edges, edge = {1, length, *marks}, float(FIRST_BIN)
     while edge < length / 2**0.25:  # a last bin that is not too small
-        edges.append(round(edge))
+        edges.add(round(edge))
         edge *= 2**0.5
-    return [*edges, length]
+    return sorted(edges)
 
 
 def text_windows(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> list[list[int]]:
@@ -158,6 +161,7 @@ def losses_by_position(
     length: int,
     windows: Sequence[list[int]],
     groups: Groups | None = None,
+    marks: Iterable[int] = (),
 ) -> PositionLosses:
     """The loss of a patched model by the position in windows of text.
 
@@ -166,8 +170,9 @@ def losses_by_position(
         length (`int`): Tokens of a window.
         windows (sequence of `list[int]`): Token ids.
         groups ([`Groups`], *optional*): They share the windows out. Without them, each group does all windows.
+        marks (iterable of `int`): Positions below `length` that no bin lies across.
     """
-    edges = position_edges(length)
+    edges = position_edges(length, marks)
     bins = torch.bucketize(torch.arange(1, length), torch.tensor(edges[1:]), right=True).to(model.device)
     totals = torch.zeros(2, len(edges) - 1, dtype=torch.float64, device=model.device)
     for window, counts in groups.own(windows) if groups else ((window, True) for window in windows):
@@ -180,16 +185,17 @@ def losses_by_position(
     return PositionLosses(edges, (sums / tokens).tolist(), tokens.long().tolist())
 
 
-def loss_of_labels(model: torch.nn.Module, rows: Sequence[dict[str, list[int]]], groups: Groups) -> tuple[float, int]:
+def loss_of_labels(model: torch.nn.Module, rows: "Dataset", groups: Groups) -> tuple[float, int]:
     """The mean loss of the labelled tokens of some rows, in nats, and how many tokens these are.
 
     Args:
         model (`nn.Module`): A patched model. All processes call this, with the same rows.
-        rows (sequence of `dict`): `input_ids` and `labels`, of which -100 does not count.
+        rows (`Dataset`): `input_ids` and `labels`, of which -100 does not count. One row is in memory at a time.
         groups ([`Groups`]): They share the rows out.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=model.device)
-    for row, counts in groups.own(rows):
+    for number, counts in groups.own(range(len(rows))):
+        row = rows[number]
         batch = {key: torch.tensor([row[key]], device=model.device) for key in ("input_ids", "labels")}
         losses = hf_burst.token_losses(model, batch).double()
         if counts:

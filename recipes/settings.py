@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,7 +31,7 @@ from hf_burst.errors import BurstError
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-REFUSALS = (OSError, ValueError, KeyError, yaml.YAMLError, StrictDataclassError)  # of libraries
+REFUSALS = (OSError, ValueError, KeyError, ImportError, yaml.YAMLError, StrictDataclassError)  # of libraries
 TEXT_FILES = (".txt", ".md", ".rst", ".tex", ".html", ".py")
 TABLES = (".jsonl", ".json", ".parquet", ".csv")
 TOO_LONG = ("refuse", "split", "drop")
@@ -161,11 +162,13 @@ def sources(name: str, value: Any) -> list[str]:
 
 
 @contextmanager
-def using(setting: str) -> Iterator[None]:
-    """Where a library cannot use a setting, the end is a sentence that names it."""
+def using(setting: str, *refusals: type[Exception]) -> Iterator[None]:
+    """Where a library cannot use a setting, the end is a sentence that names it; so is that of more refusals."""
     try:
         yield
-    except REFUSALS as error:
+    except BurstError:  # which says what to do
+        raise
+    except (*REFUSALS, *refusals) as error:
         raise SystemExit(f"{setting} cannot be used: {shorten(str(error), 300, placeholder=' ...')}") from None
 
 
@@ -204,6 +207,7 @@ def parse(arguments: list[str], kinds: tuple[type | str, ...], defaults: dict[st
     Returns:
         One value of each dataclass, in their order.
     """
+    arguments = [at_home(word) for word in arguments]
     own = tuple(kind for kind in kinds if not isinstance(kind, str))
     if len(own) == len(kinds):
         return read(arguments, own, defaults)
@@ -231,7 +235,7 @@ def read(
         raise SystemExit(f"No setting is called {unknown[0].lstrip('-')}{similar(unknown[0].lstrip('-'), known)}")
     for file in given.config:
         values = mapping("--config", file)
-        values = {name if name in known else OLDER.get(name, name): value for name, value in values.items()}
+        values = {name if name in known else OLDER.get(name, name): at_home(value) for name, value in values.items()}
         for name in list(values):
             if name in known:
                 check_value(file, known[name], values[name])
@@ -248,6 +252,16 @@ def read(
         return parser.parse_args_into_dataclasses(arguments, return_remaining_strings=not alone)[: len(kinds)]
     except ValueError as error:
         raise SystemExit(str(error)) from None
+
+
+def at_home(value: Any) -> Any:
+    """Paths that begin by `~`, written out. Shells do so, but neither in YAML nor behind `--name=`."""
+    if isinstance(value, list):
+        return [at_home(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
+    return name + equals + os.path.expanduser(path)
 
 
 def check_value(file: Path, setting: Any, value: Any) -> None:
@@ -271,10 +285,15 @@ def similar(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {matches[0]}?" if matches else "; see --help."
 
 
-def prepare(training: "TrainingArguments", model: ModelSettings, burst: BurstSettings) -> None:
+def prepare(training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings) -> None:
     """Checks the training arguments, and gives them the groups of processes."""
     if type(length := training.max_length) is not int or length < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if type(value := getattr(training, name)) is not int or value < 1:
+            raise SystemExit(f"{name} is {value!r}; give a whole number, at least 1.")
+    if (strategy := training.eval_strategy) != "no" and not (documents.eval_dataset or documents.eval_share):
+        raise SystemExit(f"eval_strategy is {strategy.value!r}, but there are no rows for it; set eval_share.")
     probe("output_dir", training.output_dir)
     kinds = {"adapter_config.json": "an adapter", "model.safetensors*": "a full model"}
     for pattern, kind in kinds.items():
@@ -283,11 +302,12 @@ def prepare(training: "TrainingArguments", model: ModelSettings, burst: BurstSet
     if burst.merge_to is not None and not model.use_peft:
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
-        if Path(burst.merge_to).resolve() == Path(training.output_dir).resolve():
-            raise SystemExit(f"merge_to is output_dir, {burst.merge_to!r}, where the adapter is; set another folder.")
-        probe("merge_to", burst.merge_to)
+        probe_merged("merge_to", burst.merge_to, training.output_dir)
     training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
+    end_if_done(training)
     training.parallelism_config = burst.parallelism
+    if training.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
 
@@ -297,6 +317,13 @@ def probe(name: str, folder: str) -> None:
     with using(f"{name} {folder!r}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+
+
+def probe_merged(name: str, folder: str, adapter: str) -> None:
+    """The same for a merged model, which may not lie beside an adapter: Transformers would load both."""
+    if Path(folder).resolve() == Path(adapter).resolve() or (Path(folder) / "adapter_config.json").exists():
+        raise SystemExit(f"{name} is {folder!r}, where an adapter is; set another folder.")
+    probe(name, folder)
 
 
 def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
@@ -314,6 +341,19 @@ def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
     if not Path(str(resume)).is_dir():
         raise SystemExit(f"resume_from_checkpoint is {resume!r}; give the folder of a checkpoint, or true.")
     return str(resume)
+
+
+def end_if_done(training: "TrainingArguments") -> None:
+    """Ends a recipe that would resume a training with all its steps: Transformers would take one step more."""
+    state = Path(training.resume_from_checkpoint or "") / "trainer_state.json"
+    if training.max_steps < 1 or training.resume_from_checkpoint is None or not state.exists():
+        return
+    with using(f"resume_from_checkpoint {training.resume_from_checkpoint!r}"):
+        steps = json.loads(state.read_text())["global_step"]
+    if steps >= training.max_steps:
+        if training.process_index == 0:
+            print(f"{state.parent} has {steps:,} steps, and max_steps is {training.max_steps:,}: the training is done.")
+        raise SystemExit(0)
 
 
 def end(trainer: "Trainer") -> None:

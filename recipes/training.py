@@ -23,25 +23,27 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
-    settings.prepare(args, model, burst)
+    settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import models
     import report
     from trl import SFTTrainer
 
     tokenizer = models.load_tokenizer(model, args)
+    args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_tokens(documents, tokenizer, args)
-    trainer = SFTTrainer(
-        models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-        args,
-        train_dataset=train,
-        eval_dataset=evaluation,
-        processing_class=tokenizer,
-        peft_config=models.adapter_config(model),
-        callbacks=callbacks(model, config),
-    )
+    with settings.using("the settings", RuntimeError):
+        trainer = SFTTrainer(
+            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+            args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            processing_class=tokenizer,
+            peft_config=models.adapter_config(model),
+            callbacks=callbacks(model, config),
+        )
     return trainer, burst
 
 
@@ -59,7 +61,9 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     report.follow(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-        if trainer.eval_dataset is not None:
+        last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
+        done = last == [trainer.state.global_step] and not training.load_best_model_at_end
+        if trainer.eval_dataset is not None and not done:
             trainer.evaluate()
         if measure is not None:
             measure()

@@ -1,5 +1,6 @@
 """The recipes that evaluate: over ranks, recall, perplexity by position and RULER's tasks equal one process."""
 
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_burst
 from tests import conversations, models
-from tests.ranks import RankPool, reset_accelerate
+from tests.ranks import RankError, RankPool, reset_accelerate
 
 pytest.importorskip("trl")
 pytest.importorskip("matplotlib")
@@ -113,6 +114,16 @@ def test_losses_by_position_equal_one_process(ranks: Callable[[int], RankPool], 
             assert loss == pytest.approx(float(losses[first - 1 : end - 1].mean()), rel=1e-10)
         assert curve.mean(1, 101) == pytest.approx(float(losses.mean()), rel=1e-10)
         assert curve.mean(32, 64) == pytest.approx(float(losses[31:63].mean()), rel=1e-10)
+
+
+@pytest.mark.parametrize(("old", "new"), [(256, 257), (256, 300), (4096, 4800), (3000, 4096), (256, 1024)])
+def test_every_position_is_within_the_old_length_or_beyond_it(old: int, new: int) -> None:
+    edges = scoring.position_edges(new, [old])
+    assert (edges[0], edges[-1], edges == sorted(set(edges))) == (1, new, True)
+    sizes = [end - first for first, end in itertools.pairwise(edges)]
+    curve = scoring.PositionLosses(edges, [float(first < old) for first in edges[:-1]], sizes)
+    assert (curve.mean(1, old), curve.mean(old, new)) == (1, 0)
+    assert curve.mean(1, new) == pytest.approx((old - 1) / (new - 1))
 
 
 @pytest.mark.parametrize("task", needles.TASKS)
@@ -287,6 +298,7 @@ def test_answers_of_chats_are_scored_as_sft_labels_them(
         (["--lengths", "20"], "length 20 is too short"),
         (["--tasks", "none", "--lengths", "900000"], "No document has 900,000 tokens"),
         (["--documents", "{rows}"], r"documents \[.*\] cannot be used: its columns are \['words'\]; it needs messages"),
+        (["--output_dir", "/proc"], "output_dir '/proc' cannot be used"),
         (["--chat", "true"], "the tokenizer has no chat template"),
         (["--lenghts", "20"], "No setting is called lenghts; did you mean lengths"),
     ],
@@ -301,6 +313,25 @@ def test_settings_of_an_evaluation_that_are_wrong(
     with loads, pytest.raises(SystemExit, match=told):
         evaluated(0, 1, ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), *options])
     reset_accelerate()
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"words": "none"}, "its columns are"),
+        ({"text": "Short."}, "No document has 128 tokens"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "rows.jsonl:1: no token is the assistant's"),
+    ],
+)
+def test_documents_that_are_wrong_end_every_process(
+    ranks: Callable[[int], RankPool], folder: Path, tmp_path: Path, row: dict, told: str
+) -> None:
+    path = conversations.write(tmp_path / "rows.jsonl", [row])
+    template = ["--chat_template_path", str(ROOT / "recipes/configs/chatml.jinja")]
+    options = ["--model_name_or_path", str(folder), "--tasks", "none", "--documents", str(path), "--lengths", "128"]
+    with pytest.raises(RankError) as ends:
+        ranks(2).run(evaluated, [*options, *template, "--output_dir", str(tmp_path / "out")])
+    assert [isinstance(error, SystemExit) and told in str(error) for error in ends.value.errors] == [True, True]
 
 
 def test_fewer_pieces_than_were_asked_for_are_counted() -> None:

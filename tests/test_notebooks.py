@@ -19,7 +19,7 @@ RECALL = '"outputs/quickstart"'  # where the quickstart's training is launched
 EASIER = '"--length", "32", "--num_keys", "2", "--num_values", "4", "--steps", "60", "--learning_rate", "4e-3"'
 SHORTER = {  # what is trained always; notebooks as they stand are run by `pytest -m full`
     "01_quickstart": {f"{RECALL})": f"{RECALL}, {EASIER})"},
-    "03_your_documents": {"max_steps=150": "max_steps=20"},
+    "03_your_documents": {"max_steps=120": "max_steps=20"},
     "04_longer_context": {'str(short), "200"': 'str(short), "20"', 'str(long), "40"': 'str(long), "5"'},
     "05_chats_and_agents": {"max_steps=140": "max_steps=20"},
 }

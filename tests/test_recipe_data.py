@@ -84,6 +84,28 @@ def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: py
         assert [token == end for token in row["input_ids"][-2:]] == [False, True]
 
 
+def test_tokens_of_older_code_are_not_taken(tmp_path: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets keeps what it made of a file; functions of the recipes are known to it by their names."""
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    older = tokens_of(path, arguments)
+    assert older == tokens_of(path, arguments)
+    changed = lambda ids, tokenizer: [*ids, 0]  # noqa: E731
+    monkeypatch.setattr(data, "ended", changed)
+    (tmp_path / "data.py").write_text(Path(data.__file__).read_text() + "# changed\n")
+    monkeypatch.setattr(data, "SOURCES", [tmp_path / "data.py"], raising=False)
+    assert [row["labels"][-1] for row in tokens_of(path, arguments)] == [0] * 3
+
+
+def test_a_pair_without_an_answer_is_named(tmp_path: Path) -> None:
+    from trl import DPOConfig
+
+    rows = [{"prompt": "a", "chosen": "b", "rejected": answer} for answer in ("c", None)]
+    path = conversations.write(tmp_path / "pairs.jsonl", rows)
+    training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl:2: rejected is null; it must be text or messages"):
+        data.load_pairs(DataSettings(dataset=[str(path)]), training)
+
+
 def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
     rows = [{"prompt": "What is 2 + 2? ", "completion": "4."}]
     path = conversations.write(tmp_path / "rows.jsonl", rows)
@@ -280,12 +302,20 @@ def test_a_row_that_is_refused_is_named_as_it_stands_in_its_file(tmp_path: Path,
         tokens_of(tmp_path, arguments, eval_share=0.4, dataset_split="train[1:]")
 
 
+def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:
+    rows = [{"prompt": f"Question {number}", "completion": "5" if number != 4 else None} for number in range(9)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(SystemExit, match=r"row \d \({'prompt': 'Question 4'}\): completion is null"):
+        tokens_of(tmp_path / "rows.parquet", arguments, eval_share=0.4)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
         ("broken.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "broken.jsonl:3: Expecting ':' delimiter (column 9)"),
         ("broken.jsonl", b'{"text": "a"}\n[1]\n', "broken.jsonl:2: it must be a mapping"),
         ("latin.txt", b"\xff\xfe" * 9, "'utf-8' codec can't decode"),
+        ("empty.jsonl", b"", "cannot be used: it holds no rows"),
         ("empty/", None, "is a folder that holds nothing"),
     ],
 )

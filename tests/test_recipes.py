@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,9 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--eval_split", "test", "eval_split is 'test' without eval_dataset"),
         ("--eos_token", "<nonsense>", "eos_token is '<nonsense>', which tokenizer 'bytes' does not have"),
         ("--dataset", "", "dataset is ['']; give files"),
+        ("--per_device_train_batch_size", "0", "per_device_train_batch_size is 0; give a whole number, at least 1"),
+        ("--gradient_accumulation_steps", "0", "gradient_accumulation_steps is 0; give a whole number"),
+        ("--eval_strategy", "steps", "eval_strategy is 'steps', but there are no rows for it; set eval_share"),
         ("--output_dir", "long.txt", "output_dir 'long.txt' cannot be used: [Errno 17]"),
         ("--output_dir", "/proc", "output_dir '/proc' cannot be used"),
         ("--resume_from_checkpoint", "missing", "resume_from_checkpoint is 'missing'"),
@@ -222,6 +226,32 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
 )
 def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told: str) -> None:
     assert told in wrong(option, value)
+
+
+@pytest.mark.parametrize(
+    ("library", "options", "told"),
+    [
+        ("bitsandbytes", ["--use_peft", "--load_in_4bit"], "base' cannot be used: "),
+        ("liger_kernel", ["--use_liger_kernel"], "use_liger_kernel needs Liger: pip install"),
+        ("wandb", ["--report_to", "wandb"], "the settings cannot be used: WandbCallback requires wandb"),
+    ],
+)
+def test_a_library_that_is_not_installed(
+    wrong: Sentence, tmp_path: Path, library: str, options: list[str], told: str
+) -> None:
+    if find_spec(library):
+        pytest.skip(f"{library} is installed")
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--dtype", "float32"]
+    assert told in wrong(*base, *options)
+
+
+def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
+    """The recipe reads it; TRL takes what does not end in .jinja for a model."""
+    conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=2, turns=2)
+    template = "{# mine #}" + models.CHATML.read_text()
+    Path("mine.txt").write_text(template)
+    trainer, _ = recipe("--dataset", "chats.jsonl", "--chat_template_path", "mine.txt", script=sft)
+    assert trainer.processing_class.chat_template == template
 
 
 @pytest.mark.parametrize("script", ["sft", "finetune_long_document", "dpo", "evaluate", "extend_context"])
@@ -250,6 +280,22 @@ def test_two_ways_to_name_a_model(recipe: Callable[..., Any], wrong: Sentence, t
     Path("again.yaml").write_text(f"model_config: {{{LLAMA.replace('16', '48')}, num_attention_heads: 2}}\n")
     Path("base.yaml").write_text(f"model_name_or_path: {base[1]}\nmax_length: 512\nuse_cpu: true\nbf16: false\n")
     assert recipe("--config", "again.yaml", "--tokenizer", "bytes")[0].model.config.hidden_size == 48
+
+
+def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_base(tmp_path / "base")
+    (tmp_path / "rows.txt").write_text("A document.")
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings)
+    (tmp_path / "home.yaml").write_text("model_name_or_path: ~/base\ndataset: [~/rows.txt]\nmerge_to: ~/merged\n")
+    model, documents, burst = settings.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
+    base = str(tmp_path / "base")
+    assert (model.model_name_or_path, model.tokenizer, documents.dataset, burst.merge_to) == (
+        base,
+        base,
+        [str(tmp_path / "rows.txt")],
+        str(tmp_path / "merged"),
+    )
 
 
 def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,8 +359,8 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
     kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
     machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
-    model, _, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
-    settings.prepare(arguments, model, burst)
+    model, documents, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    settings.prepare(arguments, model, documents, burst)
     comment = file.read_text().split("model_")[0]
     assert f"--config recipes/configs/{name}.yaml" in comment
     assert f"recipes/{Path(script.__file__).name}" in comment
@@ -359,7 +405,7 @@ def test_adapters_remember_the_revision_and_are_merged_elsewhere(
 ) -> None:
     options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
     assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
-    assert "merge_to is output_dir" in wrong(*options, "--merge_to", "./out")
+    assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
     assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
     trainer, _ = recipe(*options, "--model_revision", "v2")
     assert trainer.model.peft_config["default"].revision == "v2"
@@ -405,6 +451,9 @@ def test_a_checkpoint_is_merged_by_the_script(
     assert "holds no adapter_config.json" in sentence(merge_adapter.main, str(base), "merged")
     saving = ["--use_peft", "--save_strategy", "steps", "--save_steps", "1"]
     training.train(*recipe("--model_name_or_path", str(base), *saving))
+    assert "to is 'out', where an adapter is" in sentence(merge_adapter.main, "out/checkpoint-1", "out")
+    for file in Path("out/checkpoint-1").glob("tokenizer*"):
+        file.unlink()  # the base has one
     monkeypatch.setattr(sys, "argv", ["merge_adapter.py", "out/checkpoint-1", "merged", "--dtype", "bfloat16"])
     merge_adapter.main()
     assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
@@ -428,7 +477,9 @@ def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
     assert "yarn" not in warning
 
 
-def test_training_goes_on_from_the_latest_checkpoint(recipe: Callable[..., Any]) -> None:
+def test_training_goes_on_from_the_latest_checkpoint(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "0.01", "--lr_scheduler_type"]
     options += ["constant", "--max_length", "128"]
     whole, _ = recipe(*options, "--max_steps", "4", "--output_dir", "whole")
@@ -440,6 +491,10 @@ def test_training_goes_on_from_the_latest_checkpoint(recipe: Callable[..., Any])
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(SystemExit) as end:
+        recipe(*options, "--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert end.value.code == 0
+    assert "checkpoint-4 has 4 steps, and max_steps is 4: the training is done" in capsys.readouterr().out
 
 
 def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_path: Path) -> None:
@@ -469,6 +524,16 @@ def test_an_evaluation_set_is_drawn_and_evaluated(
     assert "{'loss'" not in said.err
     log = json.loads(Path("out/training_log.json").read_text())
     assert log["evaluations"][-1]["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("during", [[], ["--eval_strategy", "steps", "--eval_steps", "1"]])
+def test_evaluations_are_made_once_and_kept_if_no_step_was_logged(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str], during: list[str]
+) -> None:
+    training.train(*recipe("--eval_share", "0.2", "--logging_steps", "5", *during))
+    log = json.loads(Path("out/training_log.json").read_text())
+    assert (len(log["evaluations"]), log["steps"]) == (1, [])
+    assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["length", "num_keys", "batch_size", "eval_every", "eval_sequences"])

@@ -1,8 +1,10 @@
-"""Lint, format and types, as part of the one test command; and the two set-up commands of the README."""
+"""Lint, format and types, as part of the one test command, and sizes; and the two set-up commands of the README."""
 
+import ast
 import re
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ def test_static_checks(command: list[str]) -> None:
 def test_types(mypy: "subprocess.Popen[str]") -> None:
     output, _ = mypy.communicate(timeout=500)
     assert mypy.returncode == 0, output
+
+
+@pytest.mark.parametrize("part", ["hf_burst", "recipes"])
+def test_files_and_functions_are_short(part: str) -> None:
+    """Triton kernels and the signature that Transformers prescribes have more parameters."""
+    sources = {path: path.read_text() for path in ROOT.glob(f"{part}/**/*.py")}
+    assert not [path for path, source in sources.items() if len(source.splitlines()) > 450]
+    for function in chain.from_iterable(ast.walk(ast.parse(source)) for source in sources.values()):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert function.end_lineno - function.lineno < 75, function.name
+            count = len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs])
+            kernel = any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+            assert count <= 9 or kernel or function.name == "attention_forward", function.name
 
 
 def test_the_readme_has_exactly_two_setup_commands() -> None:
