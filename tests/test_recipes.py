@@ -192,7 +192,11 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--model_config", "{model_type: llama, hidden_size: abc}", "Field 'hidden_size' expected int, got str"),
         ("--model_config", "{model_type: t5}", "a t5, of which Transformers has no causal language model"),
         ("--model_config", f"{{{LLAMA}, hidden_act: nonsense}}", "hidden_act': 'nonsense'} cannot be used"),
-        ("--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}", "MambaForCausalLM has layers of type linear_att"),
+        (
+            "--model_config",
+            f"{{{LLAMA.replace('llama', 'recurrent_gemma')}}}",
+            "RecurrentGemmaForCausalLM has layers of type linear",
+        ),
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
         ("--model_name_or_path", ".", "model_name_or_path '.' cannot be used"),
@@ -322,13 +326,13 @@ def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixt
 def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
     command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
-    command += ["--model_config", f"{{{LLAMA.replace('llama', 'mamba')}}}"]
+    command += ["--model_config", f"{{{LLAMA.replace('llama', 'recurrent_gemma')}}}"]
     done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert sum(line.startswith("MambaForCausalLM has layers of type linear_attention") for line in lines) == 1
+    assert sum(line.startswith("RecurrentGemmaForCausalLM has layers of type linear_attention") for line in lines) == 1
     report = done.stderr.split("Root Cause")[1]  # where the launcher ends
-    assert "traceback : MambaForCausalLM has layers of type linear_attention" in report
+    assert "traceback : RecurrentGemmaForCausalLM has layers of type linear_attention" in report
     assert 'recipes/finetune_long_document.py", line' not in done.stderr
 
 
