@@ -162,6 +162,7 @@ def test_a_file_of_settings_that_is_wrong(
     PartialState._reset_state()
 
 
+REFUSED = "recurrent_gemma"  # a model_type
 LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
 
 
@@ -194,7 +195,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         ("--model_config", f"{{{LLAMA}, hidden_act: nonsense}}", "hidden_act': 'nonsense'} cannot be used"),
         (
             "--model_config",
-            f"{{{LLAMA.replace('llama', 'recurrent_gemma')}}}",
+            f"{{{LLAMA.replace('llama', REFUSED)}}}",
             "RecurrentGemmaForCausalLM has layers of type linear",
         ),
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
@@ -326,7 +327,7 @@ def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixt
 def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
     command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
-    command += ["--model_config", f"{{{LLAMA.replace('llama', 'recurrent_gemma')}}}"]
+    command += ["--model_config", f"{{{LLAMA.replace('llama', REFUSED)}}}"]
     done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
