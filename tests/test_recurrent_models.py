@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.check.compare import Double
@@ -17,7 +19,7 @@ from hf_burst.recurrent.states import incoming_states
 from tests import models, trainers
 from tests.ranks import RankPool
 from tests.test_patch import group_mean
-from tests.test_wrappers import compare
+from tests.test_wrappers import compare, flat
 from tests.trainers import Case
 
 Ranks = Callable[[int], RankPool]
@@ -174,3 +176,47 @@ def test_generation_and_copies(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(other(**batch).loss, loss, rtol=0, atol=0)
         hf_burst.unpatch_model(other)
         assert not any("forward" in vars(module) for module in other.modules())
+
+
+def compute_in_bfloat16(rank: int, size: int, name: str) -> tuple[float, float]:
+    """The errors of gradients under autocast, beside fp32: over ranks, and in one process."""
+    model, batch = slowly(name), models.make_batch("plain")
+
+    def alone() -> torch.Tensor:
+        model.zero_grad()
+        models.plain_loss(model, batch).backward()
+        return flat([parameter.grad for parameter in model.parameters()])
+
+    exact = alone()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = alone()
+        ours = flat(gradients_of(model, batch)[1:])
+    return float((ours - exact).norm()), float((rough - exact).norm())
+
+
+@pytest.mark.parametrize("name", models.RECURRENT)
+def test_autocast(ranks: Ranks, name: str) -> None:
+    over_ranks, alone = ranks(3).run(compute_in_bfloat16, name)[0]
+    assert 0 < over_ranks < 2 * alone
+
+
+def compute_by_fsdp(rank: int, size: int, name: str) -> float:
+    """The greatest error of gradients of weights that FSDP2 shards, of checkpointed layers."""
+    model, batch = slowly(name), models.make_batch("packed")
+    wanted = gradients_of(model, batch)
+    hf_burst.patch_model(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    found = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return greatest_error([loss.detach(), *found], wanted)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
+def test_weights_that_fsdp_shards(ranks: Ranks, name: str) -> None:
+    assert max(ranks(2).run(compute_by_fsdp, name)) < 1e-6

@@ -16,7 +16,7 @@ from ..plan import Segments
 from .exchange import to_heads, to_tokens, whole_segments
 from .gather import take_part
 from .pieces import Rule, cut, wide
-from .states import by_matrix, incoming_states
+from .states import by_matrix, in_full_precision, incoming_states
 
 
 def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], segments: Segments, group: ContextGroup) -> Tensor:
@@ -41,23 +41,25 @@ def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], segments: Segment
     opens, later = ([index for index, piece in enumerate(own) if piece.opens == first] for first in (True, False))
     results: dict[int, tuple[Tensor, Tensor]] = {}
     if opens:
-        outs, lasts = rule([pieces[index] for index in opens], [zeros] * len(opens))
-        results |= dict(zip(opens, zip(outs, lasts, strict=True), strict=True))
+        outs, ends = rule([pieces[index] for index in opens], [zeros] * len(opens))
+        results |= dict(zip(opens, zip(outs, ends, strict=True), strict=True))
     if later:
         begin = torch.cat([zeros, identity], dim=-1)
-        outs, lasts = rule([_with_columns(pieces[index], keys) for index in later], [begin] * len(later))
-        results |= dict(zip(later, zip(outs, lasts, strict=True), strict=True))
-    states = [results[index][1][..., :width] for index in range(len(own))]
+        outs, ends = rule([_with_columns(pieces[index], keys) for index in later], [begin] * len(later))
+        results |= dict(zip(later, zip(outs, ends, strict=True), strict=True))
+    lasts = [results[index][1].to(zeros.dtype) for index in range(len(own))]
+    states = [last[..., :width] for last in lasts]
     passed_on = zeros.new_zeros(heads, keys, keys)  # of a segment that opens a document: nothing comes in
-    transitions = [passed_on if piece.opens else results[index][1][..., width:] for index, piece in enumerate(own)]
-    incoming, slots = incoming_states(states, transitions, by_matrix, segments, group)
+    transitions = [passed_on if piece.opens else lasts[index][..., width:] for index, piece in enumerate(own)]
     outputs = []
-    for index, state in enumerate(incoming):
-        out = results[index][0]
-        if state is not None:
-            read = torch.einsum("nhk,hkv->nhv", out[..., width:].to(state.dtype), state)
-            out = out[..., :width] + read.to(out.dtype)
-        outputs.append(out)
+    with in_full_precision(value):
+        incoming, slots = incoming_states(states, transitions, by_matrix, segments, group)
+        for index, state in enumerate(incoming):
+            out = results[index][0]
+            if state is not None:
+                read = torch.einsum("nhk,hkv->nhv", out[..., width:].to(state.dtype), state)
+                out = out[..., :width] + read.to(out.dtype)
+            outputs.append(out)
     return take_part(torch.cat(outputs).view(batch, tokens, heads, width), slots)
 
 

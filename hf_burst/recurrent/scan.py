@@ -18,7 +18,7 @@ from ..plan import Segments
 from .exchange import to_heads, to_tokens, whole_segments, whole_tokens
 from .gather import take_part
 from .pieces import Rule, cut
-from .states import by_number, incoming_states
+from .states import by_number, in_full_precision, incoming_states
 
 
 def scan_by_states(
@@ -42,18 +42,19 @@ def scan_by_states(
     own, groups = segments.by_rank[group.rank], b.shape[2]
     outputs, _ = rule(cut(inputs, own))
     ends, logs = list[Tensor](), list[Tensor]()  # of each segment: its own state, (heads, P, N); cumsum dt A
-    for x_own, b_own, step in cut((x, b, steps), own):
-        log = (step * decay).cumsum(0)
-        weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
-        end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
-        ends.append(end.flatten(0, 1))
-        logs.append(log)
-    incoming, slots = incoming_states(ends, [log[-1].exp() for log in logs], by_number, segments, group)
-    for index, (state, (c_own,)) in enumerate(zip(incoming, cut((inputs[3],), own), strict=True)):
-        if state is not None:
-            read = torch.einsum("ghpn,tgn->tghp", state.unflatten(0, (groups, -1)), c_own.to(state.dtype))
-            read = read.flatten(1, 2) * logs[index].exp()[..., None]
-            outputs[index] = outputs[index] + read.to(outputs[index].dtype)
+    with in_full_precision(x):
+        for x_own, b_own, step in cut((x, b, steps), own):
+            log = (step * decay).cumsum(0)
+            weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
+            end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
+            ends.append(end.flatten(0, 1))
+            logs.append(log)
+        incoming, slots = incoming_states(ends, [log[-1].exp() for log in logs], by_number, segments, group)
+        for index, (state, (c_own,)) in enumerate(zip(incoming, cut((inputs[3],), own), strict=True)):
+            if state is not None:
+                read = torch.einsum("ghpn,tgn->tghp", state.unflatten(0, (groups, -1)), c_own.to(state.dtype))
+                read = read.flatten(1, 2) * logs[index].exp()[..., None]
+                outputs[index] = outputs[index] + read.to(outputs[index].dtype)
     return take_part(torch.cat(outputs).view(x.shape), slots)
 
 

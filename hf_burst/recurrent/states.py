@@ -35,9 +35,9 @@ def incoming_states(
     Returns:
         For each segment of this rank its state at the beginning, `None` for zeros; and the slots, for [`take_part`].
     """
-    found: dict[tuple[int, int], Tensor] = {}
     if not segments.most_slots:
         return [None] * len(own), {}
+    found: dict[tuple[int, int], Tensor] = {}
     shape, size = own[0].shape, own[0].numel()
     flat = [torch.cat([state.flatten(), step.flatten()]) for state, step in zip(own, transitions, strict=True)]
     slots = gather_slots(flat, segments, group)
@@ -52,6 +52,11 @@ def incoming_states(
             added, step = slots[piece][:size].view(shape), slots[piece][size:].view(transitions[0].shape)
             state = added if state is None else advance(step, state) + added
     return [found.get((group.rank, index)) for index in range(len(own))], slots
+
+
+def in_full_precision(tensor: Tensor) -> torch.autocast:
+    """A context in which products of states keep their dtype, also under autocast."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def by_matrix(transition: Tensor, state: Tensor) -> Tensor:
