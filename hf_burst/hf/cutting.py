@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import BurstConfig
 from ..errors import BatchError
@@ -34,6 +35,7 @@ TOKEN_INPUTS = (
     TokenInput("token_type_ids"),
 )
 _TARGETS = ("labels", "shift_labels")
+_PER_LAYER = (TokenInput("per_layer_inputs"),)  # of Gemma 3n and 4
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,26 @@ CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a cl
 
 
 def cut_point_of(model: nn.Module) -> CutPoint:
-    """The cut point of a model, by its class or the first base class that has one."""
+    """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
+    embeddings to its language model, else the model itself."""
     names = [cls.__name__ for cls in type(model).__mro__]
-    return next((CUT_POINTS[name] for name in names if name in CUT_POINTS), CutPoint())
+    known = next((CUT_POINTS[name] for name in names if name in CUT_POINTS), None)
+    return known or CutPoint(language_model_path(model), (*TOKEN_INPUTS, *_PER_LAYER))
+
+
+def modalities_of(config: PreTrainedConfig) -> list[str]:
+    """The parts of a config beside a language model that is one part of it."""
+    return sorted({"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs))
+
+
+def language_model_path(model: Any) -> str:
+    """Where a model with several modalities has its language model, such as `"model.language_model"`; empty for others."""
+    if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
+        return ""
+    decoder = model.get_decoder()
+    if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
+        return ""
+    return next((path for path, module in model.named_modules() if module is decoder), "")
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
+from .cutting import cut_point_of, modalities_of
 from .recurrent import COUNTERPARTS, recurrent_modules
 from .task import CAUSAL, Task, forwards_of, task_of
 from .verdicts import own_classes, served_by
@@ -68,16 +69,16 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: With the setting that is not served.
     """
     task, config, name = task_of(model), model.config, type(model).__name__
-    modalities = {"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs)
-    if modalities:
+    modalities = modalities_of(config)
+    if modalities and not cut_point_of(model).path:
         raise UnsupportedModelError(
-            f"{name} has parts beside a language model ({', '.join(sorted(modalities))}), and what they read is laid "
-            "over the tokens of a whole sequence. Served is text: load its language model alone, if it has one."
+            f"{name} has several parts ({', '.join(modalities)}), and none is known as its language model, which takes "
+            "the embeddings of all tokens. No part of it is served."
         )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders alone are served.")
     task.check_model(model)
-    kinds = sorted(set(_layer_types(config)) - set(_LAYER_TYPES))
+    kinds = sorted(set(_layer_types(config.get_text_config())) - set(_LAYER_TYPES))
     chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
     if chosen:
         raise UnsupportedModelError(

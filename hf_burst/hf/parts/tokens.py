@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
 from ..attention import CALL_KEY, ForwardCall
-from ..cutting import CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
-from ..documents import tokens_of
+from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
+from ..documents import BOUNDARY_KEYS, tokens_of
 from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
 from .base import ForwardPass, Handles, Part
 
 CONTENT = "content (checksum)"
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # not 0 where a token stands for an image or sound
 _TABLES = ("wpe", "pos")  # in the names of tables of positions
 
 
@@ -82,8 +83,9 @@ class Tokens(Part):
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
         self.cut_point = cut_point
-        self.learned = LearnedPositions.of(model)
-        self.segments = segment_count(model)
+        reader = model.get_submodule(cut_point.path)  # of towers, tables of positions are those of images
+        self.learned = LearnedPositions.of(reader)
+        self.segments = segment_count(reader)
         self.positions: torch.Tensor | None = None
         self.run: ForwardPass | None = None
 
@@ -156,6 +158,8 @@ class Tokens(Part):
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns)
+        if self.cut_point.path:
+            check_text(run.batch, type(run.model).__name__)
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
         content = checksum(run.batch, run.token_inputs) if run.group.size > 1 else None
         if content is not None:
@@ -174,6 +178,18 @@ class Tokens(Part):
             return None
         inputs = self._cut_inputs(self.run, bound_arguments(module, args, kwargs))
         return (), {**inputs, CALL_KEY: replace(self.run.call, positions=inputs["position_ids"])}
+
+
+def check_text(batch: Mapping[str, Any], name: str) -> None:
+    """Raises for a batch of a model with several modalities that holds more than text."""
+    text = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
+    held = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    others = [key for key in held if key not in text] + [key for key in _TOKEN_TYPES if key in held and held[key].any()]
+    if others:
+        raise BatchError(
+            f"The batch holds {', '.join(others)}. Of {name} text is served: images, sound and video are not laid over "
+            "several ranks yet. Give batches of text."
+        )
 
 
 def check_ranges(
