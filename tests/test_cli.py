@@ -34,7 +34,7 @@ def test_the_doctor_in_one_process(tmp_path):
     done = call("doctor", *SHORT, "--ranks", "4", home=tmp_path)
     assert done.returncode == 0, done.stderr
     report = done.stdout
-    assert re.search(r"^  torch \d", report, re.MULTILINE)
+    assert re.search(r"^  hf_burst \S+, torch \d", report, re.MULTILINE)
     assert "ranks: 1 in this launch, on cpu" in report
     assert re.search("^  runs on cuda, not on cpu: .*torch_flash", report, re.MULTILINE)
     assert "  can: cpu_flash, reference" in report

@@ -63,7 +63,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         kinds[kind] = folder / done.stdout.splitlines()[-1]
         if kind == "sdist":
             with tarfile.open(kinds[kind]) as archive:
-                archive.extractall(folder, filter="data")
+                archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
             source = folder / kinds[kind].name.removesuffix(".tar.gz")
     return kinds
 

@@ -145,7 +145,7 @@ def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
 
 def _shrink_positions(small: dict[str, Any]) -> None:
     """Scaled rotary positions, of the model or of a layer type, stay in effect: a batch is longer than they extend."""
-    parts = [value for key, value in small.items() if "rope" in key and isinstance(value, dict)]
+    parts = [value for key, value in small.items() if isinstance(value, dict) and "rope" in str(key)]
     ropes = [*parts, *(rope for part in parts for rope in part.values() if isinstance(rope, dict))]
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
         small.update(dict.fromkeys(set(POSITION_COUNTS) & set(small), EXTENDED))
