@@ -336,7 +336,9 @@ def test_no_kind_of_layer_is_left_out() -> None:
 
 
 def test_a_tiny_model_has_the_structure_that_a_verdict_is_for() -> None:
-    for name in sorted(verdicts.SERVED)[::3]:
+    # their default configs have lists of layers, or sizes that follow from others, which no small one has
+    known = {"Bamba", "GraniteMoeHybrid", "Lfm2", "Llama4", "Mamba2", "Moshi"}
+    for name in sorted({*verdicts.SERVED} - {f"{family}ForCausalLM" for family in known}):
         config = getattr(transformers, name).config_class()
         structures = [verdicts._structure(each.to_dict()) for each in (config, shrink(config))]
         assert structures[0] == structures[1], name

@@ -54,7 +54,8 @@ def cut_point_of(model: nn.Module) -> CutPoint:
     embeddings to its language model, else the model itself."""
     names = [cls.__name__ for cls in type(model).__mro__]
     known = next((CUT_POINTS[name] for name in names if name in CUT_POINTS), None)
-    return known or CutPoint(language_model_path(model), (*TOKEN_INPUTS, *_PER_LAYER))
+    path = language_model_path(model)
+    return known or (CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint())
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:
@@ -63,7 +64,7 @@ def modalities_of(config: PreTrainedConfig) -> list[str]:
 
 
 def language_model_path(model: Any) -> str:
-    """Where a model with several modalities has its language model, such as `"model.language_model"`; empty for others."""
+    """Where a model of several modalities has its language model, such as `"model.language_model"`; else empty."""
     if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
         return ""
     decoder = model.get_decoder()

@@ -83,7 +83,7 @@ class Tokens(Part):
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
         self.cut_point = cut_point
-        reader = model.get_submodule(cut_point.path)  # of towers, tables of positions are those of images
+        reader: Any = model.get_submodule(cut_point.path)  # the tables of towers are of images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
         self.positions: torch.Tensor | None = None
