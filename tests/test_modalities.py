@@ -34,8 +34,7 @@ def compare_on_ranks(rank: int, size: int, name: str) -> tuple[str, dict[str, fl
     return verdict.result, verdict.errors, verdict.note
 
 
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "name"), zip((2, 3, 3, 2), CLASSES, strict=True))
 def test_text_is_exact(ranks: Ranks, name: str, size: int) -> None:
     for result, errors, note in ranks(size).run(compare_on_ranks, name):
         assert result == "exact", note
