@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .config import Chunking
 from .errors import BatchError, ShardingError
-from .plan import Mask, MaskPattern, Sharding, assign, chunks_per_rank, cut, imbalance
+from .plan import Mask, MaskPattern, Segments, Sharding, assign, chunks_per_rank, cut, imbalance
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,11 @@ class SequenceLayout:
     def sharding(self) -> Sharding:
         """Who holds what."""
         return cut(self.length, self.owners)
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The pieces of documents on each rank, for layers that carry a state: made once for all layers of a pass."""
+        return Segments(self.sharding, self.documents)
 
     @cached_property
     def imbalance(self) -> float:

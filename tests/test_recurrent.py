@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hf_burst.layout import SequenceLayout
 from hf_burst.mesh import ContextGroup
-from hf_burst.plan import Segments, segments_of
+from hf_burst.plan import Segments
 from hf_burst.recurrent import (
     Rule,
     causal_convolution,
@@ -185,7 +185,7 @@ def compute(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
     inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
     group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
-    out = sharded(kind, segments_of(layout.sharding, layout.documents), group, *inputs)
+    out = sharded(kind, layout.segments, group, *inputs)
     (out * layout.shard(weights_of(kind, case), rank)).sum().backward()
     return [out.detach(), *(leaves[name].grad for name in NAMES[kind])]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..mesh import ContextGroup
-from ..plan import Segments, segments_of
+from ..plan import Segments
 from ..recurrent import (
     Rule,
     causal_convolution,
@@ -51,7 +51,7 @@ class Scope:
     @property
     def segments(self) -> Segments:
         assert self.call is not None, "set before the layer runs"
-        return segments_of(self.call.layout.sharding, self.call.layout.documents)
+        return self.call.layout.segments
 
 
 def _convolution(original: Function, scope: Scope) -> Function:

@@ -7,7 +7,7 @@ from .machine import DATA_SHEETS, KernelRate, Link, Machine, built_in, data_shee
 from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory
 from .model import SHAPES, ModelSize, Training
-from .segments import Segment, Segments, segments_of
+from .segments import Segment, Segments
 from .sharding import Sharding, cut, make_sharding
 from .step import StepEstimate, estimate_step
 from .steps import Plan, Step, Transfer, make_plan
@@ -22,6 +22,6 @@ __all__ = [
     "MemoryEstimate", "ModelSize", "Plan", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile",
     "Traffic", "Training", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
     "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance", "imbalance_of_steps",
-    "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "segments_of", "tiles_between", "verify_plan",
+    "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "tiles_between", "verify_plan",
 ]
 # fmt: on

@@ -1,8 +1,9 @@
 """Segments: the pieces of documents that lie together on one rank, which a state passes one after another."""
 
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from functools import cached_property
 
 from .sharding import Sharding
 
@@ -37,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of all ranks.
+    """The segments of all ranks. Each list is made when it is first asked for, and kept.
 
     Args:
         sharding ([`Sharding`]): Which rank holds which tokens.
@@ -65,9 +66,10 @@ class Segments:
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:
         """The segments that have a successor, and the place of each among those of its rank."""
-        places: dict[tuple[int, int], int] = {}
+        counts, places = Counter[int](), dict[tuple[int, int], int]()
         for rank, index in sorted(piece for chain in self.chains for piece in chain[:-1]):
-            places[rank, index] = sum(owner == rank for owner, _ in places)
+            places[rank, index] = counts[rank]
+            counts[rank] += 1
         return places
 
     @cached_property
@@ -75,25 +77,30 @@ class Segments:
         """Those of the rank with the most of them."""
         return max((place + 1 for place in self.slots.values()), default=0)
 
+    @cached_property
+    def whole(self) -> "Segments":
+        """Those of one process that holds the whole sequence: the documents."""
+        return Segments(Sharding((self.sharding.start, self.sharding.stop), (0,), 1), self.documents)
+
     def holder(self, row: int, token: int) -> tuple[int, int]:
         """The rank that holds a token, and the segment there."""
         rank = self.sharding.owner(token)
-        pieces = enumerate(self.by_rank[rank])
-        return rank, next(index for index, piece in pieces if piece.row == row and piece.start <= token < piece.stop)
+        return rank, bisect_right(self.by_rank[rank], (row, token), key=lambda piece: (piece.row, piece.start)) - 1
 
     def _of(self, rank: int) -> list[Segment]:
         segments, tokens = [], self.sharding.tokens(rank)
-        for row, bounds in enumerate(self.documents):
+        for row, edges in enumerate(self._edges):
             for run in self.sharding.runs(rank):
-                for first, last in pairwise(sorted({0, *bounds})):
-                    start, stop = max(run.start, first), min(run.stop, last)
-                    if start < stop:
-                        local = row * tokens + run.local + start - run.start
-                        segments.append(Segment(row, start, stop, first, local))
+                index = bisect_right(edges, run.start) - 1
+                while index + 1 < len(edges) and edges[index] < run.stop:
+                    start, stop = max(run.start, edges[index]), min(run.stop, edges[index + 1])
+                    segments.append(
+                        Segment(row, start, stop, edges[index], row * tokens + run.local + start - run.start)
+                    )
+                    index += 1
         return segments
 
-
-@lru_cache(maxsize=64)
-def segments_of(sharding: Sharding, documents: tuple[tuple[int, ...], ...]) -> Segments:
-    """The [`Segments`]: one object for all layers of a pass."""
-    return Segments(sharding, documents)
+    @cached_property
+    def _edges(self) -> tuple[tuple[int, ...], ...]:
+        """Where the documents of each row start, and where the last one ends."""
+        return tuple(tuple(sorted({0, *bounds})) for bounds in self.documents)

@@ -1,5 +1,6 @@
 """Chunk ownership: which rank holds which tokens of a sequence."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -92,7 +93,7 @@ class Sharding:
 
     def owner(self, token: int) -> int:
         """The rank that holds `token`."""
-        return next(rank for end, rank in zip(self.boundaries[1:], self.owners, strict=True) if token < end)
+        return self.owners[bisect_right(self.boundaries, token) - 1]
 
 
 def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .exchange import to_heads, to_tokens, whole_segments
+from .exchange import to_heads, to_tokens
 from .gather import take_part
 from .pieces import Rule, cut, wide
 from .states import by_matrix, in_full_precision, incoming_states
@@ -70,7 +70,7 @@ def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], segments: Segments
     if key.shape[2] % group.size:  # a rank has value heads whose keys are another's
         query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
     spread = [to_heads(tensor, segments, group) for tensor in (query, key, value, decay, beta)]
-    out = delta_rule_by_states(rule, spread, whole_segments(segments), ContextGroup())
+    out = delta_rule_by_states(rule, spread, segments.whole, ContextGroup())
     return to_tokens(out, value.shape[2], segments, group)
 
 

@@ -7,13 +7,7 @@ from torch.nn import functional
 from ..attention import heads_to_tokens, tokens_to_heads
 from ..collectives import all_gather
 from ..mesh import ContextGroup
-from ..plan import Segments, Sharding, segments_of
-
-
-def whole_segments(segments: Segments) -> Segments:
-    """Those of one process that holds the whole sequence: the documents."""
-    start, stop = segments.sharding.start, segments.sharding.stop
-    return segments_of(Sharding((start, stop), (0,), 1), segments.documents)
+from ..plan import Segments
 
 
 def to_heads(x: Tensor, segments: Segments, group: ContextGroup) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .exchange import to_heads, to_tokens, whole_segments, whole_tokens
+from .exchange import to_heads, to_tokens, whole_tokens
 from .gather import take_part
 from .pieces import Rule, cut
 from .states import by_number, in_full_precision, incoming_states
@@ -74,7 +74,7 @@ def scan_by_channels(
     Returns:
         `torch.Tensor` of the shape of the first tensor.
     """
-    like, whole = channels[0], whole_segments(segments)
+    like, whole = channels[0], segments.whole
     spread = [to_heads(tensor, segments, group) for tensor in channels]
     spread += [whole_tokens(tensor, segments, group) for tensor in shared]
     outputs, _ = rule(cut(spread, whole.by_rank[0]))
