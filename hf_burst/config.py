@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
-Chunking = Literal["balanced", "zigzag", "contiguous"]
+Chunking = Literal["balanced", "zigzag", "contiguous", "documents"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
 Recurrence = Literal["auto", "states", "heads"]
 Gradients = Literal["averaged_by_wrapper", "averaged_by_hand"]
@@ -71,7 +71,9 @@ class BurstConfig:
             r-th of P chunks. `"zigzag"` gives it chunks r and 2P-1-r of 2P, which balances one causal document.
             `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
             leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
-            If no cut reaches both, it takes the most even one.
+            If no cut reaches both, it takes the most even one. `"documents"` leaves documents whole as far as every
+            rank then holds as many tokens. For a model with recurrent layers `"balanced"` compares all of them, and
+            takes the one for which attention and recurrent layers together are predicted to take the least time.
         schedule (`str`, defaults to `"auto"`):
             How the ranks exchange blocks.
 
@@ -99,7 +101,9 @@ class BurstConfig:
         recurrence (`str`, defaults to `"auto"`):
             How recurrent layers pass what they know over the ranks. By `"states"` every rank computes its own tokens,
             and the states at the ends of its runs of tokens travel. By `"heads"` tokens are exchanged for heads, as
-            Ulysses does. `"auto"` takes states wherever they have a gradient: everywhere but in Mamba1.
+            Ulysses does. `"auto"` takes for every batch the way that all recurrent layers of the model together are
+            predicted to take less time by. Mamba1 always exchanges channels, whatever is named: its kernels take no
+            states.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
@@ -142,6 +146,11 @@ class BurstConfig:
         if self.attention_keep not in _KEEP:
             keeps = ", ".join(map(str, _KEEP))
             raise ConfigError(f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
+        if self.chunking == "documents" and self.stretches > 1:
+            raise ConfigError(
+                f"BurstConfig(chunking='documents', attention_keep={self.attention_keep!r}): attention is kept in "
+                "parts of chunks of one size. Take attention_keep 1.0 or 0.0, or another chunking."
+            )
         if not (isinstance(self.logits_limit_gib, int | float) and self.logits_limit_gib > 0):
             raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
 

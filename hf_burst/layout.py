@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .config import Chunking
 from .errors import BatchError, ShardingError
-from .plan import Mask, MaskPattern, Segments, Sharding, assign, chunks_per_rank, cut, imbalance
+from .plan import Hybrid, Mask, MaskPattern, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class SequenceLayout:
 
     Args:
         length (`int`): Tokens of every row over all ranks, padding included.
-        owners (`tuple[int, ...]`): The rank of the group that holds each of the equal chunks into which it is cut.
+        owners (`tuple[int, ...]`): The rank of the group that holds each of the chunks into which it is cut.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
         padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
         real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
             padding. What stands before them is a document of its own and sees nothing.
+        boundaries (`tuple[int, ...]`, defaults to equal chunks): Cumulative boundaries of the chunks. Every rank holds
+            as many tokens.
     """
 
     length: int
@@ -32,6 +34,7 @@ class SequenceLayout:
     documents: tuple[tuple[int, ...], ...]
     padding: int = 0
     real: tuple[tuple[int, int], ...] = ()
+    boundaries: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -39,7 +42,7 @@ class SequenceLayout:
     @cached_property
     def _hash(self) -> int:
         """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
-        return hash((self.length, self.owners, self.documents, self.padding, self.real))
+        return hash((self.length, self.owners, self.documents, self.padding, self.real, self.boundaries))
 
     @classmethod
     def for_batch(
@@ -50,6 +53,7 @@ class SequenceLayout:
         real: tuple[tuple[int, int], ...] = (),
         patterns: Mapping[MaskPattern, int] | None = None,
         stretches: int = 1,
+        hybrid: Hybrid | None = None,
     ) -> "SequenceLayout":
         """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
 
@@ -62,6 +66,8 @@ class SequenceLayout:
             patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers have which pattern, for the
                 balance. By default all are causal and see whole documents.
             stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
+            hybrid ([`Hybrid`], *optional*): A model with recurrent layers, for which `"balanced"` takes the cheapest
+                cut. `patterns` may then be empty.
 
         Raises:
             BatchError: If the batch is empty.
@@ -81,10 +87,12 @@ class SequenceLayout:
         padding = -length % max(1, chunks)
         filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
         if isinstance(chunking, str):
-            layers = patterns or {MaskPattern(): 1}
-            masks = tuple(pattern.mask(length + padding, row) for row in filled for pattern in layers)
-            owners = assign(masks, ranks, chunking, tuple(layers.values()) * len(filled), stretches)
+            layers = {MaskPattern(): 1} if not patterns and hybrid is None else patterns or {}
+            sharding = sharding_for(filled, layers, ranks, chunking, stretches, hybrid)
+            owners = sharding.owners
+            boundaries = () if sharding == cut(length + padding, owners) else sharding.boundaries
         else:
+            boundaries = ()
             owners = tuple(chunking)
             counts = {owners.count(rank) for rank in range(ranks)}
             if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
@@ -92,7 +100,7 @@ class SequenceLayout:
                     f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name "
                     f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
                 )
-        return cls(length + padding, owners, filled, padding, real)
+        return cls(length + padding, owners, filled, padding, real, boundaries)
 
     @property
     def ranks(self) -> int:
@@ -102,7 +110,8 @@ class SequenceLayout:
     @cached_property
     def sharding(self) -> Sharding:
         """Who holds what."""
-        return cut(self.length, self.owners)
+        equal = cut(self.length, self.owners)
+        return Sharding(self.boundaries, self.owners, equal.ranks) if self.boundaries else equal
 
     @cached_property
     def segments(self) -> Segments:
@@ -112,7 +121,7 @@ class SequenceLayout:
     @cached_property
     def imbalance(self) -> float:
         """By how much the rank with the most pairs is above the mean in a causal layer: 0.02 is 2 %."""
-        return imbalance(self.masks(MaskPattern()), self.owners)
+        return imbalance(self.masks(MaskPattern()), self.owners, boundaries=self.boundaries)
 
     @property
     def batch_size(self) -> int:
@@ -125,7 +134,7 @@ class SequenceLayout:
         chunks = round(len(self.owners) * share)
         owners = self.owners[:chunks]
         even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
-        if chunks != len(self.owners) * share or not owners or not even:
+        if self.boundaries or chunks != len(self.owners) * share or not owners or not even:
             return None
         length = self.length // len(self.owners) * chunks
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
@@ -180,7 +189,7 @@ class SequenceLayout:
     def encode(self) -> Tensor:
         """The layout as the operator takes it: a `torch.LongTensor` of 1 dimension on the CPU."""
         numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
-        numbers += [2 * len(self.real), *chain.from_iterable(self.real)]
+        numbers += [2 * len(self.real), *chain.from_iterable(self.real), len(self.boundaries), *self.boundaries]
         numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
         with torch.inference_mode(False):  # a later pass may save it for its backward
             return torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -192,6 +201,7 @@ class SequenceLayout:
         length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
         owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
         real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
-        sizes, boundaries = rest[bounds : bounds + rows], rest[bounds + rows :]
-        documents = tuple(tuple(boundaries[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
-        return cls(length, owners, documents, padding, real)
+        edges, rest = rest[bounds], rest[bounds + 1 :]
+        boundaries, sizes, rest = tuple(rest[:edges]), rest[edges : edges + rows], rest[edges + rows :]
+        documents = tuple(tuple(rest[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
+        return cls(length, owners, documents, padding, real, boundaries)

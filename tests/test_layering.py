@@ -18,13 +18,14 @@ WITHIN = {
             "steps",
             "traffic",
             "verify",
-            "model",
             "machine",
+            "recurrence",
+            "model",
             "work",
             "balance",
             "cost",
         ),
-        *("choose", "step", "memory", "__init__"),
+        *("choose", "cuts", "step", "memory", "__init__"),
     ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
@@ -36,7 +37,7 @@ WITHIN = {
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "recurrent": ["gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
-    "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
+    "cli": ["launch", "tokens", "recurrence", "sizing", "check", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *(
@@ -45,6 +46,7 @@ WITHIN = {
             "attention",
             "recurrent",
             "support",
+            "hybrid",
             "head",
             "positions",
             "parts",

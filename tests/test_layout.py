@@ -23,7 +23,9 @@ def layouts(draw) -> SequenceLayout:
     spans = draw(st.booleans())
     real = [sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=2, unique=True))) for _ in rows]
     documents = [(0, *sorted(cuts), length) for cuts in rows]
-    chunking = draw(st.sampled_from(["balanced", "zigzag", "contiguous"]) | st.permutations([*range(ranks)] * 2))
+    chunking = draw(
+        st.sampled_from(["balanced", "zigzag", "contiguous", "documents"]) | st.permutations([*range(ranks)] * 2)
+    )
     return SequenceLayout.for_batch(documents, ranks, chunking, tuple(map(tuple, real)) if spans else ())
 
 

@@ -40,6 +40,7 @@ CASES = {
     "zigzag": Case(((0, 47),), "zigzag"),
     "contiguous": Case(((0, 41),), "contiguous"),
     "documents": Case(((0, 1, 2, 5, 7, 18, 31, 32, 53),)),
+    "whole documents": Case(((0, 1, 2, 5, 7, 18, 31, 32, 53),), "documents"),
     "ends at the edges of chunks": Case(((0, 12, 24, 36, 48),), "contiguous"),
     "rows": Case(((0, 43), (0, 11, 43), (0, 1, 2, 3, 43)), "zigzag"),
     "chunks shorter than the halo": Case(((0, 24),), (0, 1, 2, 3) * 3),

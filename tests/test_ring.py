@@ -236,7 +236,7 @@ def dealt(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
 @st.composite
 def cases(draw, ranks: int, longest: int = 41, flash: str = "cpu_flash") -> Case:
     """Masks, lengths, assignments and schedules; by a flash kernel or the reference, which knows soft-capped scores."""
-    chunking = draw(st.sampled_from(["balanced", "zigzag", "contiguous"]) | dealt(ranks))
+    chunking = draw(st.sampled_from(["balanced", "zigzag", "contiguous", "documents"]) | dealt(ranks))
     length = draw(st.integers(2 * ranks if isinstance(chunking, str) else max(2, len(chunking)), longest))
     kernel = draw(st.sampled_from([flash, "reference"]))
     schedule = draw(st.sampled_from([*SCHEDULES, *PRODUCTS[ranks]]))
@@ -311,6 +311,9 @@ def test_attention_over_ranks_is_exact(ranks, size):
             for causal in (True, False)
             for chunking in ("zigzag", "contiguous")
         ]
+    )
+    @example(
+        drawn=[Case(((0, 1, 2, 3, 16, 29, 30, 41),), True, w, "documents", s) for w in (None, 6) for s in SCHEDULES]
     )
     @example(drawn=[Case((tuple(range(9)),) * 2, schedule=schedule) for schedule in SCHEDULES])
     @example(drawn=[Case(((0, 23),), causal, None, schedule=s) for causal in (True, False) for s in SCHEDULES])

@@ -154,14 +154,14 @@ def _check_layout(q: Tensor, layout: SequenceLayout, group: ContextGroup) -> Non
             f"The layout is for {layout.ranks} ranks, the group has {group.size}. Shard the batch for the group that "
             "the attention runs on."
         )
-    if layout.length % len(layout.sharding.owners):
+    if not layout.boundaries and layout.length % len(layout.owners):
         raise ShardingError(
-            f"The layout has {layout.length} tokens in {len(layout.sharding.owners)} chunks, which are not equal. Make "
+            f"The layout has {layout.length} tokens in {len(layout.owners)} chunks, which are not equal. Make "
             "it by SequenceLayout.for_batch, which pads."
         )
-    if len({layout.owners.count(rank) for rank in range(layout.ranks)}) > 1:
+    if len({layout.sharding.tokens(rank) for rank in range(layout.ranks)}) > 1:
         raise ShardingError(
-            f"The layout's chunks have owners {layout.owners}: every rank must hold as many. Make it by "
+            f"The layout's chunks have owners {layout.owners}: every rank must hold as many tokens. Make it by "
             "SequenceLayout.for_batch."
         )
     own = layout.sharding.tokens(group.rank)

@@ -16,9 +16,29 @@ from ..config import Schedule
 from ..errors import BurstError, ConfigError
 from ..kernels import KernelRequest, explain_kernels
 from ..mesh import ContextGroup
-from ..plan import DATA_SHEETS, Layer, Machine, Mask, Shapes, assign, candidates, choose, cut, estimate, name_of, named
+from ..plan import (
+    DATA_SHEETS,
+    Cut,
+    Hybrid,
+    Layer,
+    Machine,
+    Mask,
+    ModelSize,
+    Segments,
+    Shapes,
+    assign,
+    candidates,
+    choose,
+    cut,
+    cuts,
+    estimate,
+    name_of,
+    named,
+)
 from ..version import __version__
 from .launch import joined
+from .recurrence import describe_cuts, describe_ways, table
+from .sizing import find_model
 from .tokens import tokens
 
 _HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")
@@ -42,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     example.add_argument("--q-heads", type=int, default=32, help="query heads (default %(default)s)")
     example.add_argument("--kv-heads", type=int, default=8, help="key heads (default %(default)s)")
     example.add_argument("--head-dim", type=int, default=128, help="head size (default %(default)s)")
+    hybrid = "take the heads of a model, and show its recurrent layers: any that hf-burst plan takes"
+    example.add_argument("--model", help=hybrid)
     example.add_argument(
         "--length", type=tokens, default=131072, help="tokens over all ranks, such as 128k or 1M (default %(default)s)"
     )
@@ -201,23 +223,55 @@ def describe_machine(machine: Machine, ranks: int) -> list[str]:
 
 def _describe_choice(arguments: argparse.Namespace, machine: Machine, ranks: int, device: torch.device) -> list[str]:
     """The schedule of the example and why, and what is predicted of every schedule that the ranks can run."""
+    model = find_model(arguments.model, False) if arguments.model else None
     itemsize = 2 if machine.peak else _dtype(device).itemsize
-    q_heads, kv_heads = arguments.q_heads, arguments.kv_heads
-    shapes = Shapes(q_heads, kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
+    shapes = Shapes(arguments.q_heads, arguments.kv_heads, arguments.head_dim, arguments.head_dim, itemsize, 4)
+    if model:
+        shapes = Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, itemsize, 4)
     ends = takewhile(lambda end: end < arguments.length, accumulate(cycle(arguments.documents or [arguments.length])))
-    masks = (Mask(arguments.length, True, arguments.window, (0, *ends, arguments.length)),) * arguments.batch
-    layer = Layer(masks, cut(arguments.length, assign(masks, ranks)), shapes)
+    documents = (0, *ends, arguments.length)
+    masks = (Mask(arguments.length, True, arguments.window, documents),) * arguments.batch
+    lines: list[str] = []
+    if model and model.recurrent and ranks > 1:
+        taken, lines = _describe_recurrent(model, shapes, (documents,) * arguments.batch, machine, ranks)
+        sharding = taken.sharding
+    else:
+        sharding = cut(arguments.length, assign(masks, ranks))
+    if model and not model.patterns:
+        return lines
+    return [*_describe_attention(arguments, Layer(masks, sharding, shapes), machine), *lines]
+
+
+def _describe_attention(arguments: argparse.Namespace, layer: Layer, machine: Machine) -> list[str]:
+    """The schedules of a layer."""
+    ranks, shapes = layer.ranks, layer.shapes
+    q_heads, kv_heads = shapes.q_heads, shapes.kv_heads
     taken, reason = _asked(arguments.schedule, ranks, q_heads, kv_heads), "asked for"
     if taken is None:
-        choice = choose(masks, layer.sharding, q_heads, kv_heads, machine.ranks_per_host)
+        choice = choose(layer.masks, layer.sharding, q_heads, kv_heads, machine.ranks_per_host)
         taken, reason = choice.schedule, choice.reason
-    count = arguments.batch * (len(masks[0].documents) - 1)
+    count = arguments.batch * (len(layer.masks[0].documents) - 1)
     title = (
-        f"a causal layer of {q_heads} query and {kv_heads} key heads of {arguments.head_dim}, {arguments.batch} x "
+        f"a causal layer of {q_heads} query and {kv_heads} key heads of {shapes.head_dim}, {arguments.batch} x "
         f"{arguments.length} tokens in {count} document{'s'[: count - 1]} over {ranks} ranks, "
         f"{machine.ranks_per_host} a host takes {name_of(taken, ranks)}: {reason}"
     )
     return ["", title, "predicted:", *(f"  {line}" for line in _predicted(layer, machine, taken))]
+
+
+def _describe_recurrent(
+    model: ModelSize, shapes: Shapes, documents: tuple[tuple[int, ...], ...], machine: Machine, ranks: int
+) -> tuple[Cut, list[str]]:
+    """The cut that a model with recurrent layers takes, and what it is compared with."""
+    patterns = tuple((pattern, max(1, round(count))) for pattern, count in model.patterns)
+    hybrid = Hybrid(model.recurrent, shapes if patterns else None, machine)
+    priced = cuts(documents, patterns, ranks, hybrid)
+    taken = min(priced, key=lambda one: one.total_s)
+    way = taken.recurrence.way
+    lines = ["", f"{model}", f"cut {taken.chunking}; {taken.recurrence.reason}", "all layers of a cut:"]
+    lines += [f"  {line}" for line in describe_cuts(priced, taken)]
+    ways = describe_ways(model.recurrent, Segments(taken.sharding, documents), machine, way)
+    return taken, [*lines, "one recurrent layer:", *(f"  {line}" for line in ways)]
 
 
 def _asked(name: str, ranks: int, q_heads: int, kv_heads: int) -> Schedule | None:
@@ -244,8 +298,7 @@ def _predicted(layer: Layer, machine: Machine, taken: Schedule) -> list[str]:
         ratio = f"{cost.total_s / costs[taken].total_s:.2f}x"
         rows.append([name_of(schedule, ranks), *map(_time, times), *sizes])
         rows[-1] += [cost.transport if ranks > 1 else "-", str(cost.slices), "taken" if schedule == taken else ratio]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+    return table(rows)
 
 
 def _time(seconds: float) -> str:

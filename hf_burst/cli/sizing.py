@@ -23,6 +23,7 @@ from ..plan import (
     named,
 )
 from ..plan.model import Sharded, Weights
+from .recurrence import describe_laid_out
 
 _ROOM = 0.92  # of the memory; the rest is for the allocator, NCCL and what CUDA itself takes
 _HELP = f"a name on the hub, a folder or config.json of a model, a class of Transformers, or one of {', '.join(SHAPES)}"
@@ -35,7 +36,7 @@ _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
     "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md).",
 )
-_PARTS = ("attention_s", "products_s", "elementwise_s", "exchange_s", "optimizer_s")
+_PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "optimizer_s")
 Row = tuple[Training, StepEstimate, MemoryEstimate]
 
 
@@ -135,10 +136,11 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
         how, step, memory = row
         cells.append([_division(how), f"{step.total_s:.2f}"])
         cells[-1] += [f"{step.tokens_per_second:,.0f}", f"{step.mfu(machine):.0%}", f"{memory.total / 2**30:.1f}"]
-        cells[-1] += [name_of(step.schedule, how.burst_size) if how.burst_size > 1 else "-"]
+        cells[-1] += [_schedule(how, step)]
         cells[-1] += ["fastest that fits" if row is best else "" if fits(memory, machine) else "does not fit"]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     how, step, memory = best or rows[0]
+    shared = rows[0] if how.burst_size == 1 else (how, step)
     seconds = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
     lines = [
         str(model),
@@ -150,6 +152,7 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
         *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
         *_LEGEND,
         *(_reasons(rows, best, machine) if best else ()),
+        *describe_laid_out(shared[1].laid, shared[0].burst_size),
         "",
         f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
         f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}",
@@ -160,6 +163,14 @@ def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None
         )
         lines[-1] += "." if training.lora else " or --lora."
     return lines
+
+
+def _schedule(training: Training, step: StepEstimate) -> str:
+    """How attention is spread, and what recurrent layers exchange."""
+    if training.burst_size == 1:
+        return "-"
+    ways = [name_of(step.schedule, training.burst_size)] if step.schedule else []
+    return ", ".join(ways + ([step.laid.choice.way] if step.laid.choice else []))
 
 
 def _division(training: Training) -> str:

@@ -46,6 +46,7 @@ class ForwardCall:
     positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
     fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
     real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
+    by_heads: bool = False  # whether recurrent layers exchange heads, and states do not pass
     cache: Callable[[], AttentionCache | None] | None = None  # of the layer that runs, if it is checkpointed
 
 

@@ -14,7 +14,7 @@ from ..config import BurstConfig
 from ..errors import BatchError
 from ..layout import SequenceLayout
 from ..loss import IGNORE_INDEX
-from ..plan import MaskPattern
+from ..plan import Hybrid, MaskPattern
 from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
 from .task import CAUSAL, Task
 
@@ -99,9 +99,14 @@ def cut_batch(
 
 
 def layout_of(
-    batch: Mapping[str, Any], config: BurstConfig, ranks: int, task: Task, patterns: Mapping[MaskPattern, int]
+    batch: Mapping[str, Any],
+    config: BurstConfig,
+    ranks: int,
+    task: Task,
+    patterns: Mapping[MaskPattern, int],
+    hybrid: Hybrid | None = None,
 ) -> SequenceLayout:
-    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say."""
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones."""
     return SequenceLayout.for_batch(
         documents_of(batch, task),
         ranks,
@@ -109,6 +114,7 @@ def layout_of(
         real=real_tokens(batch),
         patterns=patterns,
         stretches=config.stretches,
+        hybrid=hybrid,
     )
 
 

@@ -11,7 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..plan import SHAPES, MaskPattern, ModelSize
-from .support import check_model, patterns_of_layers
+from .cutting import language_model_path
+from .hybrid import attention_shapes, head_size, recurrent_sizes
+from .recurrent import recurrent_modules
+from .support import check_model, has_attention, patterns_of_layers
 from .task import task_of
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -19,7 +22,8 @@ _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top
 
 
 def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, name: str | None = None) -> ModelSize:
-    """Counts the weights of a model that is made on torch's `meta` device, where nothing takes memory.
+    """Counts the weights of a model that is made on torch's `meta` device, where nothing takes memory. Of a class that
+    wraps a language model, what counts as used is the language model and the head: a batch of text needs no more.
 
     Args:
         model_class (`type`): A class with a language-model head.
@@ -47,62 +51,83 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     with torch.device("meta"):
         model = model_class(deepcopy(config))
     check_model(model)
-    text = model.config.get_text_config()
-    head = model.get_output_embeddings()
-    head_weight = getattr(head, "weight", None)
-    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    experts = _first(text, _EXPERTS, 1)
-    share = _first(text, _CHOSEN, 1) / experts
-    used, attention = 0.0, 0
-    for path, weight in model.named_parameters():
-        if weight is not head_weight and any(weight is table for table in tables):
-            continue
-        routed = ("experts." in path and not re.search("shared|router", path)) or (
-            weight.ndim == 3 and len(weight) == experts
-        )
-        used += weight.numel() * (share if routed else 1)
-        attention += weight.numel() if "attn" in path or "attention" in path else 0
-    in_head = 0 if head_weight is None else head_weight.numel()
-    layers = patterns_of_layers(model.config, task_of(model))
-    if not layers:
-        raise UnsupportedModelError(f"{name} has no attention, and only layers with attention are predicted.")
-    sizes = [_head_dim(layer) for layer, _ in layers]
-    mean, patterns = sum(sizes) / len(sizes), Counter[MaskPattern]()
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    counts = _Weights(model)
+    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
+    sizes = [head_size(layer) for layer, _ in layers]
+    patterns, mean = Counter[MaskPattern](), sum(sizes) / max(1, len(sizes))
     for (_, pattern), size in zip(layers, sizes, strict=True):
         patterns[pattern] += size
-    first = layers[0][0]
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
-    shapes = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
+    shapes, recurrent = attention_shapes(model), recurrent_sizes(model)
+    if recurrent_modules(model) and not recurrent:
+        raise ConfigError("its recurrent layers have no attributes that say how large they are")
+    linear = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
+    ]
+    rows = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
     return ModelSize(
         name=name,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        inner=round((used - in_head - attention) / (3 * text.hidden_size * text.num_hidden_layers)),  # as if gated
-        q_heads=first.num_attention_heads,
-        kv_heads=getattr(first, "num_key_value_heads", None) or first.num_attention_heads,
+        inner=round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
+        q_heads=shapes.q_heads if shapes else 0,
+        kv_heads=shapes.kv_heads if shapes else 0,
         head_dim=round(mean),
-        value_dim=getattr(first, "v_head_dim", None) or round(mean),
+        value_dim=(getattr(layers[0][0], "v_head_dim", None) or round(mean)) if layers else 0,
         vocabulary=text.vocab_size,
         weights=sum(weight.numel() for weight in model.parameters()),
-        used=round(used),
-        head=in_head,
-        tied=any(head_weight is table for table in tables),
-        adapted=sum(inputs + outputs for inputs, outputs in shapes),
-        adapter_inputs=sum(inputs for inputs, _ in shapes),
+        used=round(counts.used),
+        head=counts.head,
+        tied=counts.tied,
+        adapted=sum(inputs + outputs for inputs, outputs in rows),
+        adapter_inputs=sum(inputs for inputs, _ in rows),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
+        recurrent=recurrent,
+        unused=counts.unused,
     )
+
+
+class _Weights:
+    """The weights of a model, counted by what a batch of text does with them.
+
+    `used` are those that a token is multiplied with, `head` and `mixing` those of them in the language-model head and
+    in layers that mix tokens (attention, recurrent ones), and `unused` those beside the language model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.path, text = language_model_path(model), model.config.get_text_config()
+        self.weight = getattr(model.get_output_embeddings(), "weight", None)
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        mixers = {id(weight) for module in recurrent_modules(model) for weight in module.parameters()}
+        experts = _first(text, _EXPERTS, 1)
+        share = _first(text, _CHOSEN, 1) / experts
+        self.tied = any(self.weight is table for table in tables)
+        self.head = 0 if self.weight is None else self.weight.numel()
+        self.used, self.mixing, self.unused = 0.0, 0, 0
+        for path, weight in model.named_parameters():
+            if not self.reads(path) and weight is not self.weight:
+                self.unused += weight.numel()
+                continue
+            if weight is not self.weight and any(weight is table for table in tables):
+                continue
+            routed = ("experts." in path and not re.search("shared|router", path)) or (
+                weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
+            )
+            self.used += weight.numel() * (share if routed else 1)
+            mixes = "attn" in path or "attention" in path or id(weight) in mixers
+            self.mixing += weight.numel() if mixes else 0
+
+    def reads(self, path: str) -> bool:
+        """Whether a batch of text comes to a module, or a weight, by its path."""
+        return not self.path or path.startswith(f"{self.path}.")
 
 
 def shape_named(name: str) -> PreTrainedConfig | None:
     """The config of one of [`SHAPES`]; `None` for other names."""
     sizes = SHAPES.get(name.lower())
     return AutoConfig.for_model(**sizes) if sizes else None
-
-
-def _head_dim(layer: PreTrainedConfig) -> int:
-    """The size of the heads of queries and keys."""
-    named = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
-    return int(named or layer.hidden_size // layer.num_attention_heads)
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], default: int) -> int:

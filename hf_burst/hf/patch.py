@@ -20,6 +20,7 @@ from ..mesh import ContextGroup
 from .accelerate import PATCH, check_joined, resolve_group
 from .attention import CALL_KEY
 from .cutting import CutPoint, bound_arguments, cut_point_of
+from .hybrid import attention_shapes, hybrid_of, recurrent_sizes
 from .parts.attention import Attention
 from .parts.base import ForwardPass, Part
 from .parts.checkpointing import SavedAttention
@@ -159,6 +160,7 @@ class _Patch:
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
         self.parts = make_parts(model, config, group, cut_point)
+        self.recurrent, self.shapes = recurrent_sizes(model), attention_shapes(model)
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.explicit = False  # whether the latest batch arrived sharded
@@ -199,6 +201,7 @@ class _Patch:
             return (), batch
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
         run.facts["served by"] = self.verdict
+        run.hybrid = hybrid_of(self.recurrent, self.shapes, run.group, run.device, self.config)
         try:
             check_joined()
             for part in self.parts if error is None else ():

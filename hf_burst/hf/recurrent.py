@@ -46,7 +46,7 @@ class Scope:
     def by_heads(self) -> bool:
         """Whether heads are exchanged, and states do not pass."""
         assert self.call is not None, "set before the layer runs"
-        return self.call.config.recurrence == "heads"
+        return self.call.by_heads
 
     @property
     def segments(self) -> Segments:

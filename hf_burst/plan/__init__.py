@@ -3,10 +3,12 @@
 from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices
-from .machine import DATA_SHEETS, KernelRate, Link, Machine, built_in, data_sheet, named
+from .cuts import Cut, Hybrid, cheapest_cut, cuts, sharding_for
+from .machine import DATA_SHEETS, KernelRate, Link, Machine, RuleRate, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory
 from .model import SHAPES, ModelSize, Training
+from .recurrence import RecurrenceChoice, RecurrenceCost, RecurrentSize, choose_recurrence, recurrence_cost
 from .segments import Segment, Segments
 from .sharding import Sharding, cut, make_sharding
 from .step import StepEstimate, estimate_step
@@ -18,10 +20,12 @@ from .work import Layer
 
 # fmt: off
 __all__ = [
-    "DATA_SHEETS", "SHAPES", "Choice", "Cost", "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern",
-    "MemoryEstimate", "ModelSize", "Plan", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile",
-    "Traffic", "Training", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
-    "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance", "imbalance_of_steps",
-    "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "tiles_between", "verify_plan",
+    "DATA_SHEETS", "SHAPES", "Choice", "Cost", "Cut", "Hybrid", "KernelRate", "Layer", "Link", "Machine", "Mask",
+    "MaskPattern", "MemoryEstimate", "ModelSize", "Plan", "RecurrenceChoice", "RecurrenceCost", "RecurrentSize",
+    "RuleRate", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile", "Traffic", "Training",
+    "Transfer", "assign", "built_in", "candidates", "cheapest_cut", "choose", "choose_recurrence", "chunks_per_rank",
+    "cut", "cuts", "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance",
+    "imbalance_of_steps", "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "recurrence_cost",
+    "sharding_for", "tiles_between", "verify_plan",
 ]
 # fmt: on

@@ -43,7 +43,8 @@ def assign(
         ranks (`int`): Ranks of the group.
         chunking (`str`, defaults to `"balanced"`): As in [`BurstConfig`]. `"balanced"` tries `"contiguous"`,
             `"zigzag"`, and 4, 8 and 16 chunks a rank dealt out by their work, in this order. Steps of a ring count over
-            up to 8 ranks, unless documents lie in too many chunks to go through.
+            up to 8 ranks, unless documents lie in too many chunks to go through. Not `"documents"`, whose chunks are
+            not equal, see [`sharding_for`].
         weights (`tuple[int, ...]`, *optional*): How often each mask is computed; once by default.
         stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is cut and dealt out by itself.
 
@@ -51,6 +52,8 @@ def assign(
         ConfigError: If there is no such chunking.
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
+    if chunking == "documents":
+        raise ConfigError("The chunks of 'documents' are not equal, so that owners alone do not say where they end.")
     if chunking not in get_args(Chunking):
         raise ConfigError(f"There is no chunking {chunking!r}; it must be one of {', '.join(get_args(Chunking))}.")
     length = masks[0].length
@@ -75,7 +78,7 @@ def assign(
 def chunks_per_rank(length: int, ranks: int, chunking: Chunking, stretches: int = 1) -> int:
     """Into how many chunks a rank's tokens are cut at most. Sequences are padded to a multiple of that for all ranks,
     so that their length does not depend on how documents are packed."""
-    if ranks == 1 or chunking == "contiguous":
+    if ranks == 1 or chunking in ("contiguous", "documents"):
         return stretches
     return 2 * stretches if chunking == "zigzag" else max(_finer_cuts(length, ranks, stretches), default=stretches)
 
@@ -86,11 +89,14 @@ def _finer_cuts(length: int, ranks: int, stretches: int) -> list[int]:
     return [2 * stretches, *dealt] if length >= 2 * stretches * ranks else []
 
 
-def imbalance(masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = ()) -> float:
+def imbalance(
+    masks: Sequence[Mask], owners: Sequence[int], weights: Sequence[int] = (), boundaries: Sequence[int] = ()
+) -> float:
     """By how much the pairs of the rank with the most are above the mean (0.02 is 2 %), for these owners of as many
-    equal chunks; `masks` and `weights` as in [`assign`]."""
+    chunks, equal ones without `boundaries`; `masks` and `weights` as in [`assign`]."""
     loads = [0] * (max(owners) + 1)
-    for owner, work in zip(owners, _work(masks, weights, len(owners)), strict=True):
+    chunks = boundaries or _bounds(masks[0].length, len(owners))
+    for owner, work in zip(owners, pairs_of_chunks(masks, chunks, weights), strict=True):
         loads[owner] += work
     return max(loads) * len(loads) / sum(loads) - 1
 

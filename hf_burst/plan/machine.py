@@ -46,6 +46,29 @@ class Link:
 
 
 @dataclass(frozen=True)
+class RuleRate:
+    """How fast the kernels of recurrent layers are.
+
+    Args:
+        forward, backward (`float`): FLOP/s of either pass, of the operations that `RecurrentSize.rule_flops` counts.
+            The backward pass has twice as many.
+        call (`float`): Seconds that a call of either pass adds.
+        step (`float`): Seconds in which a state passes 64 tokens in either pass, at the least: tokens of one document
+            follow each other, however few heads a rank has.
+    """
+
+    forward: float
+    backward: float
+    call: float
+    step: float
+
+
+# of fla's gated delta rule on an H200, 16 key and 48 value heads of 128 in bf16: 2.0 and 3.4 ms forward, 6.5 and 12.1
+# ms forward and backward, on 16,384 and 32,768 tokens; `step` is assumed
+_RULE = RuleRate(forward=103e12, backward=69e12, call=0.45e-3, step=1.0e-6)
+
+
+@dataclass(frozen=True)
 class Machine:
     """The numbers from which seconds are predicted, beside the plan. Equal on all ranks of a group.
 
@@ -70,6 +93,7 @@ class Machine:
             run ahead of each other.
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
             heads of a rank; 0 for no limit.
+        rule ([`RuleRate`]): Kernels of recurrent layers; by default those of an H200.
         peak (`float`, defaults to 0.0): FLOP/s of the data sheet (bf16, not sparse), of which model FLOPs utilisation
             is a share; 0 if unknown.
         source (`str`, defaults to `"built in"`): Where the numbers come from.
@@ -92,6 +116,7 @@ class Machine:
     strided_bandwidth: float = 1.0
     waiting: float = 1.0
     slice_blocks: int = 0
+    rule: RuleRate = _RULE
     peak: float = 0.0
     source: str = "built in"
 
@@ -107,7 +132,9 @@ class Machine:
         ]
         above += [link.bandwidth for link in links]
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
+        above += [self.rule.forward, self.rule.backward]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks, self.peak]
+        least += [self.rule.call, self.rule.step]
         least += [number for link in links for number in (link.latency, link.drag)]
         sizes = [rate.scores for rate in self.rates]
         numbers = all(map(math.isfinite, above + least)) and min(above) > 0 and min(least) >= 0
@@ -138,6 +165,8 @@ class Machine:
             values["rates"] = tuple(KernelRate(**rate) for rate in values["rates"])
             for name in ("p2p", "between_hosts", "symmetric"):
                 values[name] = None if name == "symmetric" and values[name] is None else Link(**values[name])
+            if "rule" in values:
+                values["rule"] = RuleRate(**values["rule"])
             return cls(**values)
         except (ValueError, TypeError, KeyError) as problem:
             raise ConfigError(f"This is no machine: {problem}. Write one by hf-burst calibrate.") from problem
@@ -233,6 +262,9 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         device=sheet.device,
         kernel=kernel or sheet.kernel,
         rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
+        rule=replace(
+            measured.rule, forward=computing * measured.rule.forward, backward=computing * measured.rule.backward
+        ),
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
         products=computing * measured.products,
@@ -258,6 +290,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
         ranks_per_host=64,
         gathered_rate=0.93,
         waiting=0.55,
+        rule=RuleRate(forward=2e9, backward=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
     )
 
 

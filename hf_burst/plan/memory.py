@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 
 from .machine import Machine
 from .model import ModelSize, Training
-from .step import attention_costs
+from .step import lay_out
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS = 2**29  # at a time, as in linear_loss.py
@@ -21,6 +21,7 @@ class MemoryEstimate:
         attention (`float`): Attention that is kept for it (`attention_keep`).
         activations (`float`): What all layers keep, or the one that is computed again; and its gradients.
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
+        states (`float`): States of recurrent layers, of the runs of all ranks.
         exchange (`float`): Buffers through which ranks exchange blocks.
         moment (`str`): When that is.
     """
@@ -33,6 +34,7 @@ class MemoryEstimate:
     attention: float = 0.0
     activations: float = 0.0
     loss: float = 0.0
+    states: float = 0.0
     exchange: float = 0.0
     moment: str = ""
 
@@ -61,23 +63,32 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     layers = model.layers if training.checkpointing else 0
-    row = kept_by_layer(model, training.fused)
+    mixing = max([2 * (model.queries + model.keys), *(size.elements for size in model.recurrent)])
+    row = kept_by_layer(model, training.fused, mixing)
     one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
     copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
     one += in_between + (copies / model.layers if layers else 0)
-    every = 2 * tokens * model.layers * (row + model.hidden) + copies if not layers else 0
-    unit = 2 * (model.weights - table) / model.layers  # bytes of a layer in bf16
+    mean = kept_by_layer(model, training.fused) + model.hidden
+    every = 0 if layers else 2 * tokens * model.layers * mean + copies
+    unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
     logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
     scores = 4 * model.q_heads  # the log-sum-exp
+    laid = lay_out(model, training, machine)
     always = MemoryEstimate(
         weights=_weights(model, training, number),
         gradients=buckets,
         optimizer=2 * gradients,
         layer_inputs=2 * tokens * layers * model.hidden,
-        attention=tokens * layers * training.attention_keep * (2 * model.queries + scores),
+        attention=tokens * min(layers, model.attending) * training.attention_keep * (2 * model.queries + scores),
         activations=every,
-        exchange=max(cost.memory_bytes for _, _, cost in attention_costs(model, training, machine)),
+        states=sum((1 if layers else size.layers) * cost.kept_bytes for size, cost in laid.recurrence),
+        exchange=max(
+            [
+                *(cost.memory_bytes for _, _, cost in laid.attention),
+                *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
+            ]
+        ),
     )
     at_loss = replace(
         always,
@@ -96,17 +107,21 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
         at_last,
         gradients=buckets + gradients,
         layer_inputs=always.layer_inputs / model.layers,
-        attention=always.attention / model.layers,
+        attention=always.attention / max(1, model.attending),
         activations=every / model.layers + one,
         moment="the backward pass of the first layer",
     )
     return max((at_loss, at_last, at_first), key=lambda estimate: estimate.total)
 
 
-def kept_by_layer(model: ModelSize, fused: bool) -> int:
+def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:
     """Elements of a token that a layer keeps for its backward pass, beside its input: what norms and products are
-    given, q, k, v and out, and for SwiGLU both halves; without Liger's kernels also its sigmoid, and norms in fp32."""
-    kept = 3 * model.inner + 3 * model.hidden + 2 * (model.queries + model.keys)
+    given, what its attention or recurrence keeps (`mixing`; by default the mean of all layers), and for SwiGLU both
+    halves; without Liger's kernels also its sigmoid, and norms in fp32."""
+    if mixing is None:
+        attention = 2 * (model.queries + model.keys) * model.attending
+        mixing = (attention + sum(size.layers * size.elements for size in model.recurrent)) / model.layers
+    kept = 3 * model.inner + 3 * model.hidden + mixing
     return kept if fused else kept + model.inner + 4 * model.hidden
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from ..config import BurstConfig
 from ..errors import ConfigError
 from .mask import MaskPattern
+from .recurrence import RecurrentSize
 
 Weights = Literal["bf16", "fp32", "4bit"]
 Sharded = Literal["fsdp2", "ddp"]
@@ -31,7 +32,9 @@ class ModelSize:
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
         adapter_inputs (`int`): Inputs of a token to all of these linear layers.
         patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
-            the mean size counts as two.
+            the mean size counts as two. Empty for a model without attention, whose heads are 0.
+        recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
+        unused (`int`, defaults to 0): Weights that a batch of text does not use: those of towers for images and sound.
     """
 
     name: str
@@ -50,12 +53,22 @@ class ModelSize:
     adapted: int
     adapter_inputs: int
     patterns: tuple[tuple[MaskPattern, float], ...]
+    recurrent: tuple[RecurrentSize, ...] = ()
+    unused: int = 0
 
     def __str__(self) -> str:
+        unused = f" ({self.unused / 1e9:.2f}e9 not for text)" if self.unused else ""
+        heads = f", {self.q_heads} query and {self.kv_heads} key heads of {self.head_dim}" if self.patterns else ""
+        states = "".join(f", {size}" for size in self.recurrent)
         return (
-            f"{self.name}: {self.weights / 1e9:.2f}e9 weights, {self.layers} layers, {self.hidden} wide, "
-            f"{self.q_heads} query and {self.kv_heads} key heads of {self.head_dim}, vocabulary {self.vocabulary}"
+            f"{self.name}: {self.weights / 1e9:.2f}e9 weights{unused}, {self.layers} layers, {self.hidden} wide{heads}"
+            f"{states}, vocabulary {self.vocabulary}"
         )
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention."""
+        return round(sum(count for _, count in self.patterns)) if self.recurrent else self.layers
 
     @property
     def queries(self) -> int:
@@ -69,14 +82,16 @@ class ModelSize:
 
     def flops(self, tokens: int, pairs: float, trained: float = 1.0) -> float:
         """Floating point operations of a training step that computes nothing twice, as model FLOPs utilisation counts
-        them: 6 for each weight and token, 4 if it is frozen, and 12 for each pair and element of the queries.
+        them: 6 for each weight and token, 4 if it is frozen, 12 for each pair and element of the queries, and 3 times
+        those of the recurrences.
 
         Args:
             tokens (`int`): Of all sequences.
             pairs (`float`): (query, key) pairs that are admitted, added up over the layers.
             trained (`float`, defaults to 1.0): Share of the weights that learn.
         """
-        return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries
+        recurrences = 3 * tokens * sum(size.layers * size.token_flops for size in self.recurrent)
+        return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries + recurrences
 
 
 @dataclass(frozen=True)
@@ -142,7 +157,7 @@ class Training:
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""
-        return self.lora * model.adapted or model.weights
+        return self.lora * model.adapted or model.weights - model.unused
 
 
 _NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")

@@ -1,15 +1,19 @@
 """Seconds of a training step: attention by `cost.py`, and the rest by counted operations and bytes."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from ..config import Schedule
+from ..config import Chunking, Schedule
 from ..errors import ConfigError
 from .balance import assign
 from .choose import choose
 from .cost import Cost, estimate
+from .cuts import Hybrid, cheapest_cut
 from .machine import Machine
 from .mask import Mask
 from .model import ModelSize, Training
+from .recurrence import RecurrenceChoice, RecurrenceCost, RecurrentSize, recurrence_cost
+from .segments import Segments
 from .sharding import cut
 from .traffic import Shapes
 from .work import Layer
@@ -23,28 +27,34 @@ class StepEstimate:
 
     Args:
         attention_s (`float`): Attention, without what it waits for.
+        recurrence_s (`float`): Recurrent layers beside their projections, with what they wait for.
         products_s (`float`): Products of matrices, those of the head and those computed again included.
         elementwise_s (`float`): Norms, rotary positions, activations, additions and adapters, which wait for memory.
         exchange_s (`float`): Messages with nothing beside them, and by how much others slow down what is beside them.
         optimizer_s (`float`): The update of the weights.
         tokens (`int`): Of one GPU.
         flops (`float`): Operations of one GPU as model FLOPs utilisation counts them.
-        schedule ([`Schedule`]): How attention is spread, in the layers that see the most.
+        schedule ([`Schedule`], *optional*): How attention is spread, in the layers that see the most; `None` without
+            attention.
+        laid ([`LaidOut`]): How the batch is cut, and what its layers cost.
     """
 
     attention_s: float
+    recurrence_s: float
     products_s: float
     elementwise_s: float
     exchange_s: float
     optimizer_s: float
     tokens: int
     flops: float
-    schedule: Schedule
+    schedule: Schedule | None
+    laid: "LaidOut"
 
     @property
     def total_s(self) -> float:
         """Seconds of the step."""
-        return self.attention_s + self.products_s + self.elementwise_s + self.exchange_s + self.optimizer_s
+        layers = self.attention_s + self.recurrence_s + self.products_s + self.elementwise_s
+        return layers + self.exchange_s + self.optimizer_s
 
     @property
     def tokens_per_second(self) -> float:
@@ -63,18 +73,48 @@ def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 
-def attention_costs(model: ModelSize, training: Training, machine: Machine) -> list[tuple[float, Schedule, Cost]]:
-    """The layers of each kind, as [`masks_of`] has them: how many, their schedule and what one of them costs."""
-    ranks, costs = training.burst_size, []
+@dataclass(frozen=True)
+class LaidOut:
+    """How a batch is cut over the ranks, and what one layer of each kind costs.
+
+    Args:
+        chunking (`str`): The name of the cut, as in [`BurstConfig`].
+        attention (`tuple[tuple[float, Schedule, Cost], ...]`): Layers with attention of each kind, as [`masks_of`] has
+            them: how many, their schedule and what one of them costs.
+        recurrence (`tuple[tuple[RecurrentSize, RecurrenceCost], ...]`): Recurrent layers of each kind.
+        choice ([`RecurrenceChoice`], *optional*): How these pass what they know; `None` without them.
+    """
+
+    chunking: Chunking
+    attention: tuple[tuple[float, Schedule, Cost], ...]
+    recurrence: tuple[tuple[RecurrentSize, RecurrenceCost], ...] = ()
+    choice: RecurrenceChoice | None = None
+
+
+@lru_cache(maxsize=64)
+def lay_out(model: ModelSize, training: Training, machine: Machine) -> LaidOut:
+    """The cut that a step takes, and what its layers cost."""
+    ranks, masks = training.burst_size, masks_of(model, training)
     shapes = Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, 2, 4)
-    masks = masks_of(model, training)
-    owners = assign(tuple(mask for _, mask in masks), ranks, weights=tuple(max(1, round(count)) for count, _ in masks))
+    documents = (training.documents or (0, training.length),)
+    chunking: Chunking = "balanced"
+    recurrence, choice = [], None
+    if model.recurrent:
+        patterns = tuple((pattern, max(1, round(count))) for pattern, count in model.patterns)
+        priced = cheapest_cut(documents, patterns, ranks, Hybrid(model.recurrent, shapes if masks else None, machine))
+        chunking, sharding, choice = priced.chunking, priced.sharding, priced.recurrence
+        segments = Segments(sharding, documents)
+        recurrence = [(size, recurrence_cost(choice.way, size, segments, machine)) for size in model.recurrent]
+    else:
+        counts = tuple(max(1, round(count)) for count, _ in masks)
+        sharding = cut(training.length, assign(tuple(mask for _, mask in masks), ranks, weights=counts))
+    attention = []
     for count, mask in masks:
-        layer = Layer((mask,), cut(training.length, owners), shapes)
+        layer = Layer((mask,), sharding, shapes)
         per_host = min(machine.ranks_per_host, ranks)
         schedule = choose(layer.masks, layer.sharding, model.q_heads, model.kv_heads, per_host).schedule
-        costs.append((count, schedule, estimate(schedule, layer, machine)))
-    return costs
+        attention.append((count, schedule, estimate(schedule, layer, machine)))
+    return LaidOut(chunking, tuple(attention), tuple(recurrence), choice)
 
 
 def estimate_step(model: ModelSize, training: Training, machine: Machine) -> StepEstimate:
@@ -85,7 +125,8 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
         training ([`Training`]): How.
         machine ([`Machine`]): On what.
     """
-    costs = attention_costs(model, training, machine)
+    laid = lay_out(model, training, machine)
+    costs = laid.attention
     kernels = sum(count * (cost.kernels_s + cost.other_s) for count, _, cost in costs)
     masks = masks_of(model, training)
     repeated = sum(
@@ -94,19 +135,23 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
     )
     multiplying = products(model, training) / machine.products
     elementwise = _touched(model, training) / machine.memory_bandwidth
-    beside = kernels + multiplying + elementwise
+    again = 1 if training.checkpointing else 0
+    recurrence = sum(size.layers * (cost.total_s + again * cost.forward_s) for size, cost in laid.recurrence)
+    beside = kernels + recurrence + multiplying + elementwise
     exposed = sum(count * cost.exposed_s for count, _, cost in costs) + _sharding(model, training, machine, beside)
     trained = training.trained(model)
     pairs = sum(count * mask.pairs for count, mask in masks)
     return StepEstimate(
         attention_s=kernels + repeated,
+        recurrence_s=recurrence,
         products_s=multiplying,
         elementwise_s=elementwise,
         exchange_s=exposed,
         optimizer_s=_ADAMW * training.number * trained / training.shards / machine.memory_bandwidth,
         tokens=training.tokens,
         flops=model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size,
-        schedule=costs[0][1],
+        schedule=costs[0][1] if costs else None,
+        laid=laid,
     )
 
 
@@ -137,7 +182,9 @@ def products(model: ModelSize, training: Training) -> float:
 def _touched(model: ModelSize, training: Training) -> float:
     """Bytes that a GPU reads and writes beside products and attention. Each call reads its inputs and writes its
     outputs: for each token and layer two norms, two additions, rotary positions, SwiGLU."""
-    wide, heads, inner = model.hidden, model.queries + model.keys, model.inner
+    wide, inner = model.hidden, model.inner
+    recurrent = sum(size.layers * size.elements for size in model.recurrent)
+    heads = (model.attending * (model.queries + model.keys) + recurrent) / model.layers
     if training.fused:
         forward, backward = 20 * wide + 4 * heads + 6 * inner, 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation
@@ -149,7 +196,8 @@ def _touched(model: ModelSize, training: Training) -> float:
     if training.casts:  # to fp32 and back
         total += (passes + 1) * 12 * model.adapter_inputs
     # FSDP copies gathered weights into place, and gradients to where they are sent from
-    copies = 0 if training.shards == 1 else 2 * 2 * (2 * model.weights + (0 if training.lora else model.weights))
+    weights = model.weights - model.unused
+    copies = 0 if training.shards == 1 else 2 * 2 * (2 * weights + (0 if training.lora else weights))
     return training.tokens * total + copies
 
 
@@ -165,7 +213,8 @@ def _sharding(model: ModelSize, training: Training, machine: Machine, beside: fl
         ends = total / model.layers
     else:
         table = model.vocabulary * model.hidden
-        total = away * (2 * model.weights + (0 if training.lora else model.weights))
+        weights = model.weights - model.unused
+        total = away * (2 * weights + (0 if training.lora else weights))
         ends = away * 2 * (table + (model.used - model.head) / model.layers)
     seconds = link.seconds(total)
     return max(0.0, seconds - beside) + link.drag * min(seconds, beside) + link.seconds(ends)

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig
 from ...layout import SequenceLayout
 from ...mesh import ContextGroup
+from ...plan import Hybrid
 from ..attention import ForwardCall
 from ..cutting import TokenInput
+from ..hybrid import exchanges_heads
 from ..task import Task
 
 Handles = Sequence[RemovableHandle]
@@ -31,6 +33,7 @@ class ForwardPass:
     inputs: dict[str, Any] = field(default_factory=dict)  # the arguments that the model is given on this rank
     explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
+    hybrid: Hybrid | None = None  # of a model with recurrent layers over several ranks
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars that must be equal, too
     advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
@@ -41,6 +44,13 @@ class ForwardPass:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether recurrent layers exchange heads, and states do not pass."""
+        if self.hybrid is None:
+            return self.config.recurrence == "heads"
+        return exchanges_heads(self.hybrid, self.layout, self.group.rank)
 
     @property
     def targets(self) -> torch.Tensor | None:

@@ -104,13 +104,14 @@ class Tokens(Part):
         vocabulary = run.model.config.get_text_config().vocab_size
         check_ranges(run.inputs, vocabulary, self.segments, self.learned.limits)
         layout = run.layout
-        documents, chunks = layout.documents, layout.owners
+        documents, chunks = layout.documents, layout.owners + layout.boundaries
         run.facts |= {
             "batch": f"{layout.batch_size} x {layout.length - layout.padding} tokens",
             "documents": f"{sum(map(len, documents)) - layout.batch_size} (checksum {hash(documents):x})",
-            "chunks": f"{len(chunks)} (checksum {hash(chunks):x})",
+            "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
             "labels": run.inputs.get("labels") is not None,
             "sharded already": run.explicit,
+            "heads exchanged": run.by_heads,
         }
 
     def begin(self, run: ForwardPass) -> None:
@@ -128,6 +129,7 @@ class Tokens(Part):
             positions=run.inputs.get("position_ids"),
             fully_masked=None if fully_masked is None else fully_masked.to(device),
             real=None if real is None else real.to(device),
+            by_heads=run.by_heads,
         )
         self.run = run
 
@@ -157,7 +159,7 @@ class Tokens(Part):
     def _cut(self, run: ForwardPass) -> None:
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
-        run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns)
+        run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns, run.hybrid)
         if self.cut_point.path:
             check_text(run.batch, type(run.model).__name__)
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
