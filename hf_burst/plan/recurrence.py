@@ -15,11 +15,12 @@ Way = Literal["states", "heads"]
 
 _CHUNK = 64  # tokens that a kernel treats as one product of matrices, as fla's kernels do
 _WIDE = 4  # bytes of a number of a state, and of the logarithm of a decay
-_PIECE_CALLS = 8  # calls that cut a piece out and put its output back, forward
+_PIECE_CALLS = 4  # calls that put a piece's output back, and what a state adds to it, forward
 _SLOT_CALLS = 3  # calls that advance a state by a slot, forward
-_READ = 16  # bytes read and written for each number that a state adds to an output, or that is cut off of it, forward
+_HALO_CALLS = 12  # calls that find the first outputs of pieces anew, forward
+_READ = 4  # times that a number is read or written which a state adds to an output, or which is cut off of it, forward
 _FULL_PRECISION = 10  # how many times longer products of fp32 take
-_MESSAGES = {"delta": (5, 1), "scan": (4, 1), "selective": (5, 1), "convolution": (0, 0)}  # that come, and that leave
+_MESSAGES = {"delta": 2, "scan": 2, "selective": 4}  # that come and leave, where heads are exchanged
 
 
 @dataclass(frozen=True)
@@ -259,53 +260,55 @@ class _PassCost:
         self.seconds += self.times * 2 * products / (self.machine.products / _FULL_PRECISION)
 
     def _gather(self, size: float) -> float:
-        """A slot of so many bytes for each piece that hands on: gathered, or their gradients summed. The bytes that a
-        rank sends."""
-        slots = self.segments.most_slots
+        """A slot of so many bytes for each piece that hands on is gathered. Gradients are summed over all ranks, which
+        sends twice as much. The bytes that a rank sends."""
+        slots = self.times * self.segments.most_slots
         if not slots or not size:
             return 0.0
         self.seconds += self._spread(slots * size, self.machine.p2p)
         return slots * size * (self.ranks - 1)
 
     def _convolve(self) -> None:
-        """The convolution's halos, and the pieces that are laid one after another."""
+        """The convolution, and its halos."""
         if self.size.channels:
             self.halos = self._gather(self.size.halo_bytes)
-            most = max(map(len, self.segments.by_rank))
-            self._touch(4 * self.tokens * self.size.channels * self.size.itemsize, _PIECE_CALLS * most)
+            self._touch(2 * self.tokens * self.size.channels * self.size.itemsize, _HALO_CALLS)
 
     def _pass_states(self) -> None:
         """Every rank treats its own pieces; those that open no document with columns that find their transitions."""
         size, ranks = self.size, self.segments.by_rank
+        owned, most = list(enumerate(ranks)), max(map(len, ranks))
         later = max(sum(piece.size for piece in own if not piece.opens) for own in ranks)
         longest = max(piece.size for own in ranks for piece in own)
-        calls = max(len({piece.opens for piece in own}) for own in ranks) if size.kind == "delta" else 1
-        self.seconds += self._rule(self.tokens, longest, later, calls)
-        state, width = size.heads * size.keys * size.values, size.heads * size.values
+        slots, state = self.segments.slots, size.heads * size.keys * size.values
+        calls = max(len({(piece.opens, (rank, at) in slots) for at, piece in enumerate(own)}) for rank, own in owned)
+        self.seconds += self._rule(self.tokens, longest, later, calls if size.kind == "delta" else 1)
+        columns = later * size.heads * (size.keys + size.values) * size.itemsize
         if size.kind == "delta":
-            self._touch(later * size.heads * (size.keys + size.values) * _READ, _PIECE_CALLS * max(map(len, ranks)))
-        else:  # a state of its own in fp32, beside the kernel's
-            self._multiply((self.tokens + later) * state)
-            self._touch((self.tokens + later) * width * _READ, _PIECE_CALLS * max(map(len, ranks)))
-        slots = len(self.segments.slots)
-        self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
-        self._touch(0.0, _SLOT_CALLS * slots)
+            self._touch(_READ * columns, _PIECE_CALLS * most)
+        elif slots:  # a state of their own in fp32 for pieces that hand on, beside the kernel's
+            handing = max(sum(piece.size for at, piece in enumerate(own) if (rank, at) in slots) for rank, own in owned)
+            self._multiply(handing * state)
+            self._touch(
+                _READ * (handing * _WIDE + later * size.itemsize) * size.heads * size.values, _PIECE_CALLS * most
+            )
+        self._multiply(len(slots) * state * (size.keys if size.kind == "delta" else 1))
+        self._touch(0.0, _SLOT_CALLS * len(slots))
         self.sent = self._gather(size.slot_bytes)
         self.kept = self.ranks * self.segments.most_slots * size.slot_bytes
-        self.memory = self.kept + later * size.heads * (size.keys + size.values) * size.itemsize * self.times
+        self.memory = self.kept + (columns * self.times if size.kind == "delta" else 0)
 
     def _exchange_heads(self) -> None:
         """Every rank treats whole documents of some heads; tokens go there, and outputs come back."""
         size, documents = self.size, self.segments.whole.by_rank[0]
         share = (size.heads + -size.heads % self.ranks) / size.heads
         self.seconds += self._rule(share * self.tokens, max(piece.size for piece in documents))
-        self._touch(0.0, _PIECE_CALLS * len(documents))
         if self.ranks == 1:
             return
         direct = self.machine.symmetric is not None and self.ranks <= self.machine.ranks_per_host
         inside = (self.machine.symmetric if direct else None) or self.machine.p2p
         strided = self.machine.strided_bandwidth if direct else 1.0
-        messages = sum(_MESSAGES[size.kind])
+        messages = _MESSAGES[size.kind]
         moved = self.tokens * sum(size.exchanged(self.ranks))
         self.seconds += self._spread(moved / self.ranks / strided, inside) + (messages - 1) * inside.latency
         self.seconds += (2 if direct else 4) * moved / self.machine.memory_bandwidth

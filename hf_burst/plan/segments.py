@@ -36,7 +36,7 @@ class Segment:
         return self.start == self.document
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """The segments of all ranks. Each list is made when it is first asked for, and kept.
 
