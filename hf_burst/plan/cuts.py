@@ -1,6 +1,7 @@
 """Where a batch is cut for a model with recurrent layers. Attention wants even work; states want few runs of
 tokens, which begin where documents begin. Each cut is priced for the whole model, and the cheapest is taken."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from .sharding import Sharding, cut, pattern
 from .traffic import Shapes
 from .work import Layer, pairs_of_chunks
 
-_SHARES = (1.0, 0.5)  # of a rank's tokens, above which a document is dealt out over all ranks
+_SHARES = (math.inf, 1.0, 0.5)  # of a rank's tokens, above which a document is dealt out over all ranks
 _BUNDLES = 8  # parts of a rank's tokens, up to which short documents are dealt out together
 _MOST_RUNS = 24  # of a rank
 
@@ -105,7 +106,8 @@ def by_documents(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int
     """Cuts in which documents stay whole as far as every rank holds as many tokens.
 
     Documents longer than a share of a rank's tokens lie over all ranks, two pieces a rank as in `"zigzag"`. The others
-    are dealt out by their work, short neighbours together. Those that no rank has room for fill the ranks up.
+    are dealt out by their work, short neighbours together, and over as few ranks as hold them. Those for which there is
+    no room fill the ranks up.
 
     Args:
         documents (`tuple[tuple[int, ...], ...]`): As in [`cuts`]. Those count that all rows have in common.
@@ -209,19 +211,26 @@ class _Pieces:
         return bundles
 
     def deal(self, bundles: Sequence[tuple[int, int]], work: Sequence[int]) -> None:
-        """Deals bundles out: the largest first, to the rank with the least work of those that have room for it. What
-        no rank has room for is cut."""
-        loads, rest = [0] * self.ranks, []
+        """Deals bundles out, the largest first, to the ranks with the least work of those that have room. What they
+        have no room for is cut to fill them up."""
+        loads, rest = [0.0] * self.ranks, []
         order = sorted(range(len(bundles)), key=lambda index: (bundles[index][0] - bundles[index][1], index))
         for index in order:
             start, stop = bundles[index]
-            open_ranks = [rank for rank in range(self.ranks) if self.room[rank] >= stop - start]
-            if not open_ranks:
+            count = -(-(stop - start) // self.tokens)
+            parts = pattern(count, "zigzag")
+            edges = [start + place * (stop - start) // len(parts) for place in range(len(parts) + 1)]
+            shares = [0] * count
+            for (first, last), part in zip(pairwise(edges), parts, strict=True):
+                shares[part] += last - first
+            able = [rank for rank in range(self.ranks) if self.room[rank] >= max(shares)]
+            chosen = sorted(able, key=lambda rank: (loads[rank], -self.room[rank], rank))[:count]
+            if len(chosen) < count or any(first >= last for first, last in pairwise(edges)):
                 rest.append((start, stop))
                 continue
-            rank = min(open_ranks, key=lambda rank: (loads[rank], -self.room[rank], rank))
-            loads[rank] += work[index]
-            self._own((start, stop), (rank,))
+            self._own(edges, [chosen[part] for part in parts])
+            for rank in chosen:
+                loads[rank] += work[index] / count
         for start, stop in sorted(rest):
             while start < stop:
                 rank = max(range(self.ranks), key=lambda rank: (self.room[rank], -rank))
