@@ -93,9 +93,12 @@ class RecurrentSize:
             return keys + outputs + padded(self.heads) * (self.decays * _WIDE + self.itemsize), outputs
         if self.kind == "scan":
             return keys + outputs + padded(self.heads) * self.itemsize, outputs
-        if self.kind == "selective":  # every rank needs all of B and C
-            return 3 * outputs + 2 * self.keys * self.itemsize * ranks, outputs
-        return 0, 0
+        return (3 * outputs, outputs) if self.kind == "selective" else (0, 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """What every rank needs of a token beside its heads: Mamba1's B and C."""
+        return 2 * self.keys * self.itemsize if self.kind == "selective" else 0
 
     @property
     def rule_flops(self) -> float:
@@ -210,7 +213,7 @@ def choose_recurrence(
     if not any(len(size.ways) > 1 for size in sizes):
         kinds = {"selective": "Mamba1 always exchanges channels", "convolution": "convolutions pass their last tokens"}
         reason = ", ".join(kinds[size.kind] for size in sizes)
-        return RecurrenceChoice(able[0], reason, ways[able[0]])
+        return RecurrenceChoice(able[-1], reason, ways[able[-1]])
     best = min(able, key=ways.__getitem__)
     listed = " and ".join(f"by {way} {seconds * 1e3:.1f} ms" for way, seconds in ways.items())
     return RecurrenceChoice(best, f"recurrent layers are predicted to take {listed}, forward and backward", ways[best])
@@ -313,5 +316,7 @@ class _PassCost:
         self.seconds += self._spread(moved / self.ranks / strided, inside) + (messages - 1) * inside.latency
         self.seconds += (2 if direct else 4) * moved / self.machine.memory_bandwidth
         self.seconds += 4 * messages * self.machine.launch
-        self.sent = moved * (self.ranks - 1) / self.ranks
-        self.memory = 2.0 * moved
+        shared = self.times * self.tokens * size.shared_bytes
+        self.seconds += self._spread(shared, self.machine.p2p)
+        self.sent = (moved / self.ranks + shared) * (self.ranks - 1)
+        self.memory = 2.0 * moved + self.ranks * shared

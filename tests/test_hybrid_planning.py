@@ -1,0 +1,357 @@
+"""What recurrent layers cost, and where batches are cut for them: by hand, on the wire, and by properties."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import hf_burst
+from hf_burst import BurstConfig, SequenceLayout
+from hf_burst.errors import ConfigError
+from hf_burst.hf.hybrid import attention_shapes, recurrent_sizes
+from hf_burst.mesh import ContextGroup
+from hf_burst.plan import (
+    Hybrid,
+    Link,
+    Machine,
+    Mask,
+    MaskPattern,
+    RecurrentSize,
+    RuleRate,
+    Segments,
+    Shapes,
+    Sharding,
+    assign,
+    cheapest_cut,
+    choose_recurrence,
+    cut,
+    cuts,
+    recurrence_cost,
+    sharding_for,
+)
+from hf_burst.plan.cuts import by_documents
+from hf_burst.plan.machine import h200
+from hf_burst.plan.sharding import pattern
+from hf_burst.ring import PeerToPeer
+from tests import models
+from tests.ranks import RankPool
+from tests.test_recurrent import Case, sharded
+from tests.test_recurrent_models import errors_of
+
+Ranks = Callable[[int], RankPool]
+DELTA = RecurrentSize("delta", 48, 48, 128, 128, key_heads=16, channels=10240, reach=3)
+SCAN = RecurrentSize("scan", 36, 128, 128, 64, key_heads=1, channels=8448, reach=3)
+SELECTIVE = RecurrentSize("selective", 28, 8192, 16, 1, key_heads=1, channels=8192, reach=3)
+CONVOLUTION = RecurrentSize("convolution", 10, channels=2048, reach=2)
+HEADS = Shapes(24, 4, 256, 256, 2, 4)
+CAUSAL = ((MaskPattern(), 16),)
+# computes and moves anything in no time, but for messages: a second for each, and for each byte
+MESSAGES = Link(1.0, 1.0)
+PAPER = replace(
+    h200(),
+    rule=RuleRate(1e30, 1e30, 0.0, 0.0),
+    products=1e30,
+    launch=0.0,
+    memory_bandwidth=1e30,
+    p2p=MESSAGES,
+    between_hosts=MESSAGES,
+    symmetric=None,
+)
+
+
+def contiguous(length: int, ranks: int, documents: tuple[int, ...] = ()) -> Segments:
+    return Segments(cut(length, pattern(ranks, "contiguous")), (documents or (0, length),))
+
+
+def test_bytes_and_seconds_by_hand() -> None:
+    """One document over two ranks: rank 0 hands one slot on, forward to one peer, and backward by an all-reduce."""
+    slot, halo = 48 * 128 * 256 * 4, 10240 * 3 * 2
+    assert (DELTA.slot_bytes, DELTA.halo_bytes) == (slot, halo)
+    cost = recurrence_cost("states", DELTA, contiguous(64, 2), PAPER)
+    assert (cost.sent_bytes, cost.halo_bytes, cost.kept_bytes) == (3 * slot, 3 * halo, 2 * slot)
+    assert cost.forward_s == pytest.approx(2 + slot + halo)
+    assert cost.backward_s == pytest.approx(2 + 2 * (slot + halo))
+    # a token's q and k of 16 heads, v of 48, decays in fp32 and beta go there; outputs come back; half stays at home
+    there, back = 2 * (2 * 16 * 128 + 48 * 128 + 48) + 4 * 48, 2 * 48 * 128
+    assert DELTA.exchanged(2) == (there, back)
+    cost = recurrence_cost("heads", DELTA, contiguous(64, 2), PAPER)
+    assert cost.sent_bytes == 32 * (there + back)
+    assert cost.forward_s == pytest.approx(1 + halo + 2 + 16 * (there + back))
+    assert SCAN.slot_bytes == 128 * (128 * 64 + 1) * 4
+    assert SELECTIVE.slot_bytes == CONVOLUTION.slot_bytes == 0
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    """Three ranks: 16 key heads are repeated to the 48 of the values; 30 value heads are 32 of 4 ranks."""
+    assert DELTA.exchanged(3)[0] == 2 * (2 * 48 * 128 + 48 * 128 + 48) + 4 * 48
+    uneven = RecurrentSize("delta", 1, 30, 96, 192, key_heads=30)
+    assert uneven.exchanged(4)[1] == 2 * 32 * 192
+    slow = replace(PAPER, rule=RuleRate(1.0, 1e30, 0.0, 0.0), p2p=Link(0.0, 1e30))
+    alone, exchanged = (recurrence_cost("heads", uneven, contiguous(64, size), slow).forward_s for size in (1, 4))
+    assert exchanged == pytest.approx(alone / 4 * 32 / 30)
+
+
+def test_the_rule_takes_as_long_as_was_measured() -> None:
+    """Qwen3.6's layer on an H200: 2.0 and 6.5 ms on 16,384 tokens, 3.4 and 12.1 ms on 32,768."""
+    size, seconds = replace(DELTA, channels=0), {16384: (2.0, 6.5), 32768: (3.4, 12.1)}
+    for tokens, (forward, both) in seconds.items():
+        cost = recurrence_cost("states", size, contiguous(tokens, 1), h200())
+        assert cost.forward_s * 1e3 == pytest.approx(forward, rel=0.1)
+        assert cost.total_s * 1e3 == pytest.approx(both, rel=0.05)
+
+
+def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:
+    segments = contiguous(4096, 4, (0, 1024, 2048, 3072, 4096))
+    states = recurrence_cost("states", DELTA, segments, h200())
+    assert states.sent_bytes == states.halo_bytes == states.memory_bytes == 0
+    assert choose_recurrence([DELTA], segments, h200()).way == "states"
+    hybrid = Hybrid((DELTA,), HEADS, h200())
+    assert cheapest_cut(segments.documents, CAUSAL, 4, hybrid).recurrence.way == "states"
+
+
+def test_the_choice_goes_by_the_links() -> None:
+    """Heads by NVLink, states by 5 GB/s; Mamba1 and convolutions have no choice."""
+    near = replace(h200(), ranks_per_host=2)
+    far = replace(h200(), ranks_per_host=1, between_hosts=Link(1e-4, 5e9))
+    segments = contiguous(65536, 2)
+    assert choose_recurrence([DELTA], segments, near).way == "heads"
+    assert choose_recurrence([DELTA], segments, far).way == "states"
+    for machine in (near, far):
+        assert choose_recurrence([SELECTIVE, CONVOLUTION], segments, machine).way == "heads"
+        assert choose_recurrence([CONVOLUTION], segments, machine).way == "states"
+        assert choose_recurrence([DELTA], segments, machine, "states").reason == "asked for"
+    assert recurrence_cost("states", SELECTIVE, segments, far) == recurrence_cost("heads", SELECTIVE, segments, far)
+
+
+def test_one_choice_for_all_layers() -> None:
+    """Few layers that would rather pass states go the way of the many."""
+    machine, segments = replace(h200(), ranks_per_host=2), contiguous(65536, 2)
+    lone = replace(SCAN, layers=1, heads=512, keys=16)
+    assert choose_recurrence([lone], segments, machine).way == "states"
+    assert choose_recurrence([lone, DELTA], segments, machine).way == "heads"
+
+
+SMALL = {
+    "gated delta rule": RecurrentSize("delta", 1, 4, 5, 3, key_heads=2, itemsize=4),
+    "Mamba2": RecurrentSize("scan", 1, 4, 6, 3, key_heads=2, itemsize=4),
+    "Mamba1": RecurrentSize("selective", 1, 5, 6, 1, key_heads=1, itemsize=4),
+    "convolution": RecurrentSize("convolution", 1, channels=4, reach=3, itemsize=4),
+}
+
+
+class Wire(PeerToPeer):
+    """Messages whose bytes are counted."""
+
+    total = 0.0
+
+    def _post(self, *arguments: Any) -> Any:
+        posted = super()._post(*arguments)
+        Wire.total += sum(tensor.nbytes for tensor in posted.into)
+        return posted
+
+
+def bytes_of(rank: int, size: int, kind: str, chunking: str) -> float:
+    """What arrives at a rank, forward and backward, in fp32."""
+    from tests.test_recurrent import NAMES, PARAMETERS, make
+
+    Wire.total = 0.0
+    gather, reduce = torch.distributed.all_gather, torch.distributed.all_reduce
+
+    def all_gather(into: Any, tensor: torch.Tensor, **options: Any) -> Any:
+        Wire.total += (size - 1) * tensor.nbytes
+        return gather(into, tensor, **options)
+
+    def all_reduce(tensor: torch.Tensor, **options: Any) -> Any:
+        Wire.total += 2 * (size - 1) / size * tensor.nbytes
+        return reduce(tensor, **options)
+
+    case = Case(((0, 11, 24, 48),), chunking)
+    layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+    leaves = {name: tensor.float().requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
+    inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
+    with (
+        mock.patch("torch.distributed.all_gather", all_gather),
+        mock.patch("torch.distributed.all_reduce", all_reduce),
+        mock.patch("hf_burst.resources.PeerToPeer", Wire),
+    ):
+        sharded(kind, layout.segments, ContextGroup.from_mesh(None), *inputs).sum().backward()
+    return Wire.total
+
+
+@pytest.mark.parametrize("chunking", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("gated delta rule", "states"),
+        ("gated delta rule, heads exchanged", "heads"),
+        ("Mamba2", "states"),
+        ("Mamba1", "heads"),
+        ("convolution", "states"),
+    ],
+)
+def test_the_bytes_are_those_on_the_wire(ranks: Ranks, kind: str, way: Any, chunking: str) -> None:
+    size = SMALL[kind.partition(",")[0]]
+    sent = ranks(4).run(bytes_of, kind, chunking)
+    segments = SequenceLayout.for_batch([(0, 11, 24, 48)], 4, chunking).segments
+    cost = recurrence_cost(way, size, segments, h200())
+    gate = 2 * 12 * 8 * 4 * 3 / 4 if kind == "Mamba1" else 0  # of a layer, which this one lacks
+    assert cost.sent_bytes + cost.halo_bytes - gate == round(max(sent))
+
+
+@st.composite
+def packings(draw: Any) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """Rows of documents, many of them short, and ranks that divide their tokens."""
+    ranks, each = draw(st.integers(2, 6)), draw(st.integers(2, 40))
+    rows = draw(st.integers(1, 2)) if each > 4 else 1
+    length = ranks * each
+    bounds = [draw(st.sets(st.integers(1, length - 1), max_size=12)) for _ in range(rows)]
+    return tuple((0, *sorted(own), length) for own in bounds), ranks
+
+
+@given(packing=packings())
+@example(packing=(((0, 24),), 3))
+@example(packing=(((0, 5, 10, 15, 20),), 4))
+@example(packing=(((0, 7, 14),), 2))
+@example(packing=((tuple(range(13)),), 6))
+def test_every_rank_holds_as_many_tokens_each_once(packing: Any) -> None:
+    documents, ranks = packing
+    length = documents[0][-1]
+    for sharding in by_documents(documents, {MaskPattern(): 1}, ranks):
+        assert sharding.boundaries[0] == 0
+        assert sharding.boundaries[-1] == length
+        assert {sharding.tokens(rank) for rank in range(ranks)} == {length // ranks}
+        held = sorted((run.start, run.stop) for rank in range(ranks) for run in sharding.runs(rank))
+        assert [edge for run in held for edge in run][1:-1:2] == [edge for run in held for edge in run][2::2]
+
+
+@given(packing=packings())
+def test_documents_are_cut_only_to_fill_ranks_up(packing: Any) -> None:
+    """Of those that fit one rank, fewer than there are ranks."""
+    documents, ranks = packing
+    bounds = sorted(set.intersection(*map(set, documents)))
+    each = bounds[-1] // ranks
+    for sharding in by_documents(documents, {MaskPattern(): 1}, ranks)[:1]:
+        fitting = [span for span in pairwise(bounds) if span[1] - span[0] <= each]
+        split = [span for span in fitting if any(span[0] < edge < span[1] for edge in sharding.boundaries)]
+        long = bounds[-1] - sum(stop - start for start, stop in fitting)
+        assert len(split) < ranks + long // each
+
+
+@settings(max_examples=30, deadline=None)
+@given(packing=packings(), recurrent=st.sampled_from([(DELTA,), (SCAN,), (SELECTIVE,), (DELTA, CONVOLUTION)]))
+def test_the_chosen_cut_costs_no_more_than_each_named_one(packing: Any, recurrent: Any) -> None:
+    documents, ranks = packing
+    for shapes, patterns in ((HEADS, CAUSAL), (None, ())):
+        hybrid = Hybrid(recurrent, shapes, replace(h200(), ranks_per_host=ranks))
+        taken, priced = cheapest_cut(documents, patterns, ranks, hybrid), cuts(documents, patterns, ranks, hybrid)
+        assert taken.total_s == min(one.total_s for one in priced)
+        named = {one.sharding: one.total_s for one in priced}
+        for chunking in ("contiguous", "zigzag", "documents"):
+            if chunking != "zigzag" or documents[0][-1] >= 2 * ranks:
+                sharding = sharding_for(documents, dict(patterns), ranks, chunking)
+                assert sharding not in named or taken.total_s <= named[sharding]
+                assert sharding in named
+        for way in ("states", "heads"):
+            assert taken.total_s <= cheapest_cut(documents, patterns, ranks, replace(hybrid, recurrence=way)).total_s
+
+
+def test_attention_is_weighed_against_states() -> None:
+    """One document by slow links: with attention a zigzag, and without it the fewest runs. Where documents are no
+    longer than a rank's tokens, they stay whole."""
+    slow = replace(h200(), ranks_per_host=1, between_hosts=Link(1e-4, 5e9))
+    whole = ((0, 262144),)
+    with_attention, without = Hybrid((DELTA,), HEADS, slow), Hybrid((DELTA,), None, slow)
+    assert cheapest_cut(whole, CAUSAL, 8, with_attention).chunking == "zigzag"
+    assert cheapest_cut(whole, (), 8, without).chunking == "contiguous"
+    documents = ((0, 7000, 27000, 40000),)
+    taken = cheapest_cut(documents, (), 2, without)
+    assert (taken.chunking, taken.most_slots, taken.recurrence.way) == ("documents", 0, "states")
+    assert taken.sharding.boundaries == documents[0]
+
+
+@given(packing=packings())
+def test_models_without_recurrent_layers_are_cut_as_before(packing: Any) -> None:
+    documents, ranks = packing
+    masks = tuple(Mask(row[-1], documents=row) for row in documents)
+    wanted = assign(masks, ranks) if documents[0][-1] >= 2 * ranks else pattern(ranks, "contiguous")
+    layout = SequenceLayout.for_batch(documents, ranks)
+    if not layout.padding:
+        assert (layout.owners, layout.boundaries) == (wanted, ())
+
+
+def test_settings_that_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match=r"attention_keep=0\.5"):
+        BurstConfig(chunking="documents", attention_keep=0.5)
+    with pytest.raises(ConfigError, match="'documents' are not equal"):
+        assign((Mask(16),), 2, "documents")
+    assert SequenceLayout.for_batch([(0, 9)], 1, "documents").owners == (0,)
+
+
+def test_rows_share_their_cut() -> None:
+    """Documents count that all rows have."""
+    for rows in (((0, 8, 16, 24),) * 2, ((0, 8, 16, 24), (0, 3, 8, 16, 20, 24))):
+        sharding, *_ = by_documents(rows, {MaskPattern(): 1}, 3)
+        assert sharding == Sharding((0, 8, 16, 24), sharding.owners, 3)
+
+
+def test_sizes_of_models() -> None:
+    sizes = {name: recurrent_sizes(models.make_model(name)) for name in models.RECURRENT}
+    assert sizes["qwen3_5"] == (RecurrentSize("delta", 1, 4, 8, 6, key_heads=2, channels=2 * 2 * 8 + 4 * 6, reach=3),)
+    (kimi,) = sizes["kimi_linear"]
+    assert (kimi.kind, kimi.decays) == ("delta", kimi.keys)
+    assert {own.kind for own in sizes["granite"]} == {"scan"}
+    assert {own.kind for own in sizes["lfm2"]} == {"convolution"}
+    assert {own.kind for own in sizes["zamba"]} == {"selective"}
+    for name in models.RECURRENT:
+        model = models.make_model(name)
+        shapes = attention_shapes(model)
+        assert shapes is None or shapes.q_heads == model.config.num_attention_heads
+        assert sum(own.layers for own in sizes[name]) >= 1
+    assert recurrent_sizes(models.make_model("llama")) == ()
+
+
+def ways_of(rank: int, size: int) -> list[tuple[bool, float]]:
+    """The way that a model takes by itself, where links are slow and where a state takes long; and its loss."""
+    model, batch, taken = models.make_model("qwen3_5"), models.make_batch("plain"), []
+    calls: list[Any] = []
+    rule, link = h200().rule, Link(0.0, 1e3)
+    slow_state = replace(h200(), symmetric=None, rule=replace(rule, step=1.0))
+    slow_link = replace(h200(), symmetric=None, p2p=link)
+    for machine in (slow_state, slow_link):
+        with mock.patch("hf_burst.hf.hybrid.machine_of_group", lambda *_, machine=machine: machine):
+            models.patch(model)
+            hook = model.model.register_forward_pre_hook(
+                lambda module, args, kwargs: calls.append(kwargs["burst_call"]), with_kwargs=True
+            )
+            loss = model(**batch).loss.detach()
+            hook.remove()
+            hf_burst.unpatch_model(model)
+        taken.append((calls[-1].by_heads, float(loss)))
+    return taken
+
+
+def test_a_pass_takes_the_chosen_way(ranks: Ranks) -> None:
+    results = ranks(2).run(ways_of)
+    assert [by_heads for by_heads, _ in results[0]] == [False, True]
+    expected = models.plain_loss(models.make_model("qwen3_5"), models.make_batch("plain")).item()
+    for _, loss in [*results[0], *results[1]]:
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "zamba"])
+def test_models_cut_by_documents_are_exact(ranks: Ranks, name: str) -> None:
+    chosen = [("packed", way, "documents") for way in ("states", "heads")]
+    assert max(ranks(3).run(errors_of, name, chosen)[0]) < 1e-9
+
+
+def test_a_machine_remembers_its_rule() -> None:
+    machine = replace(h200(), rule=RuleRate(1e12, 2e12, 1e-3, 1e-6))
+    assert Machine.from_json(machine.to_json()) == machine
+    with pytest.raises(ConfigError):
+        replace(machine, rule=RuleRate(0.0, 1.0, 0.0, 0.0))
