@@ -22,15 +22,26 @@ from transformers import (
 
 from hf_burst.check.tiny import shrink
 from hf_burst.cli import main
-from hf_burst.errors import ConfigError, UnsupportedModelError
+from hf_burst.errors import ConfigError
 from hf_burst.hf.model_size import model_size, shape_named
 from hf_burst.hf.verdicts import SERVED
-from hf_burst.plan import DATA_SHEETS, SHAPES, Link, MaskPattern, Training, estimate_memory, estimate_step, named
+from hf_burst.plan import (
+    DATA_SHEETS,
+    SHAPES,
+    Link,
+    MaskPattern,
+    RecurrentSize,
+    Training,
+    estimate_memory,
+    estimate_step,
+    named,
+)
 from hf_burst.plan.machine import h200
 from hf_burst.plan.memory import _casts, kept_by_layer
 from hf_burst.plan.step import products
 from recipes.benchmarks import predictions
 from recipes.tiny_models import OVERRIDES, is_masked, tiny_config
+from tests import models, test_recurrent
 
 SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 4}
 SMALL = LlamaConfig(**SIZES, num_attention_heads=8, num_key_value_heads=2)
@@ -261,7 +272,6 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "BertForMaskedLM", "--length", "64", "--attention-keep", "0.5"], "an encoder's first tokens see"),
         (["--model", "T5ForConditionalGeneration", "--length", "64"], "is an encoder-decoder"),
         (["--model", "RecurrentGemmaForCausalLM", "--length", "64"], "carry a state from token to token"),
-        (["--model", "MambaForCausalLM", "--length", "64"], "MambaForCausalLM has no attention"),
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
         (["--model", "llama3-8b", "--length", "64"], "Did you mean llama-3-8b? Shapes that need no hub"),
         (["--model", "llama-3-8b", "--length", "64", "--machine", "H20"], "'H20'. Did you mean h200? Known are b200"),
@@ -310,13 +320,95 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
             config = tiny_config(model_class.config_class, {**_role(name), **OVERRIDES.get(name, {})})
         except StrictDataclassFieldValidationError:  # a config of this Transformers that is stricter
             config = shrink(model_class.config_class())
-        if name in WITHOUT_ATTENTION:
-            with pytest.raises(UnsupportedModelError, match="has no attention"):
-                model_size(model_class, config)
-            continue
         size = model_size(model_class, config)
         assert 0 < size.used <= size.weights, name
-        assert 0 < sum(count for _, count in size.patterns) <= size.layers + 1e-9, name
+        assert 0 <= size.unused < size.weights, name
+        assert 0 <= sum(count for _, count in size.patterns) <= size.layers + 1e-9, name
+        assert bool(size.patterns) == (name not in WITHOUT_ATTENTION), name
+        assert size.patterns or size.recurrent, name
+        step = estimate_step(size, Training(512, 4, 4), h200())
+        assert (step.recurrence_s > 0, step.attention_s > 0) == (bool(size.recurrent), bool(size.patterns)), name
+        assert estimate_memory(size, Training(512, 4, 4), h200()).total > 0, name
+
+
+@pytest.mark.parametrize("name", models.RECURRENT)
+def test_projections_of_recurrent_layers_are_those_that_torch_counts(name: str) -> None:
+    model = models.make_model(name).train()
+    ids = torch.randint(0, model.config.vocab_size, (1, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    size = model_size(type(model), model.config)
+    assert products(size, Training(64, 1, 1, checkpointing=False)) == pytest.approx(counted, rel=0.03)
+
+
+def test_a_recurrence_counts_token_by_token() -> None:
+    """The delta rule reads the state twice and writes it once, the scan of Mamba2 writes and reads it."""
+    rule, scan = RecurrentSize("delta", 1, 4, 5, 3, key_heads=2), RecurrentSize("scan", 1, 4, 6, 3, key_heads=2)
+    assert (rule.token_flops, scan.token_flops) == (6 * 4 * 5 * 3, 4 * 4 * 6 * 3)
+    tensors = test_recurrent.make(test_recurrent.Case(((0, 10),)))
+    # torch counts reads; a write is the product of a column and a row, which it takes for an elementwise one
+    for kind, size, reads in (("gated delta rule", rule, 2 / 3), ("Mamba2", scan, 1 / 2)):
+        inputs = [tensors[name] for name in test_recurrent.NAMES[kind]]
+        with FlopCounterMode(display=False) as counter:
+            test_recurrent.whole(kind, *inputs)
+        assert counter.get_total_flops() == 10 * reads * size.token_flops
+    plain = model_size(LlamaForCausalLM, SMALL)
+    more = replace(plain, recurrent=(replace(rule, layers=3),))
+    assert more.flops(10, 0) - plain.flops(10, 0) == 3 * 10 * 3 * rule.token_flops
+
+
+def test_a_hybrid_by_hand() -> None:
+    """Granite 4 H Micro: 36 layers of Mamba2 and 4 of attention, 3.19e9 weights."""
+    kinds = ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)]
+    config = transformers.GraniteMoeHybridConfig(
+        vocab_size=100352,
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        shared_intermediate_size=8192,
+        num_local_experts=0,
+        mamba_n_heads=64,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        layer_types=kinds,
+        tie_word_embeddings=True,
+    )
+    size = model_size(transformers.GraniteMoeHybridForCausalLM, config)
+    assert size.weights == pytest.approx(3.19e9, rel=0.01)
+    assert size.recurrent == (RecurrentSize("scan", 36, 64, 128, 64, key_heads=1, channels=4352, reach=3),)
+    assert size.patterns == ((MaskPattern(), 4),)
+    assert size.attending == 4
+    assert size.inner == pytest.approx(8192, rel=0.01)
+    training = Training(131072, 8, 8)
+    kept = estimate_memory(size, training, h200())
+    assert kept.attention in (131072 / 8 * 4 * (2 * 2048 + 4 * 32), 131072 / 8 * (2 * 2048 + 4 * 32))
+    step = estimate_step(size, training, h200())
+    pairs = 4 * 131072 * 131073 / 2
+    assert step.flops * 8 == pytest.approx(
+        6 * size.used * 131072 + 12 * pairs * 2048 + 3 * 131072 * 36 * 4 * 64 * 64 * 128
+    )
+    assert step.laid.choice is not None
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral3", "Qwen3_5"])
+def test_towers_do_not_count_for_text(name: str) -> None:
+    wrapper = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = wrapper.config_class()
+    whole = model_size(wrapper, config)
+    with torch.device("meta"):
+        model = wrapper(config)
+    read = sum(
+        weight.numel() for path, weight in model.named_parameters() if "language_model" in path or "lm_head" in path
+    )
+    assert 0 < whole.unused == whole.weights - read
+    causal = {"Mistral3": "MistralForCausalLM"}.get(name, f"{name}ForCausalLM")
+    text = model_size(getattr(transformers, causal), config.get_text_config())
+    assert replace(whole, name=text.name, weights=text.weights, tied=text.tied, unused=0) == text
+    assert Training(64, 1, 1).trained(whole) == read
+    assert whole.flops(10, 100) == text.flops(10, 100)
 
 
 def test_heads_of_layers_that_differ() -> None:

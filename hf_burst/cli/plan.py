@@ -11,7 +11,7 @@ import numpy as np
 
 from ..config import Chunking
 from ..errors import ConfigError
-from ..plan import Mask, Plan, assign, cut, make_plan
+from ..plan import Mask, MaskPattern, Plan, make_plan, sharding_for
 from ..plan.steps import Rotating
 from ..plan.work import tile_pairs
 from . import sizing
@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= arguments.ranks <= most:
         raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}, for --out to {_MOST_DRAWN}.")
     mask = _mask(arguments)
-    plan = make_plan((mask,), cut(mask.length, assign((mask,), arguments.ranks, arguments.chunking)))
+    pattern = MaskPattern(mask.causal, mask.window)
+    sharding = sharding_for((mask.documents,), {pattern: 1}, arguments.ranks, arguments.chunking)
+    plan = make_plan((mask,), sharding)
     if arguments.out is not None:
         _write_picture(arguments.out, plan, arguments.rotating)
     print(describe(plan, arguments.rotating))

@@ -101,8 +101,8 @@ class _Weights:
         self.weight = getattr(model.get_output_embeddings(), "weight", None)
         tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         mixers = {id(weight) for module in recurrent_modules(model) for weight in module.parameters()}
-        experts = _first(text, _EXPERTS, 1)
-        share = _first(text, _CHOSEN, 1) / experts
+        experts = _first(text, _EXPERTS, 0)  # 0 also in configs of models that could have some
+        share = _first(text, _CHOSEN, 1) / experts if experts else 1.0
         self.tied = any(self.weight is table for table in tables)
         self.head = 0 if self.weight is None else self.weight.numel()
         self.used, self.mixing, self.unused = 0.0, 0, 0

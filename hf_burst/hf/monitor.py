@@ -19,6 +19,7 @@ from ..plan import ModelSize, data_sheet
 from ..resources import resources_of
 from ..ring import ExchangeClock
 from .accelerate import PATCH, resolve_group
+from .cutting import language_model_path
 from .model_size import model_size
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class BurstCallback(TrainerCallback):
             logger.warning("BurstCallback logs no mfu. %s", problem)
         self.patch = getattr(model, PATCH)
         self.group = resolve_group(self.patch.group)
-        self.trained = _share_that_learns(trained)
+        self.trained = _share_that_learns(model.get_submodule(language_model_path(model)))
         self.on_train_end()  # of a training that was interrupted
         self.handle = model.register_forward_pre_hook(self._count)
         self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False
