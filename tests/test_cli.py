@@ -50,6 +50,27 @@ def test_the_doctor_in_one_process(tmp_path):
     assert not (tmp_path / "hf_burst").exists()  # nothing is measured unasked
 
 
+def test_the_doctor_of_a_model_with_recurrent_layers(capsys):
+    """Its attention beside the ways of its recurrent layers, and the cuts; only these of a model without attention."""
+    words = ["doctor", "--machine", "h200", "--ranks", "2", "--length", "65536", "--documents", "9000", "40000", "700"]
+    assert main([*words, "--model", "qwen3.6-27b"]) == 0
+    report = capsys.readouterr().out
+    assert "a causal layer of 24 query and 4 key heads of 256, 1 x 65536 tokens in 5 documents over 2 ranks" in report
+    assert "48 recurrent layers (delta) of 48 states of 128 x 128" in report
+    assert re.search(
+        r"^cut \w+; recurrent layers are predicted to take by states [\d.]+ ms and by heads ", report, re.M
+    )
+    for cut in ("contiguous", "zigzag", "documents"):
+        assert re.search(rf"^  {cut} +[\d.]+ ms +[\d.]+ ms +(states|heads) +[\d.]+ ms +\d+ ", report, re.M), cut
+    ways = re.findall(r"^  delta +(states|heads) +[\d.]+ ms +[\d.]+ ms +[\d.]+ ms +[\d.]+ MB", report, re.M)
+    assert sorted(ways) == ["heads", "states"]
+    assert len(re.findall(r" taken$", report, re.MULTILINE)) == 3
+    assert main([*words, "--model", "Mamba2ForCausalLM"]) == 0
+    report = capsys.readouterr().out
+    assert "a causal layer" not in report
+    assert re.search(r"^  scan +(states|heads) ", report, re.M)
+
+
 def test_the_doctor_of_a_laptop_is_short(tmp_path, monkeypatch, capsys):
     """No seconds of a CPU for a layer that nobody asked about; how to ask about GPUs instead."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -69,6 +90,13 @@ def test_lengths_as_people_write_them(text, length, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--length", f"{text}x"])
     assert f"'{text}x' is no number of tokens; give one as 131072, 128k or 1M" in capsys.readouterr().err
+
+
+def test_a_plan_of_documents_that_stay_whole(capsys):
+    assert main(["plan", "--documents", "7000", "20000", "13000", "--ranks", "2", "--chunking", "documents"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["0", "20000"], ["1", "20000"]]
+    assert all(line.endswith("0: 100%") for line in lines[1:3]), "nothing is fetched"
 
 
 def test_two_ranks_are_measured_and_the_doctor_remembers(tmp_path):

@@ -138,7 +138,10 @@ def test_sizes_of_models() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-3.2-1b", 1.24), ("llama-3-70b", 70.6), ("qwen3-8b", 8.19), ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5)],
+    {
+        **{"llama-3.2-1b": 1.24, "llama-3-70b": 70.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5},
+        "qwen3.6-27b": 26.9,
+    }.items(),
 )
 def test_named_shapes_are_those_of_their_models(name: str, billions: float) -> None:
     config = shape_named(name)
@@ -356,6 +359,29 @@ def test_a_recurrence_counts_token_by_token() -> None:
     plain = model_size(LlamaForCausalLM, SMALL)
     more = replace(plain, recurrent=(replace(rule, layers=3),))
     assert more.flops(10, 0) - plain.flops(10, 0) == 3 * 10 * 3 * rule.token_flops
+
+
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        ("qwen3.6-27b", ["16 x attention: ", "48 x delta: ", "recurrent layers by "]),
+        ("Mamba2ForCausalLM", ["64 x scan: "]),
+        ("JambaForCausalLM", ["4 x attention: ", "28 x selective: ", "Mamba1 always exchanges channels"]),
+        ("Lfm3ForCausalLM", ["13 x convolution: ", "convolutions pass their last tokens"]),
+        ("FalconH1ForCausalLM", ["32 x attention: ", "32 x scan: "]),
+        ("NemotronHForCausalLM", ["1 x attention: ", "1 x scan: "]),
+    ],
+)
+def test_the_plan_of_a_hybrid_tells_what_travels(
+    model: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", model, "--length", "64k", "--gpus", "8", "--machine", "b200"]) in (0, 1)
+    told = capsys.readouterr().out
+    assert re.search(r"^\d GPUs share a sequence, cut \w+; a layer sends in a step", told, re.MULTILINE)
+    for line in lines:
+        assert line in told
+    assert re.search(r"^burst_size \d, seconds: .*recurrence [\d.]+", told, re.MULTILINE)
+    assert re.search(r" 8 x 1 .*(states|heads)", told)
 
 
 def test_a_hybrid_by_hand() -> None:

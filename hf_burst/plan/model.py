@@ -163,6 +163,12 @@ class Training:
 _NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128}
+_DELTA_NET = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 # fmt: off
 _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "llama-3.2-1b": ("llama", (128256, 2048, 8192, 16, 32, 8, 64), {"tie_word_embeddings": True}),
@@ -171,6 +177,7 @@ _SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "mistral-7b": ("mistral", (32768, 4096, 14336, 32, 32, 8, 128), {"sliding_window": None}),
     "qwen3-8b": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 128), {}),
     "qwen3-32b": ("qwen3", (151936, 5120, 25600, 64, 64, 8, 128), {}),
+    "qwen3.6-27b": ("qwen3_5_text", (248320, 5120, 17408, 64, 24, 4, 256), _DELTA_NET),
     "qwen3-30b-a3b": ("qwen3_moe", (151936, 2048, 6144, 48, 32, 4, 128), _EXPERTS),
 }
 # fmt: on
