@@ -350,6 +350,28 @@ def test_models_cut_by_documents_are_exact(ranks: Ranks, name: str) -> None:
     assert max(ranks(3).run(errors_of, name, chosen)[0]) < 1e-9
 
 
+def outputs_of(rank: int, size: int) -> list[float]:
+    """The errors of logits and of losses of batches cut by documents: by the model, and before they come to it."""
+    config = BurstConfig(chunking="documents", gradients="averaged_by_hand")
+    model, batch = models.make_model("llama").eval(), models.make_batch("packed")
+    with torch.no_grad():
+        loss = models.plain_loss(model, batch)
+        hf_burst.patch_model(model, config, torch.distributed.new_group([rank], use_local_synchronization=True))
+        alone = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        hf_burst.unpatch_model(model)
+        hf_burst.patch_model(model, config)
+        gathered = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        losses = [model(**batch).loss, model(**hf_burst.shard_batch(batch, config=config)).loss]
+    errors = [float((gathered - alone).abs().max()), *(abs(float(own - loss)) for own in losses)]
+    return [*errors, float(len(SequenceLayout.for_batch([(0, 1, 8, 20, 37)], size, "documents").boundaries))]
+
+
+def test_logits_and_losses_of_documents_that_stay_whole(ranks: Ranks) -> None:
+    *errors, boundaries = ranks(3).run(outputs_of)[0]
+    assert max(errors) < 1e-5
+    assert boundaries > 0, "chunks of several sizes"
+
+
 def test_a_machine_remembers_its_rule() -> None:
     machine = replace(h200(), rule=RuleRate(1e12, 2e12, 1e-3, 1e-6))
     assert Machine.from_json(machine.to_json()) == machine
