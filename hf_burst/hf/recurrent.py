@@ -20,6 +20,7 @@ from ..plan import Segments
 from ..recurrent import (
     Rule,
     causal_convolution,
+    cp_context,
     delta_rule_by_heads,
     delta_rule_by_states,
     own_heads,
@@ -68,7 +69,7 @@ def _convolution(original: Function, scope: Scope) -> Function:
 
 
 def _delta_rule(original: Function, scope: Scope) -> Function:
-    packed = _takes(original, "cu_seqlens")
+    packed, parallel = _takes(original, "cu_seqlens"), _takes(original, "cp_context")
 
     def chunk_delta_rule(
         query: Tensor,
@@ -95,6 +96,10 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
+        context = None if scope.by_heads or not parallel else cp_context(scope.segments, scope.group, query.device)
+        if context is not None:
+            options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}
+            return original(query, key, value, g=g, beta=beta, **options)[0], None
         way = delta_rule_by_heads if scope.by_heads else delta_rule_by_states
         return way(Rule(rule, packed), (query, key, value, g, beta), scope.segments, scope.group), None
 

@@ -10,7 +10,7 @@ from .memory import MemoryEstimate, estimate_memory
 from .model import SHAPES, ModelSize, Training
 from .recurrence import RecurrenceChoice, RecurrenceCost, RecurrentSize, choose_recurrence, recurrence_cost
 from .segments import Segment, Segments
-from .sharding import Sharding, cut, make_sharding
+from .sharding import Sharding, cut, make_sharding, pattern, pattern_of
 from .step import StepEstimate, estimate_step
 from .steps import Plan, Step, Transfer, make_plan
 from .tiles import Tile, tiles_between
@@ -25,7 +25,7 @@ __all__ = [
     "RuleRate", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile", "Traffic", "Training",
     "Transfer", "assign", "built_in", "candidates", "cheapest_cut", "choose", "choose_recurrence", "chunks_per_rank",
     "cut", "cuts", "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance",
-    "imbalance_of_steps", "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "recurrence_cost",
-    "sharding_for", "tiles_between", "verify_plan",
+    "imbalance_of_steps", "make_plan", "make_sharding", "name_of", "named", "pattern", "pattern_of", "rank_traffic",
+    "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
 ]
 # fmt: on
