@@ -36,7 +36,7 @@ from hf_burst.plan import (
     sharding_for,
 )
 from hf_burst.plan.cuts import by_documents
-from hf_burst.plan.machine import h200
+from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.sharding import pattern
 from hf_burst.ring import PeerToPeer
 from tests import models
@@ -55,6 +55,7 @@ CAUSAL = ((MaskPattern(), 16),)
 MESSAGES = Link(1.0, 1.0)
 PAPER = replace(
     h200(),
+    device="CPU",
     rule=RuleRate(1e30, 1e30, 0.0, 0.0),
     products=1e30,
     launch=0.0,
@@ -77,6 +78,8 @@ def test_bytes_and_seconds_by_hand() -> None:
     assert (cost.sent_bytes, cost.halo_bytes, cost.kept_bytes) == (3 * slot, 3 * halo, 2 * slot)
     assert cost.forward_s == pytest.approx(2 + slot + halo)
     assert cost.backward_s == pytest.approx(2 + 2 * (slot + halo))
+    gathered = recurrence_cost("states", DELTA, contiguous(64, 2), replace(PAPER, device="GPU"))
+    assert gathered.sent_bytes == 2 * slot, "by flash-linear-attention's own kernels"
     # a token's q and k of 16 heads, v of 48, decays in fp32 and beta go there; outputs come back; half stays at home
     there, back = 2 * (2 * 16 * 128 + 48 * 128 + 48) + 4 * 48, 2 * 48 * 128
     assert DELTA.exchanged(2) == (there, back)
@@ -199,7 +202,7 @@ def test_the_bytes_are_those_on_the_wire(ranks: Ranks, kind: str, way: Any, chun
     size = SMALL[kind.partition(",")[0]]
     sent = ranks(4).run(bytes_of, kind, chunking)
     segments = SequenceLayout.for_batch([(0, 11, 24, 48)], 4, chunking).segments
-    cost = recurrence_cost(way, size, segments, h200())
+    cost = recurrence_cost(way, size, segments, cpu())
     gate = 2 * 12 * 8 * 4 * 3 / 4 if kind == "Mamba1" else 0  # of a layer, which this one lacks
     assert cost.sent_bytes + cost.halo_bytes - gate == round(max(sent))
 

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from ..config import Recurrence
 from .machine import Link, Machine
 from .segments import Segments
+from .sharding import pattern_of
 from .traffic import Pass
 
 RuleKind = Literal["delta", "scan", "selective", "convolution"]
@@ -109,6 +110,11 @@ class RecurrentSize:
     def column_flops(self) -> float:
         """Those that find a transition beside: as many more columns as there are keys (delta rules)."""
         return self._flops(self.values + self.keys) - self._flops(self.values) if self.kind == "delta" else 0.0
+
+    @property
+    def transition_flops(self) -> float:
+        """Those of a pass in either direction that finds states and transitions and no outputs (delta rules)."""
+        return 4.0 * self.heads * self.keys * (self.keys + self.values) if self.kind == "delta" else 0.0
 
     def _flops(self, columns: int) -> float:
         state, chunk = self.keys * columns, 2 * _CHUNK
@@ -262,10 +268,10 @@ class _PassCost:
         """Multiplications and additions in fp32."""
         self.seconds += self.times * 2 * products / (self.machine.products / _FULL_PRECISION)
 
-    def _gather(self, size: float) -> float:
-        """A slot of so many bytes for each piece that hands on is gathered. Gradients are summed over all ranks, which
-        sends twice as much. The bytes that a rank sends."""
-        slots = self.times * self.segments.most_slots
+    def _gather(self, size: float, summed: bool = True) -> float:
+        """A slot of so many bytes for each piece that hands on is gathered. Gradients are `summed` over all ranks, which
+        sends twice as much, or gathered too. The bytes that a rank sends."""
+        slots = (self.times if summed else 1) * self.segments.most_slots
         if not slots or not size:
             return 0.0
         self.seconds += self._spread(slots * size, self.machine.p2p)
@@ -277,29 +283,42 @@ class _PassCost:
             self.halos = self._gather(self.size.halo_bytes)
             self._touch(2 * self.tokens * self.size.channels * self.size.itemsize, _HALO_CALLS)
 
+    @property
+    def _by_own_pass(self) -> bool:
+        """Whether flash-linear-attention's context parallelism finds the transitions: on GPUs, of one row in equal
+        contiguous or zigzag chunks. Its kernels make a pass of their own over keys and values."""
+        known = self.machine.device != "CPU" and self.rows == 1 and pattern_of(self.segments.sharding) is not None
+        return known and self.size.kind == "delta"
+
     def _pass_states(self) -> None:
-        """Every rank treats its own pieces; those that open no document with columns that find their transitions."""
-        size, ranks = self.size, self.segments.by_rank
-        owned, most = list(enumerate(ranks)), max(map(len, ranks))
-        later = max(sum(piece.size for piece in own if not piece.opens) for own in ranks)
-        longest = max(piece.size for own in ranks for piece in own)
-        slots, state = self.segments.slots, size.heads * size.keys * size.values
-        calls = max(len({(piece.opens, (rank, at) in slots) for at, piece in enumerate(own)}) for rank, own in owned)
-        self.seconds += self._rule(self.tokens, longest, later, calls if size.kind == "delta" else 1)
-        columns = later * size.heads * (size.keys + size.values) * size.itemsize
-        if size.kind == "delta":
-            self._touch(_READ * columns, _PIECE_CALLS * most)
-        elif slots:  # a state of their own in fp32 for pieces that hand on, beside the kernel's
-            handing = max(sum(piece.size for at, piece in enumerate(own) if (rank, at) in slots) for rank, own in owned)
-            self._multiply(handing * state)
-            self._touch(
-                _READ * (handing * _WIDE + later * size.itemsize) * size.heads * size.values, _PIECE_CALLS * most
+        """Every rank treats its own pieces; of those that open no document the transitions are found beside."""
+        size, owned, slots = self.size, list(enumerate(self.segments.by_rank)), self.segments.slots
+        later = max(sum(piece.size for piece in own if not piece.opens) for _, own in owned)
+        longest = max(piece.size for _, own in owned for piece in own)
+        reading = _PIECE_CALLS * max(sum(not piece.opens for piece in own) for _, own in owned)
+        state, width = size.heads * size.keys * size.values, size.heads * size.values
+        if self._by_own_pass:
+            rate = self.machine.rule
+            self.seconds += self._rule(self.tokens, longest)
+            self.seconds += later * size.transition_flops / (rate.backward if self.backward else rate.forward)
+        elif size.kind == "delta":
+            calls = max(
+                len({(piece.opens, (rank, at) in slots) for at, piece in enumerate(own)}) for rank, own in owned
             )
+            columns = later * size.heads * (size.keys + size.values) * size.itemsize
+            self.seconds += self._rule(self.tokens, longest, later, calls)
+            self._touch(_READ * columns, reading)
+            self.memory = columns * self.times
+        else:  # a state of their own in fp32 for pieces that hand on, beside the kernel's
+            handing = max(sum(piece.size for at, piece in enumerate(own) if (rank, at) in slots) for rank, own in owned)
+            self.seconds += self._rule(self.tokens, longest)
+            self._multiply(handing * state)
+            self._touch(_READ * width * (handing * _WIDE + later * size.itemsize), reading)
         self._multiply(len(slots) * state * (size.keys if size.kind == "delta" else 1))
         self._touch(0.0, _SLOT_CALLS * len(slots))
-        self.sent = self._gather(size.slot_bytes)
+        self.sent = self._gather(size.slot_bytes, summed=not self._by_own_pass)
         self.kept = self.ranks * self.segments.most_slots * size.slot_bytes
-        self.memory = self.kept + (columns * self.times if size.kind == "delta" else 0)
+        self.memory += self.kept
 
     def _exchange_heads(self) -> None:
         """Every rank treats whole documents of some heads; tokens go there, and outputs come back."""
