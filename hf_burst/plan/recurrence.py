@@ -3,6 +3,8 @@ exchange of tokens for heads. One way is chosen for all layers of a pass."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, get_args
 
 from ..config import Recurrence
@@ -229,6 +231,29 @@ def _total(way: Way, sizes: Iterable[RecurrentSize], segments: Segments, machine
     return sum(size.layers * recurrence_cost(way, size, segments, machine).total_s for size in sizes)
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """What the cost of passing states follows from, each of the rank with the most: tokens of pieces that open no
+    document, and how many these are; tokens of pieces that hand on; calls of the rule; and the longest piece."""
+
+    later: int
+    later_pieces: int
+    handing: int
+    calls: int
+    longest: int
+
+
+@lru_cache(maxsize=8)
+def _runs_of(segments: Segments) -> _Runs:
+    ranks = []
+    for rank, own in enumerate(segments.by_rank):
+        later = [piece.size for piece in own if not piece.opens]
+        handing = [own[at].size for holder, at in segments.slots if holder == rank]
+        kinds = {(piece.opens, (rank, at) in segments.slots) for at, piece in enumerate(own)}
+        ranks.append((sum(later), len(later), sum(handing), len(kinds), max(piece.size for piece in own)))
+    return _Runs(*map(max, zip(*ranks, strict=True)))
+
+
 class _PassCost:
     """One pass as it adds up, in seconds and bytes. Messages wait for what they carry and are waited for."""
 
@@ -269,8 +294,8 @@ class _PassCost:
         self.seconds += self.times * 2 * products / (self.machine.products / _FULL_PRECISION)
 
     def _gather(self, size: float, summed: bool = True) -> float:
-        """A slot of so many bytes for each piece that hands on is gathered. Gradients are `summed` over all ranks, which
-        sends twice as much, or gathered too. The bytes that a rank sends."""
+        """A slot of so many bytes for each piece that hands on is gathered. Gradients are `summed` over all ranks,
+        which sends twice as much, or gathered too. The bytes that a rank sends."""
         slots = (self.times if summed else 1) * self.segments.most_slots
         if not slots or not size:
             return 0.0
@@ -292,39 +317,33 @@ class _PassCost:
 
     def _pass_states(self) -> None:
         """Every rank treats its own pieces; of those that open no document the transitions are found beside."""
-        size, owned, slots = self.size, list(enumerate(self.segments.by_rank)), self.segments.slots
-        later = max(sum(piece.size for piece in own if not piece.opens) for _, own in owned)
-        longest = max(piece.size for _, own in owned for piece in own)
-        reading = _PIECE_CALLS * max(sum(not piece.opens for piece in own) for _, own in owned)
+        size, runs, slots = self.size, _runs_of(self.segments), len(self.segments.slots)
+        later, longest, reading = runs.later, runs.longest, _PIECE_CALLS * runs.later_pieces
         state, width = size.heads * size.keys * size.values, size.heads * size.values
         if self._by_own_pass:
             rate = self.machine.rule
             self.seconds += self._rule(self.tokens, longest)
             self.seconds += later * size.transition_flops / (rate.backward if self.backward else rate.forward)
         elif size.kind == "delta":
-            calls = max(
-                len({(piece.opens, (rank, at) in slots) for at, piece in enumerate(own)}) for rank, own in owned
-            )
             columns = later * size.heads * (size.keys + size.values) * size.itemsize
-            self.seconds += self._rule(self.tokens, longest, later, calls)
+            self.seconds += self._rule(self.tokens, longest, later, runs.calls)
             self._touch(_READ * columns, reading)
             self.memory = columns * self.times
         else:  # a state of their own in fp32 for pieces that hand on, beside the kernel's
-            handing = max(sum(piece.size for at, piece in enumerate(own) if (rank, at) in slots) for rank, own in owned)
             self.seconds += self._rule(self.tokens, longest)
-            self._multiply(handing * state)
-            self._touch(_READ * width * (handing * _WIDE + later * size.itemsize), reading)
-        self._multiply(len(slots) * state * (size.keys if size.kind == "delta" else 1))
-        self._touch(0.0, _SLOT_CALLS * len(slots))
+            self._multiply(runs.handing * state)
+            self._touch(_READ * width * (runs.handing * _WIDE + later * size.itemsize), reading)
+        self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
+        self._touch(0.0, _SLOT_CALLS * slots)
         self.sent = self._gather(size.slot_bytes, summed=not self._by_own_pass)
         self.kept = self.ranks * self.segments.most_slots * size.slot_bytes
         self.memory += self.kept
 
     def _exchange_heads(self) -> None:
         """Every rank treats whole documents of some heads; tokens go there, and outputs come back."""
-        size, documents = self.size, self.segments.whole.by_rank[0]
+        size, longest = self.size, max(stop - start for row in self.segments.documents for start, stop in pairwise(row))
         share = (size.heads + -size.heads % self.ranks) / size.heads
-        self.seconds += self._rule(share * self.tokens, max(piece.size for piece in documents))
+        self.seconds += self._rule(share * self.tokens, longest)
         if self.ranks == 1:
             return
         direct = self.machine.symmetric is not None and self.ranks <= self.machine.ranks_per_host

@@ -4,12 +4,12 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from .sharding import Sharding
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens `[start, stop)` of a row that belong to one document and lie together in a shard.
 
     Args:
@@ -56,12 +56,14 @@ class Segments:
     @cached_property
     def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For every document of several segments, these in its order: their rank, and their place in `by_rank`."""
-        documents: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for rank, segments in enumerate(self.by_rank):
-            for index, segment in enumerate(segments):
-                documents.setdefault((segment.row, segment.document), []).append((segment.start, rank, index))
-        ordered = (sorted(pieces) for pieces in documents.values())
-        return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in ordered if len(pieces) > 1)
+        several = {(piece.row, piece.document) for own in self.by_rank for piece in own if not piece.opens}
+        documents: dict[tuple[int, int], list[tuple[int, int, int]]] = {document: [] for document in several}
+        for rank, own in enumerate(self.by_rank):
+            for index, piece in enumerate(own):
+                if (piece.row, piece.document) in several:
+                    documents[piece.row, piece.document].append((piece.start, rank, index))
+        ordered = (sorted(documents[document]) for document in sorted(several))
+        return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in ordered)
 
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:
