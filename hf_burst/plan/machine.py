@@ -52,20 +52,21 @@ class RuleRate:
     Args:
         forward, backward (`float`): FLOP/s of either pass, of the operations that `RecurrentSize.rule_flops` counts.
             The backward pass has twice as many.
+        transitions (`float`): FLOP/s of a pass of its own, in either direction, that finds states and transitions.
         call (`float`): Seconds that a call of either pass adds.
-        step (`float`): Seconds in which a state passes 64 tokens in either pass, at the least: tokens of one document
-            follow each other, however few heads a rank has.
+        step (`float`): Seconds that every 64 tokens of the longest piece add, twice as many backward: a state passes
+            through them one after another, however few heads a rank has.
     """
 
     forward: float
     backward: float
+    transitions: float
     call: float
     step: float
 
 
-# of fla's gated delta rule on an H200, 16 key and 48 value heads of 128 in bf16: 2.0 and 3.4 ms forward, 6.5 and 12.1
-# ms forward and backward, on 16,384 and 32,768 tokens; `step` is assumed
-_RULE = RuleRate(forward=103e12, backward=69e12, call=0.45e-3, step=1.0e-6)
+# fitted to the gated DeltaNet of Qwen3.6 over 2 H200s, see recipes/benchmarks/results/recurrent_2xH200_ways.json
+_RULE = RuleRate(forward=142e12, backward=83e12, transitions=31e12, call=0.2e-3, step=2.0e-6)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Machine:
         ]
         above += [link.bandwidth for link in links]
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
-        above += [self.rule.forward, self.rule.backward]
+        above += [self.rule.forward, self.rule.backward, self.rule.transitions]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks, self.peak]
         least += [self.rule.call, self.rule.step]
         least += [number for link in links for number in (link.latency, link.drag)]
@@ -263,7 +264,8 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         kernel=kernel or sheet.kernel,
         rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
         rule=replace(
-            measured.rule, forward=computing * measured.rule.forward, backward=computing * measured.rule.backward
+            measured.rule,
+            **{name: computing * getattr(measured.rule, name) for name in ("forward", "backward", "transitions")},
         ),
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
@@ -290,7 +292,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
         ranks_per_host=64,
         gathered_rate=0.93,
         waiting=0.55,
-        rule=RuleRate(forward=2e9, backward=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
+        rule=RuleRate(forward=2e9, backward=2e9, transitions=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
     )
 
 

@@ -21,7 +21,8 @@ _WIDE = 4  # bytes of a number of a state, and of the logarithm of a decay
 _PIECE_CALLS = 4  # calls that put a piece's output back, and what a state adds to it, forward
 _SLOT_CALLS = 3  # calls that advance a state by a slot, forward
 _HALO_CALLS = 12  # calls that find the first outputs of pieces anew, forward
-_READ = 4  # times that a number is read or written which a state adds to an output, or which is cut off of it, forward
+_READ = 14  # times that a number of further columns is read or written, forward, as measured
+_SCANNED = 4  # the same of what a scan finds beside its kernel, by its calls
 _FULL_PRECISION = 10  # how many times longer products of fp32 take
 _MESSAGES = {"delta": 2, "scan": 2, "selective": 4}  # that come and leave, where heads are exchanged
 
@@ -264,7 +265,7 @@ class _PassCost:
         self.ranks, self.rows = segments.sharding.ranks, len(segments.documents)
         self.tokens = self.rows * segments.sharding.most_tokens
         self.seconds = self.sent = self.halos = self.memory = self.kept = 0.0
-        self.plain = self._rule(self.tokens, 0)
+        self.plain = self._rule(self.tokens, _runs_of(segments).longest)
         self._convolve()
         if size.kind != "convolution":
             self._pass_states() if way == "states" else self._exchange_heads()
@@ -277,7 +278,7 @@ class _PassCost:
             return 0.0
         flops = self.times * (tokens * size.rule_flops + later * size.column_flops)
         steps = self.times * longest / _CHUNK * rate.step
-        return max(flops / (rate.backward if self.backward else rate.forward), steps) + calls * rate.call
+        return flops / (rate.backward if self.backward else rate.forward) + steps + calls * rate.call
 
     def _spread(self, size: float, inside: Link) -> float:
         """Seconds in which a rank sends `size` bytes to every other one; hosts are reached at the same time."""
@@ -321,9 +322,8 @@ class _PassCost:
         later, longest, reading = runs.later, runs.longest, _PIECE_CALLS * runs.later_pieces
         state, width = size.heads * size.keys * size.values, size.heads * size.values
         if self._by_own_pass:
-            rate = self.machine.rule
             self.seconds += self._rule(self.tokens, longest)
-            self.seconds += later * size.transition_flops / (rate.backward if self.backward else rate.forward)
+            self.seconds += later * size.transition_flops / self.machine.rule.transitions
         elif size.kind == "delta":
             columns = later * size.heads * (size.keys + size.values) * size.itemsize
             self.seconds += self._rule(self.tokens, longest, later, runs.calls)
@@ -332,7 +332,7 @@ class _PassCost:
         else:  # a state of their own in fp32 for pieces that hand on, beside the kernel's
             self.seconds += self._rule(self.tokens, longest)
             self._multiply(runs.handing * state)
-            self._touch(_READ * width * (runs.handing * _WIDE + later * size.itemsize), reading)
+            self._touch(_SCANNED * width * (runs.handing * _WIDE + later * size.itemsize), reading)
         self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
         self._touch(0.0, _SLOT_CALLS * slots)
         self.sent = self._gather(size.slot_bytes, summed=not self._by_own_pass)
