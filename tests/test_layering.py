@@ -31,10 +31,10 @@ WITHIN = {
         *("flash_attn_2", "flash_attn_4", "torch_cudnn", "select", "__init__"),
     ],
     "ring": [
-        *("fused", "merge", "exchange", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
+        *("exchange", "fused", "merge", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
-    "recurrent": ["gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
+    "recurrent": ["context_parallel", "gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [
