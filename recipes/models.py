@@ -12,8 +12,10 @@ from tokenizers.models import BPE
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -88,13 +90,24 @@ def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
     else:
         with using(f"model_name_or_path {name!r}"):
             config = AutoConfig.from_pretrained(name, revision=settings.model_revision)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in (*MODEL_FOR_CAUSAL_LM_MAPPING, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         raise SystemExit(
             f"The model is a {config.model_type}, of which Transformers has no causal language model; set another one."
         )
     if settings.rope_scaling:
         scale_rope(config, dict(settings.rope_scaling))
     return config
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What loads a checkpoint as the class that it was saved from: one with towers for images stays one."""
+    wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    saved = wrapper is not None and wrapper.__name__ in (config.architectures or ())
+    return (
+        AutoModelForImageTextToText
+        if saved or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        else AutoModelForCausalLM
+    )
 
 
 def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -170,13 +183,13 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
         with using(f"model_config {settings.model_config}"):
             dtype = None if settings.dtype == "auto" else settings.dtype
             set_seed(seed)
-            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
+            model = auto_class(config).from_config(deepcopy(config), dtype=dtype)
     else:
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
         with using(f"model_name_or_path {name!r}"):
             if (quantization := get_quantization_config(settings)) is not None:
                 options["quantization_config"] = quantization
-            model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
+            model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
     return hf_burst.patch_model(model, burst.config)
 
 
@@ -226,14 +239,15 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
     base, revision = adapter.base_model_name_or_path, adapter.revision
     own = (Path(folder) / "config.json").exists()
     config = AutoConfig.from_pretrained(folder) if own else AutoConfig.from_pretrained(base, revision=revision)
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype, revision=revision)
+    model = auto_class(config).from_pretrained(base, config=config, dtype=dtype, revision=revision)
     return PeftModel.from_pretrained(model, folder)
 
 
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
     """Writes a full model, the adapter merged into its weights, and its tokenizer, or that of its base.
 
-    `AutoModelForCausalLM.from_pretrained(to)` loads it, as vLLM does: neither needs peft or hf_burst.
+    `AutoModelForCausalLM.from_pretrained(to)` loads it, or the class of the base, as vLLM does: neither needs peft or
+    hf_burst.
 
     Args:
         folder (`str` or `Path`): Where the adapter was saved, such as a checkpoint.

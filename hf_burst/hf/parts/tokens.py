@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
 from ..attention import CALL_KEY, ForwardCall
-from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
+from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of, modalities_of
 from ..documents import BOUNDARY_KEYS, tokens_of
 from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
@@ -86,6 +86,8 @@ class Tokens(Part):
         reader: Any = model.get_submodule(cut_point.path)  # the tables of towers are of images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
+        # PaliGemma: 0 is a prefix, whose tokens see each other
+        self.text_type = int(getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.positions: torch.Tensor | None = None
         self.run: ForwardPass | None = None
 
@@ -158,8 +160,8 @@ class Tokens(Part):
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns)
-        if self.cut_point.path:
-            check_text(run.batch, type(run.model).__name__)
+        if modalities_of(run.model.config):
+            check_text(run.batch, type(run.model).__name__, self.text_type)
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
         content = checksum(run.batch, run.token_inputs) if run.group.size > 1 else None
         if content is not None:
@@ -180,15 +182,22 @@ class Tokens(Part):
         return (), {**inputs, CALL_KEY: replace(self.run.call, positions=inputs["position_ids"])}
 
 
-def check_text(batch: Mapping[str, Any], name: str) -> None:
-    """Raises for a batch of a model with several modalities that holds more than text."""
+def check_text(batch: Mapping[str, Any], name: str, text_type: int = 0) -> None:
+    """Raises for a batch of a model with several modalities that holds more than text, whose tokens are of `text_type`
+    where the batch has `token_type_ids`."""
     text = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
     held = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
-    others = [key for key in held if key not in text] + [key for key in _TOKEN_TYPES if key in held and held[key].any()]
+    marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
+    others = [key for key in held if key not in text]
+    others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
     if others:
         raise BatchError(
             f"The batch holds {', '.join(others)}. Of {name} text is served: images, sound and video are not laid over "
             "several ranks yet. Give batches of text."
+        )
+    if text_type and "token_type_ids" not in held:
+        raise BatchError(
+            f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
         )
 
 
