@@ -35,7 +35,7 @@ from hf_burst.hf.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, tiny_model  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
-BATCH = 20  # classes that share the start of two processes
+BATCH = 12  # classes that share the start of two processes
 RESULTS = ROOT / "recipes" / "results"
 SERVED = ROOT / "hf_burst" / "hf" / "served.json"
 
@@ -110,8 +110,8 @@ def write(table: Table, rows: dict[str, Verdict]) -> None:
     ]
     masked = {name: row for name, row in rows.items() if table is LANGUAGE and is_masked(name)}
     others = {name: row for name, row in rows.items() if name not in masked}
-    title = "Causal language models" if table is LANGUAGE else "Image-text-to-text models"
-    for title, part in ((title, others), ("Masked language models", masked)):
+    first = "Causal language models" if table is LANGUAGE else "Image-text-to-text models"
+    for title, part in ((first, others), ("Masked language models", masked)):
         lines += ["", f"## {title}", "", *markdown(part)] if part else []
     (RESULTS / f"{table.name}.md").write_text("\n".join(lines) + "\n")
 

@@ -32,6 +32,7 @@ from trl import get_peft_config, get_quantization_config
 import hf_burst
 
 PAD, END, UNKNOWN, START = "<pad>", "<|im_end|>", "<unk>", "<|im_start|>"
+NO_TEXT = r"(?!.*\b(language_model|text_model)\.).*"  # the modules of a wrapper beside its language model
 CHATML = Path(__file__).parent / "configs" / "chatml.jinja"
 
 
@@ -103,11 +104,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """What loads a checkpoint as the class that it was saved from: one with towers for images stays one."""
     wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     saved = wrapper is not None and wrapper.__name__ in (config.architectures or ())
-    return (
-        AutoModelForImageTextToText
-        if saved or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        else AutoModelForCausalLM
-    )
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not saved
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+
+
+def has_towers(config: PreTrainedConfig) -> bool:
+    """Whether a model wraps a language model and has towers for images or sound beside it."""
+    return "text_config" in config.sub_configs and auto_class(config) is AutoModelForImageTextToText
 
 
 def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -190,14 +193,19 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
             if (quantization := get_quantization_config(settings)) is not None:
                 options["quantization_config"] = quantization
             model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
+    if has_towers(config) and not settings.use_peft:  # no text reaches them; DDP would wait for their gradients
+        model.requires_grad_(False)
+        for part in (model.get_decoder(), model.get_output_embeddings()):
+            part.requires_grad_(True)
     return hf_burst.patch_model(model, burst.config)
 
 
-def adapter_config(settings: ModelSettings) -> PeftConfig | None:
-    """The adapters to train, if there are any; they remember the revision of their base."""
+def adapter_config(settings: ModelSettings, config: PreTrainedConfig) -> PeftConfig | None:
+    """The adapters to train, if there are any; they remember the revision of their base. Towers get none."""
     adapter = get_peft_config(settings)
     if adapter is not None:
         adapter.revision = settings.model_revision
+        adapter.exclude_modules = NO_TEXT if has_towers(config) else None
     return adapter
 
 

@@ -148,10 +148,8 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         batch["position_ids"] = positions + first_position(model)
     if _TOKEN_KINDS in inspect.signature(model.forward).parameters:  # as processors say that all of it is text
         batch[_TOKEN_KINDS] = torch.zeros_like(ids)
-    if (
-        modalities_of(model.config)
-        and getattr(model.config.get_text_config(), "use_bidirectional_attention", 0) is True
-    ):
+    text = model.config.get_text_config()
+    if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
         batch["token_type_ids"] = torch.ones_like(ids)  # of PaliGemma: no token sees later ones
     return batch
 

@@ -123,7 +123,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 def _needed(model: PreTrainedModel) -> list[str]:
     """The arguments besides tokens without which a model cannot be called."""
-    parameters = [parameter for parameter in inspect.signature(type(model).forward).parameters.values()][1:]
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return [each.name for each in named if each.default is each.empty and each.name != "input_ids"]
 
