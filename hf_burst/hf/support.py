@@ -71,7 +71,7 @@ def check_model(model: PreTrainedModel) -> None:
     """
     task, config, name = task_of(model), model.config, type(model).__name__
     reader, modalities = language_model_of(model), modalities_of(config)
-    if modalities and reader is model and model.get_decoder() not in (model, model.base_model):
+    if modalities and reader is model:
         raise UnsupportedModelError(
             f"{name} has several parts ({', '.join(modalities)}), and none is known as its language model, which takes "
             "the embeddings of all tokens. No part of it is served."

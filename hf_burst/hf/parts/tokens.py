@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
 from ..attention import CALL_KEY, ForwardCall
-from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of, modalities_of
+from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
 from ..documents import BOUNDARY_KEYS, tokens_of
 from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
 from ..support import layer_patterns
@@ -160,7 +160,7 @@ class Tokens(Part):
         """A full batch is cut: its targets here, its token inputs here or at the cut point."""
         patterns = layer_patterns(run.model.config, run.task)
         run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns)
-        if modalities_of(run.model.config):
+        if self.cut_point.path:
             check_text(run.batch, type(run.model).__name__, self.text_type)
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
         content = checksum(run.batch, run.token_inputs) if run.group.size > 1 else None
@@ -186,7 +186,7 @@ def check_text(batch: Mapping[str, Any], name: str, text_type: int = 0) -> None:
     """Raises for a batch of a model with several modalities that holds more than text, whose tokens are of `text_type`
     where the batch has `token_type_ids`."""
     text = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
-    held = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
+    held = {key: value for key, value in batch.items() if _holds_values(value)}
     marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
     others = [key for key in held if key not in text]
     others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
@@ -199,6 +199,11 @@ def check_text(batch: Mapping[str, Any], name: str, text_type: int = 0) -> None:
         raise BatchError(
             f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
         )
+
+
+def _holds_values(value: Any) -> bool:
+    """Whether an argument is a tensor, or several, and no setting."""
+    return bool(value.ndim) if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple)
 
 
 def check_ranges(
