@@ -60,7 +60,7 @@ _NO_TEXT = re.compile(r"(image|video|vision|audio|sound|speech|media)\w*_token_(
 
 def is_size(key: str) -> bool:
     """Whether a tiny model has a size of its own in the place of an attribute of a config."""
-    return key in SIZES or _WINDOW.search(key) is not None or key.endswith("_offset")
+    return key in SIZES or _WINDOW.search(key) is not None or key.endswith(("_offset", "mrope_section"))
 
 
 def small_size(key: str, value: Any) -> Any:
