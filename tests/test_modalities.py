@@ -133,7 +133,7 @@ def test_a_sharded_batch_is_refused_since_wrappers_read_whole_ones() -> None:
     ("name", "sentence"),
     [
         ("Blip2ForConditionalGeneration", "its forward requires pixel_values"),
-        ("DiffusionGemmaForBlockDiffusion", "none is known as its language model"),
+        ("GitForCausalLM", "none is known as its language model"),
         ("MllamaForConditionalGeneration", "has cross attention"),
         ("Florence2ForConditionalGeneration", "is an encoder-decoder"),
     ],
