@@ -52,7 +52,7 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
             train_dataset=train,
             eval_dataset=evaluation,
             processing_class=tokenizer,
-            peft_config=models.adapter_config(model),
+            peft_config=models.adapter_config(model, config),
             callbacks=training.callbacks(model, config),
         )
     args.max_length = longest

@@ -157,7 +157,7 @@ def main(arguments: list[str]) -> None:
             train_dataset=train,
             eval_dataset=held_out,
             processing_class=tokenizer,
-            peft_config=models.adapter_config(model),
+            peft_config=models.adapter_config(model, config),
             callbacks=training.callbacks(model, config),
         )
     measured = partial(measure, trainer, windows, old)

@@ -32,6 +32,8 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     tokenizer = models.load_tokenizer(model, args)
     args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     config = models.load_config(model, len(tokenizer))
+    if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:
+        model.model_name_or_path = args.resume_from_checkpoint  # Trainer finds no weights by the names in its files
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     train, evaluation = data.load_tokens(documents, tokenizer, args)
     with settings.using("the settings", RuntimeError):
@@ -41,7 +43,7 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
             train_dataset=train,
             eval_dataset=evaluation,
             processing_class=tokenizer,
-            peft_config=models.adapter_config(model),
+            peft_config=models.adapter_config(model, config),
             callbacks=callbacks(model, config),
         )
     return trainer, burst
