@@ -78,8 +78,8 @@ SIZES = {  # by the kind of layers
     },
 }
 DEFAULTS = {  # what each learns by in a minute
-    "attention": {"steps": 300, "num_questions": 1, "learning_rate": 2e-3, "adam_beta2": 0.95},
-    "recurrent": {"steps": 200, "num_questions": 4, "learning_rate": 1e-2, "adam_beta2": 0.99},
+    "attention": {"num_questions": 1, "learning_rate": 2e-3, "adam_beta2": 0.95},
+    "recurrent": {"num_questions": 4, "learning_rate": 1e-2, "adam_beta2": 0.99},
 }
 CARRIERS = {"attention": "attention", "recurrent": "states"}
 CUT = hf_burst.BurstConfig(chunking="zigzag")
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_keys", type=int, default=4, help="facts in a sequence, one a key")
     parser.add_argument("--num_values", type=int, default=8, help="values a key can have; chance is 1 / num_values")
     parser.add_argument("--num_questions", type=int, help="questions at the end; by default 1, recurrent layers: 4")
-    parser.add_argument("--steps", type=int, help="by default 300, recurrent layers: 200")
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, help="by default 2e-3, recurrent layers: 1e-2")
     parser.add_argument("--adam_beta2", type=float, help="by default 0.95, recurrent layers: 0.99")
@@ -147,7 +147,8 @@ class Recall:
         order = torch.rand(rows, len(self.places), generator=generator).argsort(dim=1)
         facts_at = self.places[order[:, : self.keys]]
         input_ids.scatter_(1, facts_at, self.first_fact + torch.arange(self.keys) * self.values + values)
-        asked = torch.randint(self.keys, (rows, self.questions), generator=generator)
+        first = torch.randint(self.keys, (rows, 1), generator=generator)
+        asked = (first + torch.arange(self.questions)) % self.keys  # after one key those that follow it
         input_ids[:, self.asked_at.start : self.asked_at.stop] = self.first_question + asked
         for token in facts_at.gather(1, asked).unique().tolist():
             assert self.ranks == 1 or self.sharding.owner(token) != self.home, "the fact is on the rank that is asked"
