@@ -181,6 +181,8 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
             if (quantization := get_quantization_config(settings)) is not None:
                 options["quantization_config"] = quantization
             model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
+    here = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = here & set(model._no_split_modules or ())  # FSDP2 looks for each of them
     return hf_burst.patch_model(model, burst.config)
 
 

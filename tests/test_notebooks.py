@@ -97,8 +97,9 @@ def check_recall(results: dict) -> None:
     assert abs(runs["within_shard"]["final_accuracy"] - results["chance"]) < 0.05
 
 
-def test_committed_recall_results() -> None:
-    check_recall(json.loads((ROOT / "recipes/results/recall.json").read_text()))
+@pytest.mark.parametrize("name", ["recall", "recall_recurrent"])
+def test_committed_recall_results(name: str) -> None:
+    check_recall(json.loads((ROOT / f"recipes/results/{name}.json").read_text()))
 
 
 def test_committed_outputs(notebook: Path) -> None:

@@ -356,7 +356,7 @@ RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
 
 
 @pytest.mark.parametrize(
-    "name", [f"{kind}_{machine}" for kind in RECIPES for machine in ("cpu", "1gpu", "4gpu", "8gpu")]
+    "name", sorted(file.stem for kind in RECIPES for file in (ROOT / "recipes" / "configs").glob(f"{kind}_*.yaml"))
 )
 def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     """Its settings exist, and its comment names the files that it is launched with."""
@@ -541,7 +541,7 @@ def test_evaluations_are_made_once_and_kept_if_no_step_was_logged(
     assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["length", "num_keys", "batch_size", "eval_every", "eval_sequences"])
+@pytest.mark.parametrize("name", ["length", "num_keys", "num_questions", "batch_size", "eval_every"])
 def test_recall_needs_numbers_above_0(sentence: Sentence, name: str) -> None:
     assert f"--{name} is 0; it must be at least 1" in sentence(recall_across_shards.parse_args, f"--{name}", "0")
 
