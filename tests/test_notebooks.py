@@ -22,6 +22,7 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
     "03_your_documents": {"max_steps=120": "max_steps=20"},
     "04_longer_context": {'str(short), "200"': 'str(short), "20"', 'str(long), "40"': 'str(long), "5"'},
     "05_chats_and_agents": {"max_steps=140": "max_steps=20"},
+    "06_hybrids": {"max_steps=16": "max_steps=2"},
 }
 
 
@@ -31,7 +32,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
 
 
 @pytest.mark.parametrize("shorter", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shorter", "whole"])
@@ -82,10 +83,21 @@ def context_is_longer(text: str) -> None:
     assert far["YaRN, trained"] < 1.1 * near["as it was trained"]
 
 
+def states_stay_small(text: str) -> None:
+    """The loss is that of one process; keys and values grow with the document, and states and halos do not."""
+    over_two, alone = map(float, re.search(r"([\d.]+) over two processes, ([\d.]+) in one", text).groups())
+    assert over_two == pytest.approx(alone, rel=1e-5)
+    sent = re.findall(r"states +([\d.]+), halos +([\d.]+), keys and values +([\d.]+)", text)
+    states, halos, others = (list(map(float, column)) for column in zip(*sent, strict=True))
+    assert len(set(states)) == len(set(halos)) == 1
+    assert [size / others[0] for size in others] == [1, 2, 4, 8]
+
+
 CLAIMS: dict[str, Callable[[str], object]] = {
     "03_your_documents": answers_right,
     "04_longer_context": context_is_longer,
     "05_chats_and_agents": answers_right,
+    "06_hybrids": states_stay_small,
 }
 
 

@@ -187,10 +187,10 @@ def test_the_text_of_a_model_of_several_modalities(tmp_path: Path) -> None:
 def recall(rank: int, size: int, folder: str) -> list[float]:
     """How many answers are right at the end, of states that cross shards and of those that do not."""
     reset_accelerate()
-    easy = ["--length", "32", "--num_keys", "2", "--num_values", "4", "--num_questions", "2", "--steps", "60"]
+    easy = ["--length", "32", "--num_keys", "2", "--num_values", "4", "--num_questions", "2", "--steps", "70"]
     with mock.patch.object(sys, "argv", ["recall", "--layers", "recurrent", "--output_dir", folder, *easy]):
         args = recall_across_shards.parse_args()
-    args.eval_every, task = args.steps, recall_across_shards.Recall(args, size)
+    args.eval_every, args.eval_sequences, task = args.steps, 256, recall_across_shards.Recall(args, size)
     runs = recall_across_shards.AcrossShards(task), recall_across_shards.WithinShard(task)
     return [recall_across_shards.train(Accelerator(cpu=True), args, run)["final_accuracy"] for run in runs]
 
