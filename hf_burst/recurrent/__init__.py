@@ -1,6 +1,7 @@
 """Layers that carry a state from token to token, over shards: runs of tokens, what they do to a state, and how that
 composes. Knows nothing of Transformers."""
 
+from .context_parallel import cp_context
 from .delta import delta_rule_by_heads, delta_rule_by_states
 from .exchange import own_heads
 from .halo import causal_convolution
@@ -10,6 +11,7 @@ from .scan import scan_by_channels, scan_by_states
 __all__ = [
     "Rule",
     "causal_convolution",
+    "cp_context",
     "delta_rule_by_heads",
     "delta_rule_by_states",
     "own_heads",
