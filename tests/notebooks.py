@@ -28,9 +28,9 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
     },
     "04_longer_context": {'str(short), "200"': 'str(short), "20"', 'str(long), "40"': 'str(long), "5"'},
     "05_chats_and_agents": {
-        "range(3000)": "range(300)",
-        "trajectories[:2800], trajectories[2800:]": "trajectories[:280], trajectories[280:]",
-        "max_steps=140": "max_steps=12",
+        "range(3000)": "range(1000)",
+        "trajectories[:2800], trajectories[2800:]": "trajectories[:960], trajectories[960:]",
+        "max_steps=140": "max_steps=20",
     },
     "06_hybrids": {"max_steps=16": "max_steps=2"},
 }
