@@ -55,7 +55,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(settings: ModelSettings, training: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of a file and the end-of-sequence token where `training` has them."""
+    """The tokenizer, with the chat template of a file and the end-of-sequence token where `training` has them.
+
+    `training.chat_template_path` is `None` afterwards: TRL would take a file that does not end in .jinja for a model.
+    """
     chat_template_path, end = (getattr(training, key, None) for key in ("chat_template_path", "eos_token"))
     revision = None if settings.tokenizer else settings.model_revision
     name = settings.tokenizer or settings.model_name_or_path
@@ -66,6 +69,7 @@ def load_tokenizer(settings: ModelSettings, training: Any = None) -> PreTrainedT
     if chat_template_path is not None:
         with using(f"chat_template_path {chat_template_path!r}"):
             tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+        training.chat_template_path = None
     if end is not None:
         if end not in tokenizer.get_vocab():
             raise SystemExit(f"eos_token is {end!r}, which tokenizer {name!r} does not have; set a token that it has.")
@@ -197,6 +201,8 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
         model.requires_grad_(False)
         for part in (model.get_decoder(), model.get_output_embeddings()):
             part.requires_grad_(True)
+    here = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = here & set(model._no_split_modules or ())  # FSDP2 looks for each of them
     return hf_burst.patch_model(model, burst.config)
 
 
