@@ -144,7 +144,7 @@ def test_adapters_of_hybrids(name: str) -> None:
 
     model_settings, model = tiny(name)
     linear = {path.rpartition(".")[2] for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    adapted = get_peft_model(model, models.adapter_config(model_settings))
+    adapted = get_peft_model(model, models.adapter_config(model_settings, models.load_config(model_settings, 260)))
     targets = {path.rpartition(".")[2] for path, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     assert targets == set(model_settings.lora_target_modules)
     assert linear - targets <= {"lm_head", "in_proj_a", "in_proj_b", "layer"}
