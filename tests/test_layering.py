@@ -34,7 +34,7 @@ WITHIN = {
         *("fused", "merge", "exchange", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
-    "recurrent": ["gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
+    "recurrent": ["received", "gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [

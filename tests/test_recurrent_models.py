@@ -93,7 +93,7 @@ def compare_checkpointed(rank: int, size: int, name: str, reentrant: bool) -> fl
 
 
 @pytest.mark.parametrize("name", models.RECURRENT)
-def test_checkpointed_layers_compute_their_states_again(ranks: Ranks, name: str) -> None:
+def test_checkpointed_layers_take_part_again(ranks: Ranks, name: str) -> None:
     reentrant = name == "lfm2"
     assert max(ranks(3).run(compare_checkpointed, name, reentrant)) < 1e-6
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from ..mesh import ContextGroup
 from ..plan import Segments, segments_of
 from ..recurrent import (
+    Received,
     Rule,
     causal_convolution,
     delta_rule_by_heads,
@@ -28,29 +29,45 @@ from ..recurrent import (
 )
 from .attention import ForwardCall
 
+RUN_KEY = "burst_run"  # the keyword argument by which a Run comes into a checkpoint
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer in a pass over ranks; the keyword argument `burst_run`."""
+
+    call: ForwardCall
+    received: Received
 
 
 @dataclass
 class Scope:
     """What the functions of one layer know of the pass."""
 
-    call: ForwardCall | None = None
+    run: Run | None = None
+
+    @property
+    def call(self) -> ForwardCall:
+        assert self.run is not None, "set before the layer runs"
+        return self.run.call
+
+    @property
+    def received(self) -> Received:
+        assert self.run is not None, "set before the layer runs"
+        return self.run.received
 
     @property
     def group(self) -> ContextGroup:
-        assert self.call is not None, "set before the layer runs"
         return self.call.group
 
     @property
     def by_heads(self) -> bool:
         """Whether heads are exchanged, and states do not pass."""
-        assert self.call is not None, "set before the layer runs"
         return self.call.config.recurrence == "heads"
 
     @property
     def segments(self) -> Segments:
-        assert self.call is not None, "set before the layer runs"
         return segments_of(self.call.layout.sharding, self.call.layout.documents)
 
 
@@ -62,7 +79,7 @@ def _convolution(original: Function, scope: Scope) -> Function:
             out: Tensor = original(laid, weight, bias, activation=activation)
             return out
 
-        return causal_convolution(convolve, x, weight.shape[-1] - 1, scope.segments, scope.group)
+        return causal_convolution(convolve, x, weight.shape[-1] - 1, scope.segments, scope.group, scope.received)
 
     return causal_conv1d_fn
 
@@ -95,8 +112,11 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
-        way = delta_rule_by_heads if scope.by_heads else delta_rule_by_states
-        return way(Rule(rule, packed), (query, key, value, g, beta), scope.segments, scope.group), None
+        inputs = (query, key, value, g, beta)
+        if scope.by_heads:
+            return delta_rule_by_heads(Rule(rule, packed), inputs, scope.segments, scope.group), None
+        out = delta_rule_by_states(Rule(rule, packed), inputs, scope.segments, scope.group, scope.received)
+        return out, None
 
     return chunk_delta_rule
 
@@ -107,7 +127,7 @@ def _scan(original: Function, scope: Scope) -> Function:
     def mamba2_chunk_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **options: Any
     ) -> Tensor:
-        group, limit = scope.group, options.get("dt_limit", (0.0, float("inf")))
+        group, segments, limit = scope.group, scope.segments, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
         if scope.by_heads:
@@ -122,10 +142,10 @@ def _scan(original: Function, scope: Scope) -> Function:
         if scope.by_heads:
             if b.shape[2] % group.size:  # a rank has heads whose group is another's
                 b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
-            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), scope.segments, group)
+            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), segments, group)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
         applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
-        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), scope.segments, group)
+        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), segments, group, scope.received)
 
     return mamba2_chunk_scan
 

@@ -5,9 +5,11 @@ from .delta import delta_rule_by_heads, delta_rule_by_states
 from .exchange import own_heads
 from .halo import causal_convolution
 from .pieces import Rule
+from .received import Received
 from .scan import scan_by_channels, scan_by_states
 
 __all__ = [
+    "Received",
     "Rule",
     "causal_convolution",
     "delta_rule_by_heads",

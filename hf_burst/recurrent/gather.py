@@ -6,20 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import all_gather
 from ..mesh import ContextGroup
 from ..plan import Segments
+from .received import Received
 
 Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment
 
 
-def gather_slots(own: Sequence[Tensor], segments: Segments, group: ContextGroup) -> Slots:
+def gather_slots(
+    own: Sequence[Tensor], segments: Segments, group: ContextGroup, received: Received | None = None
+) -> Slots:
     """What every segment with a successor hands on.
 
     Args:
         own (sequence of `torch.Tensor`, all of one shape): What the segments of this rank hand on, one after another.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `dict` from rank and place of a segment to a tensor of that shape. Gradients of all ranks are summed on the way
@@ -27,7 +30,7 @@ def gather_slots(own: Sequence[Tensor], segments: Segments, group: ContextGroup)
     """
     mine = [own[index] for rank, index in segments.slots if rank == group.rank]
     mine += [own[0]] * (segments.most_slots - len(mine))  # nobody reads it, but the way back needs all ranks
-    every = all_gather(torch.stack(mine), group)
+    every = (received or Received()).all_gather(torch.stack(mine), group)
     return {piece: every[piece[0]][place] for piece, place in segments.slots.items()}
 
 

@@ -9,10 +9,16 @@ from torch.nn import functional
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import Slots, gather_slots, take_part
+from .received import Received
 
 
 def causal_convolution(
-    convolution: Callable[[Tensor], Tensor], x: Tensor, reach: int, segments: Segments, group: ContextGroup
+    convolution: Callable[[Tensor], Tensor],
+    x: Tensor,
+    reach: int,
+    segments: Segments,
+    group: ContextGroup,
+    received: Received | None = None,
 ) -> Tensor:
     """A convolution of each document by itself, wherever its tokens lie.
 
@@ -25,6 +31,7 @@ def causal_convolution(
         reach (`int`): How many earlier tokens an output sees: the width of the kernel less 1.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
@@ -36,7 +43,7 @@ def causal_convolution(
     slots: Slots = {}
     if segments.most_slots and reach:
         tails = [functional.pad(piece[-reach:], (0, 0, max(0, reach - len(piece)), 0)) for piece in pieces]
-        slots = gather_slots(tails, segments, group)
+        slots = gather_slots(tails, segments, group, received)
     laid: list[Tensor] = []
     for index, piece in enumerate(pieces):
         laid += [_halo(index, reach, segments, group, slots, rows), piece]

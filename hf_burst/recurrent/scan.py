@@ -18,11 +18,18 @@ from ..plan import Segments
 from .exchange import to_heads, to_tokens, whole_segments, whole_tokens
 from .gather import take_part
 from .pieces import Rule, cut
+from .received import Received
 from .states import by_number, in_full_precision, incoming_states
 
 
 def scan_by_states(
-    rule: Rule, inputs: Sequence[Tensor], steps: Tensor, decay: Tensor, segments: Segments, group: ContextGroup
+    rule: Rule,
+    inputs: Sequence[Tensor],
+    steps: Tensor,
+    decay: Tensor,
+    segments: Segments,
+    group: ContextGroup,
+    received: Received | None = None,
 ) -> Tensor:
     """The scan of Mamba2 of each document by itself; states pass from rank to rank.
 
@@ -34,6 +41,7 @@ def scan_by_states(
         decay (`torch.Tensor` of shape `(heads,)`): A, below 0.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, P)`.
@@ -49,7 +57,8 @@ def scan_by_states(
             end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
             ends.append(end.flatten(0, 1))
             logs.append(log)
-        incoming, slots = incoming_states(ends, [log[-1].exp() for log in logs], by_number, segments, group)
+        steps_of_runs = [log[-1].exp() for log in logs]
+        incoming, slots = incoming_states(ends, steps_of_runs, by_number, segments, group, received)
         for index, (state, (c_own,)) in enumerate(zip(incoming, cut((inputs[3],), own), strict=True)):
             if state is not None:
                 read = torch.einsum("ghpn,tgn->tghp", state.unflatten(0, (groups, -1)), c_own.to(state.dtype))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import Slots, gather_slots
+from .received import Received
 
 
 def incoming_states(
@@ -20,6 +21,7 @@ def incoming_states(
     advance: Callable[[Tensor, Tensor], Tensor],
     segments: Segments,
     group: ContextGroup,
+    received: Received | None = None,
 ) -> tuple[list[Tensor | None], Slots]:
     """The states that come to the segments of this rank.
 
@@ -31,6 +33,7 @@ def incoming_states(
         advance (callable): Applies a transition to a state.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         For each segment of this rank its state at the beginning, `None` for zeros; and the slots, for [`take_part`].
@@ -40,7 +43,7 @@ def incoming_states(
     found: dict[tuple[int, int], Tensor] = {}
     shape, size = own[0].shape, own[0].numel()
     flat = [torch.cat([state.flatten(), step.flatten()]) for state, step in zip(own, transitions, strict=True)]
-    slots = gather_slots(flat, segments, group)
+    slots = gather_slots(flat, segments, group, received)
     for chain in segments.chains:
         last = max((place for place, (rank, _) in enumerate(chain) if rank == group.rank), default=0)
         state = None
