@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_burst
 from hf_burst import collectives
 from hf_burst.errors import ConfigError
-from hf_burst.hf.recurrent import functions_of
+from hf_burst.hf.doors import recurrent_modules
 from hf_burst.recurrent import Received
 from recipes.tiny_models import tiny_model
 from tests import models
@@ -92,8 +92,7 @@ def compare(rank: int, size: int, switch: str) -> tuple[float, int]:
     turn_on(model)
     found, sizes = gradients_of(model, batch)
     hf_burst.unpatch_model(model)
-    mixers = [module for module in model.modules() if functions_of(module)]
-    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in mixers)
+    assert not any("forward" in vars(module) or module._forward_pre_hooks for module in recurrent_modules(model))
     return greatest_error(found, wanted), len(sizes)
 
 

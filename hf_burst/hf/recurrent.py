@@ -70,6 +70,16 @@ class Scope:
     def segments(self) -> Segments:
         return segments_of(self.call.layout.sharding, self.call.layout.documents)
 
+    @property
+    def segments_of_rows(self) -> Segments:
+        """Those of a layer that reads padding as it reads other tokens."""
+        layout = self.call.layout
+        if not layout.real:
+            return self.segments
+        rows = zip(layout.documents, layout.real, strict=True)
+        documents = tuple((0, *sorted({*row} - {0, *real, layout.length}), layout.length) for row, real in rows)
+        return segments_of(layout.sharding, documents)
+
 
 def _convolution(original: Function, scope: Scope) -> Function:
     def causal_conv1d_fn(
@@ -194,29 +204,19 @@ COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxy
 )
 
 
-def functions_of(module: nn.Module) -> tuple[str, ...]:
-    """The functions with a counterpart that a module calls, by their names."""
-    kind: Any = type(module)
-    return _functions_of(kind)
-
-
 @cache
-def _functions_of(kind: Any) -> tuple[str, ...]:
+def functions_of(kind: Any) -> tuple[str, ...]:
+    """The functions with a counterpart that modules of a class call, by their names."""
     forward: Any = inspect.unwrap(kind.forward)
     called = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
 
 
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that carry a state from token to token by functions with a counterpart."""
-    return [module for module in model.modules() if functions_of(module)]
-
-
-def over_ranks(module: nn.Module, scope: Scope) -> Function:
+def rebound(module: nn.Module, scope: Scope) -> Function:
     """The forward of a module's class, which calls the counterparts; the class and its source file stay as they are."""
     forward: Any = type(module).forward
     functions = inspect.unwrap(forward).__globals__
-    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(module)}
+    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(type(module))}
 
     def rebind(inner: FunctionType) -> FunctionType:
         return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
 from .cutting import cut_point_of, modalities_of
-from .recurrent import COUNTERPARTS, recurrent_modules
+from .doors import recurrent_modules
+from .recurrent import COUNTERPARTS
 from .task import CAUSAL, Task, forwards_of, task_of
 from .verdicts import own_classes, served_by
 

@@ -2,8 +2,10 @@
 composes. Knows nothing of Transformers."""
 
 from .delta import delta_rule_by_heads, delta_rule_by_states
+from .diagonal import recurrence_by_channels, recurrence_by_states
 from .exchange import own_heads
 from .halo import causal_convolution
+from .lightning import lightning_by_heads, lightning_by_states
 from .pieces import Rule
 from .received import Received
 from .scan import scan_by_channels, scan_by_states
@@ -14,7 +16,11 @@ __all__ = [
     "causal_convolution",
     "delta_rule_by_heads",
     "delta_rule_by_states",
+    "lightning_by_heads",
+    "lightning_by_states",
     "own_heads",
+    "recurrence_by_channels",
+    "recurrence_by_states",
     "scan_by_channels",
     "scan_by_states",
 ]

@@ -15,7 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError, UnsupportedModelError
 from ...recurrent import Received
 from ..attention import CALL_KEY
-from ..recurrent import RUN_KEY, Function, Run, Scope, in_place_of_innermost, over_ranks, recurrent_modules
+from ..doors import over_ranks, recurrent_modules
+from ..recurrent import RUN_KEY, Function, Run, Scope, in_place_of_innermost
 from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)
