@@ -105,15 +105,22 @@ def convolve(x: Tensor, weight: Tensor) -> Tensor:
     return functional.conv1d(functional.pad(x, (REACH, 0)), weight[:, None], groups=x.shape[1])
 
 
-def packed_rule(rows: Sequence[Tensor], states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The delta rule as a kernel that takes rows of several pieces."""
-    assert states is not None
-    assert bounds is not None
-    pieces = [
+def delta_rule(
+    rows: Sequence[Tensor], states: Tensor | None, bounds: Tensor | None, ends: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule as a kernel does it: of a batch, or of a row of several pieces."""
+    keys, values = rows[1], rows[2]
+    pieces = len(keys) if bounds is None else len(bounds) - 1
+    if states is None:
+        states = values.new_zeros(pieces, *values.shape[2:3], keys.shape[-1], values.shape[-1])
+    if bounds is None:
+        out, last = token_by_token(*rows, states)
+        return out, last if ends else None
+    parts = [
         token_by_token(*(row[:, start:stop] for row in rows), state[None])
         for (start, stop), state in zip(pairwise(bounds.tolist()), states, strict=True)
     ]
-    return torch.cat([out for out, _ in pieces], dim=1), torch.cat([last for _, last in pieces])
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([last for _, last in parts]) if ends else None
 
 
 def make(case: Case) -> dict[str, Tensor]:
@@ -211,9 +218,7 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor
     if kind.startswith("RG-LRU"):
         way = recurrence_by_channels if kind.endswith("exchanged") else recurrence_by_states
         return way(*tensors, segments, group)
-    if kind.endswith("packed kernel"):
-        return delta_rule_by_states(Rule(packed_rule, packed=True), tensors, segments, group)
-    rule = Rule(lambda rows, states, _: token_by_token(*rows, states), packed=False)
+    rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
     way = delta_rule_by_heads if kind.endswith("exchanged") else delta_rule_by_states
     return way(rule, tensors, segments, group)
 

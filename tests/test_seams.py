@@ -318,9 +318,11 @@ def exchange_heads(rank: int, size: int, owners: tuple[int, ...], length: int) -
     x, dy = layer_inputs(length)
     own = tokens_of(sharding, rank)
     leaf = x[:, own].requires_grad_()
-    y = heads_to_tokens(layer(tokens_to_heads(leaf, sharding, group)), sharding, group)
+    halves = tokens_to_heads([leaf, leaf[..., 1:].float()], sharding, group)
+    y, converted = heads_to_tokens([layer(halves[0]), halves[1] * 2], sharding, group)
+    assert torch.equal(converted, 2 * leaf[..., 1:].float()), "another dtype, and as many dimensions as it has"
     y.backward(dy[:, own])
-    twice = torch.autograd.grad(tokens_to_heads(leaf, sharding, group).square().sum(), leaf, create_graph=True)[0]
+    twice = torch.autograd.grad(tokens_to_heads([leaf], sharding, group)[0].square().sum(), leaf, create_graph=True)[0]
     assert torch.equal(twice, 2 * leaf), "there and back again"
     return [y.detach().numpy(), leaf.grad.numpy()]
 
@@ -355,8 +357,8 @@ def test_the_exchange_of_heads_is_differentiable_over_any_owners(ranks: Ranks, s
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
     sharding, group = make_sharding(12, 2), ContextGroup(0, 2, "nowhere")
     with pytest.raises(ShardingError, match="that the ranks divide"):
-        tokens_to_heads(torch.zeros(1, 6, 3, 2), sharding, group)
+        tokens_to_heads([torch.zeros(1, 6, 3, 2)], sharding, group)
     with pytest.raises(ShardingError, match="does not fit 12 tokens over 2 ranks"):
-        tokens_to_heads(torch.zeros(1, 5, 4, 2), sharding, group)
+        tokens_to_heads([torch.zeros(1, 5, 4, 2)], sharding, group)
     with pytest.raises(ShardingError, match="does not fit 12 tokens over 2 ranks"):
-        heads_to_tokens(torch.zeros(1, 6, 4, 2), sharding, group)
+        heads_to_tokens([torch.zeros(1, 6, 4, 2)], sharding, group)

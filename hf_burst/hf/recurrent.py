@@ -106,7 +106,7 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, Tensor | None]:
             q, k, v, decay, rate = rows
             options = {} if bounds is None else {"cu_seqlens": bounds}
             out, last = original(
@@ -116,7 +116,7 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
                 g=decay,
                 beta=rate,
                 initial_state=states,
-                output_final_state=True,
+                output_final_state=ends,
                 use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
                 **options,
             )
@@ -143,7 +143,7 @@ def _scan(original: Function, scope: Scope) -> Function:
         if scope.by_heads:
             heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 
-        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, None]:
+        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
             hidden, rates, keys, queries = rows
             places = {} if bounds is None else {"seq_idx": _places(bounds)}
             out = original(hidden, rates, B=keys, C=queries, chunk_size=chunk_size, **heads, **steps, **places)
@@ -174,7 +174,7 @@ def _selective_scan(original: Function, scope: Scope) -> Function:
         own = {name: None if value is None else own_heads(value, scope.group) for name, value in own.items()}
         decay = own_heads(a, scope.group)
 
-        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None) -> tuple[Tensor, None]:
+        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
             hidden, steps, *gate, keys, queries = (row.transpose(1, 2) for row in rows)
             out = original(hidden, steps, decay, keys, queries, z=gate[0] if gate else None, **own, **options)
             return out.transpose(1, 2), None

@@ -35,7 +35,7 @@ class Segment:
         return self.start == self.document
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """The segments of all ranks.
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .exchange import to_heads, to_tokens, whole_segments
-from .gather import take_part
-from .pieces import Rule, cut, wide
+from .gather import handing_on, take_part
+from .pieces import Rule, joined, wide
 from .received import Received
 from .states import by_matrix, in_full_precision, incoming_states
 
@@ -38,33 +38,34 @@ def delta_rule_by_states(
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
     """
     value, keys = inputs[2], inputs[1].shape[-1]
-    batch, tokens, heads, width = value.shape
-    own = segments.by_rank[group.rank]
-    pieces, zeros = cut(inputs, own), value.new_zeros(heads, keys, width, dtype=wide(value))
+    own, heads, width = segments.by_rank[group.rank], *value.shape[2:]
+    if not segments.slots:
+        return rule(joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
+    hand_on = handing_on(segments, group)
+    zeros = value.new_zeros(heads, keys, width, dtype=wide(value))
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
-    opens, later = ([index for index, piece in enumerate(own) if piece.opens == first] for first in (True, False))
-    results: dict[int, tuple[Tensor, Tensor]] = {}
-    if opens:
-        outs, ends = rule([pieces[index] for index in opens], [zeros] * len(opens))
-        results |= dict(zip(opens, zip(outs, ends, strict=True), strict=True))
-    if later:
-        begin = torch.cat([zeros, identity], dim=-1)
-        outs, ends = rule([_with_columns(pieces[index], keys) for index in later], [begin] * len(later))
-        results |= dict(zip(later, zip(outs, ends, strict=True), strict=True))
-    lasts = [results[index][1].to(zeros.dtype) for index in range(len(own))]
-    states = [last[..., :width] for last in lasts]
-    passed_on = zeros.new_zeros(heads, keys, keys)  # of a segment that opens a document: nothing comes in
-    transitions = [passed_on if piece.opens else lasts[index][..., width:] for index, piece in enumerate(own)]
-    outputs = []
+    begin, nothing = torch.cat([zeros, identity], dim=-1), zeros.new_zeros(heads, keys, keys)
+    outputs, handed = dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
+    for later, ends in ((False, False), (False, True), (True, True)):
+        places = [
+            index for index, piece in enumerate(own) if piece.opens != later and (later or (index in hand_on) == ends)
+        ]
+        if not places:
+            continue
+        sizes, rows = [own[index].size for index in places], joined(inputs, [own[index] for index in places])
+        if later:
+            rows[2] = torch.cat([rows[2], rows[2].new_zeros(*rows[2].shape[:2], keys)], dim=-1)
+        out, lasts = rule(rows, sizes, begin if later else None, ends)
+        outputs |= dict(zip(places, out.split(sizes), strict=True))
+        for index, last in zip(places, lasts, strict=ends):
+            transition = last[..., width:] if later else nothing  # nothing comes in where a document opens
+            handed[index] = last[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
     with in_full_precision(value):
-        incoming, slots = incoming_states(states, transitions, by_matrix, segments, group, received)
-        for index, state in enumerate(incoming):
-            out = results[index][0]
-            if state is not None:
-                read = torch.einsum("nhk,hkv->nhv", out[..., width:].to(state.dtype), state)
-                out = out[..., :width] + read.to(out.dtype)
-            outputs.append(out)
-    return take_part(torch.cat(outputs).view(batch, tokens, heads, width), slots)
+        incoming, slots = incoming_states(handed, by_matrix, segments, group, received)
+        for index, state in incoming.items():
+            out, read = outputs[index].split([width, keys], dim=-1)
+            outputs[index] = out + torch.einsum("nhk,hkv->nhv", read, state.to(read.dtype))
+    return take_part(torch.cat([outputs[index] for index in range(len(own))]).view(value.shape), slots)
 
 
 def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], segments: Segments, group: ContextGroup) -> Tensor:
@@ -73,12 +74,6 @@ def delta_rule_by_heads(rule: Rule, inputs: Sequence[Tensor], segments: Segments
     repeats = value.shape[2] // key.shape[2]
     if key.shape[2] % group.size:  # a rank has value heads whose keys are another's
         query, key = (tensor.repeat_interleave(repeats, dim=2) for tensor in (query, key))
-    spread = [to_heads(tensor, segments, group) for tensor in (query, key, value, decay, beta)]
-    out = delta_rule_by_states(rule, spread, whole_segments(segments), ContextGroup())
+    whole = to_heads((query, key, value, decay, beta), segments, group)
+    out = delta_rule_by_states(rule, whole, whole_segments(segments), ContextGroup())
     return to_tokens(out, value.shape[2], segments, group)
-
-
-def _with_columns(piece: Sequence[Tensor], columns: int) -> list[Tensor]:
-    """The tensors of a piece, so many zeros appended to each value."""
-    query, key, value, decay, beta = piece
-    return [query, key, torch.cat([value, value.new_zeros(*value.shape[:2], columns)], dim=-1), decay, beta]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .gather import take_part
+from .gather import handing_on, take_part
 from .pieces import Rule, wide
 from .received import Received
 from .scan import scan_by_channels
@@ -59,23 +60,19 @@ def recurrence_by_states(
         `torch.Tensor` of shape `(batch, n, channels)`, in the dtype of b.
     """
     own, dtype, shape = segments.by_rank[group.rank], wide(b), b.shape
-    flat = a.to(dtype).flatten(0, 1)
-    starts = torch.tensor([piece.local for piece in own], device=b.device)
-    apart = flat.index_fill(0, starts, 0)  # nothing passes from one run to the next
-    begun = torch.zeros_like(flat).index_copy(0, starts, flat[starts])
-    both = recurrence(
-        torch.cat([apart, apart]).view(-1, *shape[1:]),
-        torch.cat([b.to(dtype).flatten(0, 1), begun]).view(-1, *shape[1:]),
-    )
-    sizes = [piece.size for piece in own]
-    outputs, transitions = (half.flatten(0, 1).split(sizes) for half in both.chunk(2))
-    ends, steps = [out[-1] for out in outputs], [step[-1] for step in transitions]
-    incoming, slots = incoming_states(ends, steps, by_number, segments, group, received)
-    results = [
-        out if state is None else out + step * state
-        for out, step, state in zip(outputs, transitions, incoming, strict=True)
-    ]
-    return take_part(torch.cat(results).view(shape).to(b.dtype), slots)
+    flat, starts = a.to(dtype).flatten(0, 1), from_host([piece.local for piece in own], torch.int64, b.device)
+    apart = flat.index_fill(0, starts, 0).view(shape)  # nothing passes from one run to the next
+    if not segments.slots:
+        return recurrence(apart, b.to(dtype)).to(b.dtype)
+    begun = torch.zeros_like(flat).index_copy(0, starts, flat[starts]).view(shape)
+    both = recurrence(torch.cat([apart, apart]), torch.cat([b.to(dtype), begun]))
+    sizes, hand_on = [piece.size for piece in own], handing_on(segments, group)
+    outputs, transitions = (list(half.flatten(0, 1).split(sizes)) for half in both.chunk(2))
+    handed = {index: (outputs[index][-1], transitions[index][-1]) for index in hand_on}
+    incoming, slots = incoming_states(handed, by_number, segments, group, received)
+    for index, state in incoming.items():
+        outputs[index] = outputs[index] + transitions[index] * state
+    return take_part(torch.cat(outputs).view(shape).to(b.dtype), slots)
 
 
 def recurrence_by_channels(a: Tensor, b: Tensor, segments: Segments, group: ContextGroup) -> Tensor:

@@ -1,5 +1,7 @@
 """Whole sequences of some heads in place of some tokens of all heads, and back."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,18 +18,18 @@ def whole_segments(segments: Segments) -> Segments:
     return segments_of(Sharding((start, stop), (0,), 1), segments.documents)
 
 
-def to_heads(x: Tensor, segments: Segments, group: ContextGroup) -> Tensor:
-    """This rank's tokens of all heads, `(batch, n, heads, ...)`, for all tokens of its heads, `(batch, length, most
-    heads of a rank, ...)`. Heads of zeros are appended where the ranks do not divide them."""
-    rest = x.shape[3:]
-    x = functional.pad(x.reshape(*x.shape[:3], -1), (0, 0, 0, -x.shape[2] % group.size))
-    whole = tokens_to_heads(x, segments.sharding, group)
-    return whole.reshape(*whole.shape[:3], *rest)
+def to_heads(tensors: Sequence[Tensor], segments: Segments, group: ContextGroup) -> list[Tensor]:
+    """This rank's tokens of all heads, `(batch, n, heads, ...)` each, for all tokens of its heads, `(batch, length,
+    most heads of a rank, ...)`. Heads of zeros are appended where the ranks do not divide them."""
+    flat = [functional.pad(x.reshape(*x.shape[:3], -1), (0, 0, 0, -x.shape[2] % group.size)) for x in tensors]
+    whole = tokens_to_heads(flat, segments.sharding, group)
+    return [heads.reshape(*heads.shape[:3], *x.shape[3:]) for heads, x in zip(whole, tensors, strict=True)]
 
 
 def to_tokens(x: Tensor, heads: int, segments: Segments, group: ContextGroup) -> Tensor:
     """The way back of outputs `(batch, length, most heads of a rank, dim)`, to `(batch, n, heads, dim)`."""
-    return heads_to_tokens(x, segments.sharding, group)[:, :, :heads]
+    (tokens,) = heads_to_tokens([x], segments.sharding, group)
+    return tokens[:, :, :heads]
 
 
 def own_heads(x: Tensor, group: ContextGroup) -> Tensor:

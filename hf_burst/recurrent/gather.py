@@ -1,6 +1,6 @@
 """What the segments of a document hand on from rank to rank: one slot for each segment that has a successor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,20 @@ from .received import Received
 Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment
 
 
+def handing_on(segments: Segments, group: ContextGroup) -> set[int]:
+    """The segments of this rank that hand something on; the first one, to nobody, if there are none. All ranks send,
+    so that all take part in the backward pass."""
+    return {index for rank, index in segments.slots if rank == group.rank} or {0}
+
+
 def gather_slots(
-    own: Sequence[Tensor], segments: Segments, group: ContextGroup, received: Received | None = None
+    own: Mapping[int, Tensor], segments: Segments, group: ContextGroup, received: Received | None = None
 ) -> Slots:
     """What every segment with a successor hands on.
 
     Args:
-        own (sequence of `torch.Tensor`, all of one shape): What the segments of this rank hand on, one after another.
+        own (mapping from `int` to `torch.Tensor`, all of one shape): What the segments of this rank hand on, by their
+            place: at least those of [`handing_on`].
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
         received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
@@ -28,8 +35,8 @@ def gather_slots(
         `dict` from rank and place of a segment to a tensor of that shape. Gradients of all ranks are summed on the way
         back; all ranks must take it, see [`take_part`].
     """
-    mine = [own[index] for rank, index in segments.slots if rank == group.rank]
-    mine += [own[0]] * (segments.most_slots - len(mine))  # nobody reads it, but the way back needs all ranks
+    mine = [own[index] for index in sorted(handing_on(segments, group))]
+    mine += mine[:1] * (segments.most_slots - len(mine))  # nobody reads it
     every = (received or Received()).all_gather(torch.stack(mine), group)
     return {piece: every[piece[0]][place] for piece, place in segments.slots.items()}
 

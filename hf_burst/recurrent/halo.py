@@ -1,14 +1,15 @@
-"""Causal convolutions over shards: each segment is preceded by the last tokens before it."""
+"""Causal convolutions over shards: the first tokens of a segment see the last tokens before it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .gather import Slots, gather_slots, take_part
 from .received import Received
 
 
@@ -22,11 +23,12 @@ def causal_convolution(
 ) -> Tensor:
     """A convolution of each document by itself, wherever its tokens lie.
 
-    The segments of this rank are laid one after another, each behind a halo: the last `reach` tokens of its document
-    before it, zeros where the document starts. One call convolves them, and the outputs of the halos are dropped.
+    One call convolves all tokens of this rank as they lie in memory, which is wrong for the first `reach` tokens of
+    every segment only. Another one convolves these anew, each behind a halo: the last `reach` tokens of its document
+    before the segment, zeros where the document starts.
 
     Args:
-        convolution (callable): From `(1, channels, tokens)` to as much, causal, whatever computes it.
+        convolution (callable): From `(batch, channels, tokens)` to as much, causal, whatever computes it.
         x (`torch.Tensor` of shape `(batch, channels, n)`): This rank's tokens.
         reach (`int`): How many earlier tokens an output sees: the width of the kernel less 1.
         segments ([`Segments`]): Those of all ranks.
@@ -36,31 +38,73 @@ def causal_convolution(
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
     """
-    batch, channels, tokens = x.shape
-    rows = x.transpose(1, 2).reshape(batch * tokens, channels)
-    own = segments.by_rank[group.rank]
-    pieces = [rows[piece.local : piece.local + piece.size] for piece in own]
-    slots: Slots = {}
-    if segments.most_slots and reach:
-        tails = [functional.pad(piece[-reach:], (0, 0, max(0, reach - len(piece)), 0)) for piece in pieces]
-        slots = gather_slots(tails, segments, group, received)
-    laid: list[Tensor] = []
-    for index, piece in enumerate(pieces):
-        laid += [_halo(index, reach, segments, group, slots, rows), piece]
-    out = convolution(torch.cat(laid).T[None].contiguous())[0].T
-    sizes = [size for piece in own for size in (reach, piece.size)]
-    kept = torch.cat(out.split(sizes)[1::2]).reshape(batch, tokens, channels).transpose(1, 2)
-    return take_part(kept, slots)
+    out = convolution(x)
+    edges = _edges_of(segments, group.rank, reach)
+    if not edges.replaced:
+        return out
+    channels, tokens = x.shape[1:]
+    rows = x.transpose(1, 2).reshape(-1, channels)
+    firsts, tails = rows.index_select(0, _index(edges.firsts + edges.tails, x)).split(
+        [len(edges.firsts), len(edges.tails)]
+    )
+    zeros = x.new_zeros(1, channels)
+    shards = (received or Received()).all_gather(tails, group) if edges.tails else ()
+    before = torch.cat([*shards, zeros])
+    halos = before.index_select(0, _index(edges.halos, x))
+    pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
+    anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
+    right = anew.reshape(-1, channels).index_select(0, _index(edges.kept, x))
+    where = _index(edges.replaced, x)
+    return out.transpose(1, 2).index_put((where // tokens, where % tokens), right).transpose(1, 2)
 
 
-def _halo(index: int, reach: int, segments: Segments, group: ContextGroup, slots: Slots, like: Tensor) -> Tensor:
-    """The tokens before a segment of this rank: `(reach, channels)`."""
-    piece = segments.by_rank[group.rank][index]
-    first = max(piece.document, piece.start - reach)
-    parts, token = [like.new_zeros(reach - piece.start + first, like.shape[1])], first
-    while token < piece.start:
-        holder = segments.holder(piece.row, token)
-        stop = segments.by_rank[holder[0]][holder[1]].stop
-        parts.append(slots[holder][reach - (stop - token) :])
-        token = stop
-    return torch.cat(parts)
+@dataclass(frozen=True)
+class _Edges:
+    """Where the tokens beside the beginnings of a rank's segments lie.
+
+    Args:
+        firsts (`list[int]`): The first tokens of every segment, `reach` of each, among those of the rank. A shorter
+            segment repeats its last one, whose output is dropped.
+        tails (`list[int]`): The last `reach` tokens of the segments with a successor. A shorter segment repeats its
+            first one, which nobody reads. All ranks have as many.
+        halos (`list[int]`): What comes before every segment, `reach` tokens each, among the tails of all ranks one
+            after another. One beyond the last is a zero.
+        kept (`list[int]`): The outputs that are kept, among those of `firsts`.
+        replaced (`list[int]`): The tokens of the rank whose outputs they are.
+    """
+
+    firsts: list[int]
+    tails: list[int]
+    halos: list[int]
+    kept: list[int]
+    replaced: list[int]
+
+
+@lru_cache(maxsize=64)
+def _edges_of(segments: Segments, rank: int, reach: int) -> _Edges:
+    """The edges of a rank: one object for all layers of a pass."""
+    own, most = segments.by_rank[rank], segments.most_slots
+    nowhere, window = segments.sharding.ranks * most * reach, range(reach)
+    handing_on = [own[index] for holder, index in segments.slots if holder == rank]
+    handing_on += own[:1] * (most - len(handing_on))  # nobody reads it, but all ranks send as much
+    halos = []
+    for piece in own:
+        for token in range(piece.start - reach, piece.start):
+            if token < piece.document:
+                halos.append(nowhere)
+                continue
+            holder = segments.holder(piece.row, token)
+            from_end = segments.by_rank[holder[0]][holder[1]].stop - token
+            halos.append((holder[0] * most + segments.slots[holder] + 1) * reach - from_end)
+    kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
+    return _Edges(
+        firsts=[piece.local + min(step, piece.size - 1) for piece in own for step in window],
+        tails=[piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window],
+        halos=halos,
+        kept=[place * reach + step for place, step in kept],
+        replaced=[own[place].local + step for place, step in kept],
+    )
+
+
+def _index(numbers: list[int], like: Tensor) -> Tensor:
+    return from_host(numbers, torch.int64, like.device)

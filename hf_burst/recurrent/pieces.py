@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ..kernels import from_host
 from ..plan import Segment
 
-Function = Callable[[Sequence[Tensor], Tensor | None, Tensor | None], tuple[Tensor, Tensor | None]]
+Function = Callable[[Sequence[Tensor], Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Rule:
 
     Args:
         function (callable): From tensors of shape `(batch, tokens, ...)`, the states of shape `(batch, ...)` with which
-            the sequences begin (`None`: zeros), and the bounds of the pieces in a row (`None`: one piece a row), to an
-            output of shape `(batch, tokens, ...)` and the states at the end (`None` if there are none).
+            the sequences begin (`None`: zeros), the bounds of the pieces in a row (`None`: one piece a row) and whether
+            the states at the end are asked for, to an output of shape `(batch, tokens, ...)` and these states.
         packed (`bool`): Whether it takes a row of several pieces, with their bounds.
     """
 
@@ -26,38 +28,46 @@ class Rule:
     packed: bool
 
     def __call__(
-        self, pieces: Sequence[Sequence[Tensor]], states: Sequence[Tensor] | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Treats pieces.
+        self, rows: Sequence[Tensor], sizes: Sequence[int], begin: Tensor | None = None, ends: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Treats pieces, each by itself.
 
         Args:
-            pieces (sequence of sequences of `torch.Tensor` of shape `(tokens, ...)`): The tensors of each piece.
-            states (sequence of `torch.Tensor`, *optional*): With what each begins.
+            rows (sequence of `torch.Tensor` of shape `(tokens, ...)`): The pieces one after another.
+            sizes (sequence of `int`): How many tokens each of them has.
+            begin (`torch.Tensor`, *optional*): The state with which each begins; zeros by default.
+            ends (`bool`, defaults to `False`): Whether the states at the end are asked for.
 
         Returns:
-            For each piece its output, and its state at the end if there is one.
+            The outputs, `(tokens, ...)`, and the state at the end of each piece.
         """
-        sizes = [piece[0].shape[0] for piece in pieces]
+        states = None if begin is None else begin.expand(len(sizes), *begin.shape)
+        bounds = [0, *accumulate(sizes)]
         if self.packed:
-            bounds = torch.tensor([0, *sizes]).cumsum(0).int().to(pieces[0][0].device)
-            rows = [torch.cat(column)[None] for column in zip(*pieces, strict=True)]
-            out, last = self.function(rows, None if states is None else torch.stack(list(states)), bounds)
-            return list(out[0].split(sizes)), [] if last is None else list(last.unbind())
+            on_device = from_host(bounds, torch.int32, rows[0].device)
+            out, last = self.function([row[None] for row in rows], states, on_device, ends)
+            return out[0], [] if last is None else list(last.unbind())
         outputs, lasts = dict[int, Tensor](), dict[int, Tensor]()
         for size in sorted(set(sizes)):  # pieces of one size are a batch
             places = [index for index, own in enumerate(sizes) if own == size]
-            rows = [torch.stack(column) for column in zip(*(pieces[index] for index in places), strict=True)]
-            begin = None if states is None else torch.stack([states[index] for index in places])
-            out, last = self.function(rows, begin, None)
+            batch = [torch.stack([row[bounds[index] :][:size] for index in places]) for row in rows]
+            out, last = self.function(batch, None if states is None else states[: len(places)], None, ends)
             outputs |= dict(zip(places, out, strict=True))
             lasts |= {} if last is None else dict(zip(places, last, strict=True))
-        return [outputs[index] for index in sorted(outputs)], [lasts[index] for index in sorted(lasts)]
+        return torch.cat([outputs[index] for index in sorted(outputs)]), [lasts[index] for index in sorted(lasts)]
 
 
-def cut(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[list[Tensor]]:
-    """The pieces of tensors `(batch, n, ...)`, one list of `(tokens, ...)` for each segment of this rank."""
+def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tensor]:
+    """The tokens of segments one after another, `(tokens, ...)`, of tensors `(batch, n, ...)`. Nothing is copied where
+    they lie so."""
+    spans: list[tuple[int, int]] = []
+    for segment in segments:
+        start = spans.pop()[0] if spans and spans[-1][1] == segment.local else segment.local
+        spans.append((start, segment.local + segment.size))
     flat = [tensor.flatten(0, 1) for tensor in tensors]
-    return [[tensor[piece.local : piece.local + piece.size] for tensor in flat] for piece in segments]
+    if len(spans) == 1:
+        return [tensor[slice(*spans[0])] for tensor in flat]
+    return [torch.cat([tensor[start:stop] for start, stop in spans]) for tensor in flat]
 
 
 def wide(tensor: Tensor) -> torch.dtype:

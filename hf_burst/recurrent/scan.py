@@ -16,8 +16,8 @@ from torch import Tensor
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .exchange import to_heads, to_tokens, whole_segments, whole_tokens
-from .gather import take_part
-from .pieces import Rule, cut
+from .gather import handing_on, take_part
+from .pieces import Rule, joined
 from .received import Received
 from .states import by_number, in_full_precision, incoming_states
 
@@ -48,22 +48,26 @@ def scan_by_states(
     """
     x, _, b, _ = inputs
     own, groups = segments.by_rank[group.rank], b.shape[2]
-    outputs, _ = rule(cut(inputs, own))
-    ends, logs = list[Tensor](), list[Tensor]()  # of each segment: its own state, (heads, P, N); cumsum dt A
+    out, _ = rule(joined(inputs, own), [piece.size for piece in own])
+    if not segments.slots:
+        return out.view(x.shape)
+    outputs, hand_on = list(out.split([piece.size for piece in own])), handing_on(segments, group)
+    handed, decays = dict[int, tuple[Tensor, Tensor]](), dict[int, Tensor]()
     with in_full_precision(x):
-        for x_own, b_own, step in cut((x, b, steps), own):
-            log = (step * decay).cumsum(0)
-            weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
-            end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
-            ends.append(end.flatten(0, 1))
-            logs.append(log)
-        steps_of_runs = [log[-1].exp() for log in logs]
-        incoming, slots = incoming_states(ends, steps_of_runs, by_number, segments, group, received)
-        for index, (state, (c_own,)) in enumerate(zip(incoming, cut((inputs[3],), own), strict=True)):
-            if state is not None:
-                read = torch.einsum("ghpn,tgn->tghp", state.unflatten(0, (groups, -1)), c_own.to(state.dtype))
-                read = read.flatten(1, 2) * logs[index].exp()[..., None]
-                outputs[index] = outputs[index] + read.to(outputs[index].dtype)
+        for index, piece in enumerate(own):
+            if index in hand_on or not piece.opens:
+                x_own, b_own, step = joined((x, b, steps), [piece])
+                log = (step * decay).cumsum(0)
+                decays[index] = log.exp()
+            if index in hand_on:
+                weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
+                end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
+                handed[index] = end.flatten(0, 1), decays[index][-1]
+        incoming, slots = incoming_states(handed, by_number, segments, group, received)
+        for index, state in incoming.items():
+            (c_own,) = joined(inputs[3:], [own[index]])
+            read = torch.einsum("ghpn,tgn->tghp", state.to(c_own.dtype).unflatten(0, (groups, -1)), c_own)
+            outputs[index] = outputs[index] + read.flatten(1, 2) * decays[index][..., None].to(c_own.dtype)
     return take_part(torch.cat(outputs).view(x.shape), slots)
 
 
@@ -84,9 +88,10 @@ def scan_by_channels(
         `torch.Tensor` of the shape of the first tensor.
     """
     like, whole = channels[0], whole_segments(segments)
-    spread = [to_heads(tensor, segments, group) for tensor in channels]
+    spread = to_heads(channels, segments, group)
     spread += [whole_tokens(tensor, segments, group) for tensor in shared]
-    outputs, _ = rule(cut(spread, whole.by_rank[0]))
-    out = torch.cat(outputs).view(like.shape[0], -1, *spread[0].shape[2:])
+    documents = whole.by_rank[0]
+    out, _ = rule(joined(spread, documents), [piece.size for piece in documents])
+    out = out.view(like.shape[0], -1, *spread[0].shape[2:])
     flat = out.reshape(*out.shape[:3], -1)
     return to_tokens(flat, like.shape[2], segments, group).reshape(like.shape)

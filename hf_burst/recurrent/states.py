@@ -4,7 +4,8 @@ What a run of tokens does to a state is affine: it comes out as `advance(transit
 so that every rank finds the states that come to its segments from what all segments hand on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,45 +17,40 @@ from .received import Received
 
 
 def incoming_states(
-    own: Sequence[Tensor],
-    transitions: Sequence[Tensor],
+    handed: Mapping[int, tuple[Tensor, Tensor]],
     advance: Callable[[Tensor, Tensor], Tensor],
     segments: Segments,
     group: ContextGroup,
     received: Received | None = None,
-) -> tuple[list[Tensor | None], Slots]:
+) -> tuple[dict[int, Tensor], Slots]:
     """The states that come to the segments of this rank.
 
     Args:
-        own (sequence of `torch.Tensor` of one shape, fp32): For each segment of this rank, its state at the end if it
-            begins with zeros.
-        transitions (sequence of `torch.Tensor` of one shape, fp32): What each does to the state that comes in; of those
-            that open a document, anything.
+        handed (mapping from `int` to two `torch.Tensor`, fp32): For each segment of this rank that hands on (see
+            [`handing_on`]), its state at the end if it begins with zeros, and what it does to the state that comes in;
+            of one that opens a document, anything.
         advance (callable): Applies a transition to a state.
-        segments ([`Segments`]): Those of all ranks.
+        segments ([`Segments`]): Those of all ranks, of which some hand on.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
         received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
-        For each segment of this rank its state at the beginning, `None` for zeros; and the slots, for [`take_part`].
+        The states at the beginning of the segments of this rank that open no document; and the slots, for
+        [`take_part`].
     """
-    if not segments.most_slots:
-        return [None] * len(own), {}
-    found: dict[tuple[int, int], Tensor] = {}
-    shape, size = own[0].shape, own[0].numel()
-    flat = [torch.cat([state.flatten(), step.flatten()]) for state, step in zip(own, transitions, strict=True)]
-    slots = gather_slots(flat, segments, group, received)
+    own, transition = next(iter(handed.values()))
+    flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
+    slots, incoming = gather_slots(flat, segments, group, received), dict[int, Tensor]()
     for chain in segments.chains:
         last = max((place for place, (rank, _) in enumerate(chain) if rank == group.rank), default=0)
-        state = None
-        for piece in chain[: last + 1]:
-            if state is not None:
-                found[piece] = state
-            if piece not in slots:
-                break
-            added, step = slots[piece][:size].view(shape), slots[piece][size:].view(transitions[0].shape)
-            state = added if state is None else advance(step, state) + added
-    return [found.get((group.rank, index)) for index in range(len(own))], slots
+        state: Tensor | None = None
+        for piece, follower in pairwise(chain[: last + 1]):
+            added, step = slots[piece].split([own.numel(), transition.numel()])
+            added = added.view(own.shape)
+            state = added if state is None else advance(step.view(transition.shape), state) + added
+            if follower[0] == group.rank:
+                incoming[follower[1]] = state
+    return incoming, slots
 
 
 def in_full_precision(tensor: Tensor) -> torch.autocast:

@@ -1,0 +1,399 @@
+"""A recurrent layer over ranks beside other packages and the limit without messages, interleaved in one run.
+
+The layer is the gated DeltaNet of Qwen3.6-27B, with its projections and without. flash-linear-attention and
+causal-conv1d compute, where they are installed. On 2 GPUs, and on two CPU processes to see that it works:
+
+    torchrun --nproc-per-node 2 recipes/benchmarks/recurrent.py --out outputs/recurrent_2xH200.json
+    torchrun --nproc-per-node 2 recipes/benchmarks/recurrent.py --device cpu --tokens 192 --check-tokens 128 \\
+        --hidden 64 --key-heads 2 --value-heads 4 --head-dim 16 --dtype float32
+
+The limit is the same layer on as many tokens of a rank, which it computes alone. Results are compared first, with fp32
+on one device: an error above twice that of one device in the dtype of the benchmark is wrong. Then every contender is
+called once a round. The slowest rank counts, and medians are over the rounds.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+
+from hf_burst import BurstConfig, ContextGroup, SequenceLayout
+from hf_burst.config import Chunking
+from hf_burst.hf.attention import ForwardCall
+from hf_burst.hf.recurrent import COUNTERPARTS, Scope, in_place_of_innermost
+from recipes.benchmarks.clock import Clock
+from recipes.benchmarks.provenance import environment, interquartile_range
+from recipes.benchmarks.ranks import Ranks
+from recipes.benchmarks.training import at_least
+
+RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+PASSES = ("forward", "backward", "both")
+TOLERANCE = 2.0  # times the error of one device
+EXACT = 1e-5  # relative error of fp32, with which results are compared
+ROW_S = 0.1  # seconds that calls in a row may take
+Functions = dict[str, Callable[..., Any]]
+Run = Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]  # outputs and what they are derived by
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and its tokens, as one rank sees them.
+
+    Args:
+        length (`int`): Tokens of the whole sequence.
+        rank, ranks (`int`): This rank, and how many share the sequence.
+        device (`torch.device`): Where they lie.
+        dtype (`torch.dtype`): Of the layer and its inputs.
+        group (`ProcessGroup`, *optional*): The contender's own process group; `None` for one process.
+    """
+
+    length: int
+    rank: int
+    ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    group: dist.ProcessGroup | None = None
+
+    def layout(self, chunking: Chunking) -> SequenceLayout:
+        return SequenceLayout.for_batch([(0, self.length)], self.ranks, chunking)
+
+
+@dataclass
+class Contender:
+    """A way to compute the layer over ranks.
+
+    Args:
+        name (`str`): What the result calls it.
+        functions (`Callable`): The functions that the layer calls in place of its own, for a case.
+        chunking (`str`): How tokens lie over the ranks.
+        whole (`bool`): Whether results are those of the whole sequence.
+    """
+
+    name: str
+    functions: Callable[[Case], Functions]
+    chunking: Chunking = "contiguous"
+    whole: bool = True
+    failure: str = ""
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+def own(way: str, case: Case, chunking: Chunking) -> Functions:
+    """Those of hf_burst."""
+    group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup()
+    nothing = torch.empty(0)
+    config = BurstConfig(recurrence=way)  # type: ignore[arg-type]
+    call = ForwardCall(case.layout(chunking), group, config, nothing, True, None, None, None)
+    scope = Scope(call)
+    return {name: COUNTERPARTS[name](getattr(modeling_qwen3_5, name), scope) for name in (RULE, CONVOLUTION)}
+
+
+def cp_context(case: Case, chunking: Chunking) -> Functions:
+    """Those of flash-linear-attention, with its context parallelism."""
+    from fla.modules.convolution import causal_conv1d
+    from fla.ops.cp import build_cp_context
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    bounds = torch.tensor([0, case.length], device=case.device)
+    context = partial(build_cp_context, bounds, group=case.group, layout=chunking)
+    for_rule, for_convolution = context(), context(conv1d_kernel_size=4)
+
+    def convolve(x: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> Any:
+        rows = x.transpose(1, 2)
+        return causal_conv1d(rows, weight, bias, activation=activation, cp_context=for_convolution)[0].transpose(1, 2)
+
+    def rule(*tensors: Any, **options: Any) -> Any:
+        kept = {name: options[name] for name in ("g", "beta", "use_qk_l2norm_in_kernel")}
+        return chunk_gated_delta_rule(*tensors, **kept, cp_context=for_rule)
+
+    return {RULE: rule, CONVOLUTION: convolve}
+
+
+def ringmaster(case: Case) -> Functions:
+    """Those of axolotl-ringmaster, which rebinds the functions of a layer."""
+    import inspect
+
+    from ringmaster.recurrent import wire_gated_delta
+
+    mixer = modeling_qwen3_5.Qwen3_5GatedDeltaNet(_config(64, 2, 2, 16), 0)
+    wire_gated_delta([mixer], case.group)
+    names = inspect.unwrap(mixer.forward.__func__).__globals__
+    return {name: names[name] for name in (RULE, CONVOLUTION)}
+
+
+def contenders() -> list[Contender]:
+    ways: list[tuple[str, Chunking]] = [("heads", "contiguous"), ("heads", "zigzag")]
+    ways += [("states", "contiguous"), ("states", "zigzag")]
+    layouts: tuple[Chunking, ...] = ("contiguous", "zigzag")
+    stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
+    return [
+        Contender("limit", lambda case: stock, whole=False),
+        *(Contender(f"hf_burst {way} {cut}", partial(own, way, chunking=cut), cut) for way, cut in ways),
+        *(Contender(f"fla cp_context {cut}", partial(cp_context, chunking=cut), cut) for cut in layouts),
+        Contender("ringmaster", ringmaster),
+    ]
+
+
+def _config(hidden: int, key_heads: int, value_heads: int, head_dim: int) -> Qwen3_5TextConfig:
+    return Qwen3_5TextConfig(
+        hidden_size=hidden,
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=value_heads,
+        linear_key_head_dim=head_dim,
+        linear_value_head_dim=head_dim,
+        num_hidden_layers=1,
+    )
+
+
+def make_mixer(arguments: argparse.Namespace, case: Case) -> Any:
+    """The layer, equal on all ranks. Its states last: those of random weights would be forgotten within a shard."""
+    torch.manual_seed(0)
+    shape = (arguments.hidden, arguments.key_heads, arguments.value_heads, arguments.head_dim)
+    mixer = modeling_qwen3_5.Qwen3_5GatedDeltaNet(_config(*shape), 0)
+    torch.nn.init.uniform_(mixer.A_log, -9.0, -3.0)
+    return mixer.to(case.device, case.dtype)
+
+
+def with_functions(mixer: Any, functions: Functions) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The forward of a layer that calls other functions."""
+
+    def rebind(inner: FunctionType) -> FunctionType:
+        names = {**inner.__globals__, **functions}
+        copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
+        copy.__kwdefaults__ = inner.__kwdefaults__
+        return copy
+
+    forward: Callable[[torch.Tensor], torch.Tensor] = MethodType(
+        in_place_of_innermost(type(mixer).forward, rebind), mixer
+    )
+    return forward
+
+
+def whole_inputs(arguments: argparse.Namespace, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole sequence and the gradient of its output, the same on all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(1, case.length, arguments.hidden, generator=generator) for _ in range(2))
+    return x.to(case.device, case.dtype), dout.to(case.device, case.dtype)
+
+
+def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender]) -> list[dict[str, Any]]:
+    """Compares outputs and all gradients with fp32 on one device, relative in the Frobenius norm."""
+    case = _case(arguments, ranks, arguments.check_tokens, "check")
+    x, dout = whole_inputs(arguments, case)
+    exact_mixer = make_mixer(arguments, case).float()
+    fallbacks = {name: getattr(modeling_qwen3_5, name).__wrapped__ for name in (RULE, CONVOLUTION)}
+    for name, function in fallbacks.items():
+        fallbacks[name] = getattr(function, "__wrapped__", function)
+    exact = _derivatives(exact_mixer, with_functions(exact_mixer, fallbacks), x.float(), dout.float())
+    mixer = make_mixer(arguments, case)
+    alone = _errors(_derivatives(mixer, mixer.forward, x, dout), exact)
+    verdicts: list[dict[str, Any]] = [{"contender": "one device", "errors": alone}]
+    for contender in every:
+        if not contender.whole:
+            continue
+
+        def compute(contender: Contender = contender) -> dict[str, torch.Tensor]:
+            mine = _case(arguments, ranks, arguments.check_tokens, contender.name)
+            layout, mixer = mine.layout(contender.chunking), make_mixer(arguments, mine)
+            forward = with_functions(mixer, contender.functions(mine))
+            own_x, own_dout = (layout.shard(tensor, ranks.rank).contiguous() for tensor in (x, dout))
+            results = _derivatives(mixer, forward, own_x, own_dout)
+            for name, tensor in results.items():
+                if name in ("out", "dx"):
+                    results[name] = layout.unshard(_gathered(tensor, ranks))
+                else:
+                    results[name] = torch.stack(_gathered(tensor.float(), ranks)).sum(0)
+            return results
+
+        results, failure = ranks.attempt(compute, contender.name)
+        verdict: dict[str, Any] = {"contender": contender.name}
+        if results is None:
+            contender.failure = failure or ""
+        else:
+            verdict["errors"] = _errors(results, exact)
+            errors = verdict["errors"].items()
+            wrong = [name for name, error in errors if error > TOLERANCE * max(alone[name], EXACT)]
+            contender.failure = f"wrong: {', '.join(wrong)}" if wrong else ""
+        verdict["failure"] = contender.failure
+        verdicts.append(verdict)
+        ranks.say(f"  {contender.name}: {contender.failure or 'as close as one device'}")
+    return verdicts
+
+
+def _derivatives(mixer: Any, forward: Callable[..., torch.Tensor], x: torch.Tensor, dout: torch.Tensor) -> Any:
+    leaf = x.detach().requires_grad_()
+    names, parameters = zip(*mixer.named_parameters(), strict=True)
+    out = forward(leaf)
+    gradients = torch.autograd.grad(out, [leaf, *parameters], dout)
+    return {"out": out.detach(), **dict(zip(("dx", *names), gradients, strict=True))}
+
+
+def _gathered(tensor: torch.Tensor, ranks: Ranks) -> list[torch.Tensor]:
+    return [shard.to(tensor.device) for shard in ranks.gather(tensor.cpu())]
+
+
+def _errors(results: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {
+        name: float((results[name].double() - wanted.double()).norm() / wanted.double().norm())
+        for name, wanted in exact.items()
+    }
+
+
+def _case(arguments: argparse.Namespace, ranks: Ranks, tokens: int, family: str) -> Case:
+    dtype = getattr(torch, arguments.dtype)
+    return Case(tokens * ranks.size, ranks.rank, ranks.size, ranks.device, dtype, ranks.group(family))
+
+
+def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
+    """A call of the whole layer."""
+    mixer, tokens = make_mixer(arguments, case), case.length // case.ranks
+    forward = with_functions(mixer, contender.functions(case))
+    x = torch.randn(1, tokens, arguments.hidden, device=case.device, dtype=case.dtype).requires_grad_()
+    leaves = [x, *mixer.parameters()]
+    return lambda: ([forward(x)], leaves)
+
+
+def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
+    """A call of the bare rule."""
+    tokens, dim = case.length // case.ranks, arguments.head_dim
+    rule, make = contender.functions(case)[RULE], partial(torch.randn, 1, tokens, device=case.device)
+    q, k = (make(arguments.key_heads, dim).to(case.dtype) for _ in range(2))
+    v, beta = make(arguments.value_heads, dim).to(case.dtype), make(arguments.value_heads).sigmoid().to(case.dtype)
+    g = -make(arguments.value_heads).exp() / 100
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
+    options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+    return lambda: ([rule(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)[0]], leaves)
+
+
+def call(run: Run, calls: int, cuda: bool) -> Clock:
+    """Forward passes one after another, then their backward passes, as the layers of a model do."""
+    clock, pending = Clock(cuda), []
+    clock.mark()
+    for _ in range(calls):
+        pending.append(run())
+    clock.mark()
+    while pending:
+        (out,), leaves = pending.pop()
+        torch.autograd.grad(out, leaves, out.detach())
+        del out
+    clock.mark()
+    return clock
+
+
+def measure(
+    arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender], part: str, tokens: int
+) -> list[dict[str, Any]]:
+    """Times all contenders of a part of the layer, in turns."""
+    make, runs = {"mixer": mixer_run, "rule": rule_run}[part], dict[str, Run]()
+
+    def attempt(contender: Contender, calls: int) -> None:
+        clock, failure = ranks.attempt(lambda: call(runs[contender.name], calls, ranks.cuda), contender.name)
+        if clock is None:
+            contender.failure = failure or ""
+            ranks.say(f"  {contender.name}: {failure}")
+            return
+        for name, seconds in zip(PASSES, clock.seconds(), strict=True):
+            contender.seconds.setdefault(name, []).append(seconds / calls)
+
+    for contender in every:
+        contender.seconds = {}
+        case = _case(arguments, ranks, tokens, contender.name)
+        run, failure = ranks.attempt(lambda contender=contender, case=case: make(arguments, case, contender))
+        if run is None:
+            contender.failure = failure or ""
+            continue
+        runs[contender.name] = run
+        attempt(contender, 1)  # compiles
+        if ranks.cuda and not contender.failure:
+            torch.cuda.reset_peak_memory_stats()
+            base = torch.cuda.memory_allocated()
+            attempt(contender, 1)
+            contender.peak_bytes = torch.cuda.max_memory_allocated() - base
+    running = [contender for contender in every if not contender.failure]
+    firsts = torch.tensor([contender.seconds["both"][-1] for contender in running], dtype=torch.float64)
+    calls = max(1, min(arguments.in_a_row, int(ROW_S / float(ranks.largest(firsts).min()))))
+    for contender in running:
+        contender.seconds = {}
+    for number in range(arguments.rounds + 1):
+        turned = running[number % len(running) :] + running[: number % len(running)]
+        for contender in turned[::-1] if number % 2 else turned:
+            if not contender.failure:
+                ranks.align()
+                attempt(contender, calls)
+    return _rows([contender for contender in running if not contender.failure], ranks, part, tokens)
+
+
+def _rows(finished: Sequence[Contender], ranks: Ranks, part: str, tokens: int) -> list[dict[str, Any]]:
+    """The slowest rank of every call counts; the first round warms up."""
+    own_times = [[contender.seconds[name][1:] for name in PASSES] for contender in finished]
+    slowest = ranks.largest(torch.tensor(own_times, dtype=torch.float64)).tolist()
+    peaks = ranks.largest(torch.tensor([float(contender.peak_bytes) for contender in finished], dtype=torch.float64))
+    rows = []
+    for contender, times, peak in zip(finished, slowest, peaks.tolist(), strict=True):
+        row: dict[str, Any] = {"part": part, "tokens_per_rank": tokens, "contender": contender.name}
+        for name, seconds in zip(PASSES, times, strict=True):
+            row[f"{name}_ms"] = 1e3 * statistics.median(seconds)
+            row[f"{name}_iqr_ms"] = 1e3 * interquartile_range(seconds)
+        rows.append(row | {"peak_gib": peak / 2**30})
+    limit = next(row["both_ms"] for row in rows if row["contender"] == "limit")
+    for row in rows:
+        row["share_of_limit"] = limit / row["both_ms"]
+        ranks.say(
+            f"  {part} {tokens} {row['contender']}: {row['forward_ms']:.2f} + {row['backward_ms']:.2f} ms, "
+            f"{row['share_of_limit']:.0%} of the limit, {row['peak_gib']:.1f} GiB"
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--tokens", type=at_least(1), nargs="+", default=[8192, 32768, 131072], help="of a rank")
+    parser.add_argument("--parts", nargs="+", choices=("mixer", "rule"), default=["mixer", "rule"])
+    parser.add_argument("--hidden", type=at_least(1), default=5120)
+    parser.add_argument("--key-heads", type=at_least(1), default=16)
+    parser.add_argument("--value-heads", type=at_least(1), default=48)
+    parser.add_argument("--head-dim", type=at_least(1), default=128)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--check-tokens", type=at_least(1), default=1024, help="of a rank, where results are compared")
+    parser.add_argument("--rounds", type=at_least(1), default=10)
+    parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
+    parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
+    parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
+    parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    arguments = parser.parse_args()
+    ranks = Ranks(arguments.device, arguments.timeout)
+    wanted = tuple(arguments.contenders or ("",))
+    every = [contender for contender in contenders() if contender.name.startswith(("limit", *wanted))]
+    result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
+    result["checks"], result["results"] = check(arguments, ranks, every), []
+    for tokens in arguments.tokens:
+        for part in arguments.parts:
+            running = [contender for contender in every if not contender.failure]
+            result["results"] += measure(arguments, ranks, running, part, tokens)
+            result["failures"] = {contender.name: contender.failure for contender in every if contender.failure}
+            if arguments.out is not None and ranks.rank == 0:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    ranks.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
