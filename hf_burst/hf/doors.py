@@ -159,7 +159,7 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
     Raises:
         UnsupportedModelError: If the source of one is not the one that its counterpart was written for.
     """
-    return [module for module in model.modules() if _is_recurrent(type(module))]
+    return [module for module in model.modules() if _is_recurrent(module)]
 
 
 def over_ranks(module: nn.Module, scope: Scope) -> Function:
@@ -169,8 +169,8 @@ def over_ranks(module: nn.Module, scope: Scope) -> Function:
     return rebound(module, scope) if door is None else door.make(kind, scope)
 
 
-@cache
-def _is_recurrent(kind: type) -> bool:
+def _is_recurrent(module: nn.Module) -> bool:
+    kind: Any = type(module)
     return bool(functions_of(kind)) or _door_of(kind) is not None
 
 

@@ -215,8 +215,9 @@ def functions_of(kind: Any) -> tuple[str, ...]:
 def rebound(module: nn.Module, scope: Scope) -> Function:
     """The forward of a module's class, which calls the counterparts; the class and its source file stay as they are."""
     forward: Any = type(module).forward
+    kind: Any = type(module)
     functions = inspect.unwrap(forward).__globals__
-    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(type(module))}
+    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(kind)}
 
     def rebind(inner: FunctionType) -> FunctionType:
         return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)
