@@ -137,7 +137,8 @@ def _bind(module: Any) -> None:
 def _sharded(module: nn.Module) -> Function:
     """The forward of a recurrent module."""
     scope, plain = Scope(), type(module).forward
-    sharded, masks = over_ranks(module, scope), "attention_mask" in inspect.signature(plain).parameters
+    sharded: Function = torch.compiler.disable(over_ranks(module, scope))  # sends messages; what is around it compiles
+    masks = "attention_mask" in inspect.signature(plain).parameters
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(CALL_KEY, None)
@@ -198,6 +199,26 @@ def _telling(layer: nn.Module) -> Function:
     return forward
 
 
+@torch.compiler.disable
+def _tell(layer: nn.Module, run: Run) -> None:
+    """Tells the recurrent modules of a layer that it begins to run."""
+    run.received.start()
+    for module in recurrent_modules(layer):
+        _scope_of(module).run = run
+
+
+@torch.compiler.disable
+def _check_told(layer: nn.Module) -> None:
+    """Raises if a recurrent module of a layer that has run did not take up what it was told."""
+    for module in recurrent_modules(layer):
+        if _scope_of(module).run is not None:
+            raise ConfigError(
+                f"{type(layer).__name__} did not call the forward of its {type(module).__name__}, so that no state "
+                "passed from rank to rank. Was it replaced after the model was patched? Unpatch the model, then patch "
+                "it anew."
+            )
+
+
 @cache
 def _telling_inside(function: Any) -> Any:
     """The forward of a class, which tells the recurrent modules of a layer of the pass, or of none."""
@@ -211,17 +232,9 @@ def _telling_inside(function: Any) -> Any:
             run: Run | None = kwargs.pop(RUN_KEY)
             if run is None:
                 return inner(self, *args, **kwargs)
-            run.received.start()
-            scopes = [(type(module).__name__, _scope_of(module)) for module in recurrent_modules(self)]
-            for _, scope in scopes:
-                scope.run = run
+            _tell(self, run)
             out = inner(self, *args, **kwargs, **({CALL_KEY: run.call} if named else {}))
-            missed = [name for name, scope in scopes if scope.run is not None]
-            if missed:
-                raise ConfigError(
-                    f"{type(self).__name__} did not call the forward of its {missed[0]}, so that no state passed from "
-                    "rank to rank. Was it replaced after the model was patched? Unpatch the model, then patch it anew."
-                )
+            _check_told(self)
             return out
 
         return forward
