@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.check.compare import Double
-from hf_burst.recurrent import delta, halo
+from hf_burst.hf import recurrent
+from hf_burst.mesh import ContextGroup
+from hf_burst.plan import Segments
+from hf_burst.recurrent import delta, diagonal, halo, own_heads
 from hf_burst.recurrent.states import incoming_states
 from tests import models, trainers
 from tests.ranks import RankPool
@@ -23,6 +27,7 @@ from tests.test_wrappers import compare, flat
 from tests.trainers import Case
 
 Ranks = Callable[[int], RankPool]
+edges_of = halo._edges_of
 KINDS = ("plain", "packed", "left", "right")
 WAYS = ("states", "heads")
 
@@ -109,17 +114,47 @@ def dropped(*arguments: Any) -> Any:
     return {index: 0 * state for index, state in states.items()}, slots
 
 
-BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a halo of zeros": (halo, "all_gather", lambda tails, group: [torch.zeros_like(tails)] * group.size),
-    "a state that is dropped": (delta, "incoming_states", dropped),
-    "a transition in bf16": (delta, "by_matrix", in_half),
+def without_halos(segments: Segments, rank: int, reach: int) -> Any:
+    """Edges before which there are zeros."""
+    edges = edges_of(segments, rank, reach)
+    return replace(edges, halos=[segments.sharding.ranks * segments.most_slots * reach] * len(edges.halos))
+
+
+def one_token_off(segments: Segments, rank: int, reach: int) -> Any:
+    """Edges whose halos end one token too early."""
+    edges = edges_of(segments, rank, reach)
+    last = segments.sharding.ranks * segments.most_slots * reach
+    return replace(edges, halos=[place if place in (0, last) else place - 1 for place in edges.halos])
+
+
+def of_rows(segments: Segments, rank: int, reach: int) -> Any:
+    """The edges of segments that know of rows only."""
+    return edges_of(replace(segments, documents=tuple((0, row[-1]) for row in segments.documents)), rank, reach)
+
+
+def of_the_next(x: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """What belongs to the heads of the next rank."""
+    return own_heads(x, replace(group, rank=(group.rank + 1) % group.size))
+
+
+Combination = tuple[str, str, str]
+CONTIGUOUS: Combination = ("plain", "states", "contiguous")
+BROKEN: dict[str, tuple[str, Combination, Any, str, Any]] = {
+    "a halo of zeros": ("qwen3_5", CONTIGUOUS, halo, "_edges_of", without_halos),
+    "a halo one token off": ("qwen3_5", CONTIGUOUS, halo, "_edges_of", one_token_off),
+    "documents that leak through a convolution": ("lfm2", ("packed", "states", "zigzag"), halo, "_edges_of", of_rows),
+    "a state that is dropped": ("qwen3_5", CONTIGUOUS, delta, "incoming_states", dropped),
+    "a transition in bf16": ("qwen3_5", CONTIGUOUS, delta, "by_matrix", in_half),
+    "a number that is dropped": ("recurrent_gemma", CONTIGUOUS, diagonal, "incoming_states", dropped),
+    "heads of another rank": ("granite", ("plain", "heads", "balanced"), recurrent, "own_heads", of_the_next),
+    "channels of another rank": ("zamba", CONTIGUOUS, recurrent, "own_heads", of_the_next),
 }
 
 
 def break_and_compare(rank: int, size: int, name: str) -> list[float]:
-    room, attribute, broken = BROKEN[name]
+    model, combination, room, attribute, broken = BROKEN[name]
     with mock.patch.object(room, attribute, broken):
-        return errors_of(rank, size, "qwen3_5", [("plain", "states", "contiguous")])
+        return errors_of(rank, size, model, [combination])
 
 
 @pytest.mark.parametrize("name", BROKEN)
