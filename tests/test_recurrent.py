@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hf_burst.recurrent import (
     causal_convolution,
     delta_rule_by_heads,
     delta_rule_by_states,
+    diagonal,
     lightning_by_heads,
     lightning_by_states,
     own_heads,
@@ -265,3 +267,14 @@ def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> No
         for place, leaf in enumerate(NAMES[kind], start=1):
             total = sum(result[place] for result in results)
             torch.testing.assert_close(total, leaves[leaf].grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 26, 101])
+def test_numbers_of_blocks_follow_one_another(tokens: int) -> None:
+    """Blocks of blocks of blocks of three tokens, and a last one that is shorter."""
+    torch.manual_seed(0)
+    a, b = torch.rand(2, 2, tokens, 5, dtype=torch.float64, requires_grad=True)
+    with mock.patch.object(diagonal, "_BLOCK", 3):
+        blocks = torch.autograd.grad(diagonal.recurrence(a, b).cos().sum(), (a, b))
+    one_by_one = torch.autograd.grad(single_numbers(a, b).cos().sum(), (a, b))
+    torch.testing.assert_close(blocks, one_by_one, rtol=1e-10, atol=1e-12)

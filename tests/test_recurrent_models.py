@@ -15,11 +15,13 @@ from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.check.compare import Double
-from hf_burst.hf import recurrent
+from hf_burst.errors import UnsupportedModelError
+from hf_burst.hf import doors, recurrent
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Segments
 from hf_burst.recurrent import delta, diagonal, halo, own_heads
 from hf_burst.recurrent.states import incoming_states
+from recipes.tiny_models import tiny_model
 from tests import models, trainers
 from tests.ranks import RankPool
 from tests.test_patch import group_mean
@@ -191,7 +193,53 @@ def test_the_class_and_other_models_stay_as_they_are() -> None:
     assert "forward" not in vars(layer)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "granite"])
+def test_states_of_a_shard_are_not_kept() -> None:
+    """RecurrentGemma keeps its states in its modules, for the next pass."""
+    model = models.patch(models.make_model("recurrent_gemma"))
+    model(**models.make_batch("plain"))
+    kept = [getattr(module, name, None) for module in model.modules() for name in ("recurrent_states", "conv1d_state")]
+    assert kept == [None] * len(kept)
+
+
+@pytest.mark.parametrize("name", models.WITH_DOORS)
+def test_another_source_is_refused(name: str) -> None:
+    model = models.make_model(name)
+    with (
+        mock.patch.object(doors, "_door_of", doors._door_of.__wrapped__),  # it remembers what it answered
+        mock.patch.object(doors, "source_fingerprint", return_value="changed"),
+        pytest.raises(UnsupportedModelError, match=r"computes its states by another source .* 5\.17 to 5\.23"),
+    ):
+        models.patch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["xLSTMForCausalLM", "RwkvForCausalLM"])
+def test_unknown_states_are_refused_with_a_sentence(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="no recurrent layers whose states are known how to pass"):
+        hf_burst.patch_model(tiny_model(name))
+
+
+def compile_and_compare(rank: int, size: int, name: str, checkpointing: bool) -> float:
+    """The greatest error of a compiled model, beside itself before."""
+    torch._dynamo.reset()
+    model, batch = slowly(name), models.make_batch("packed")
+    wanted = gradients_of(model, batch)
+    models.patch(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    loss = torch.compile(model, backend="aot_eager")(**batch).loss
+    loss.backward()
+    return greatest_error([loss.detach(), *group_mean(model)], wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "checkpointing"), [("granite", False), ("qwen3_5", True), ("minimax", False)])
+def test_compiled_models(ranks: Ranks, name: str, checkpointing: bool) -> None:
+    assert max(ranks(2).run(compile_and_compare, name, checkpointing)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite", "recurrent_gemma"])
 def test_generation_and_copies(name: str, tmp_path: Path) -> None:
     """A patched model generates as it did; its copies, and what is loaded of it, are patched by themselves."""
     model = models.make_model(name).eval()
