@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_burst.ring import merge
+from hf_burst.ring import MOST_TENSORS, merge
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # of the interpreter
@@ -102,14 +102,17 @@ def test_every_copy_of_a_table_ends_up_in_its_place(
 
     def destinations() -> list[torch.Tensor]:
         rows = torch.zeros(2, 210, 5, 16, device=DEVICE, dtype=dtype)
-        return [rows[:, :, 1:3], torch.zeros(2, 2, 210, device=DEVICE).transpose(1, 2).unsqueeze(3)]
+        more = [torch.zeros(2, 210, 2, 16, device=DEVICE, dtype=dtype) for _ in range(MOST_TENSORS - 2)]
+        return [rows[:, :, 1:3], torch.zeros(2, 2, 210, device=DEVICE).transpose(1, 2).unsqueeze(3), *more]
 
     made, into, wanted = destinations(), destinations(), destinations()
     pairs = []
     for peer, (heads, rows) in enumerate(zip(peers, scalars, strict=True)):
         for start, stop in ((0, 19), (19, 69)):  # a row of each is nobody's
             here = slice(70 * peer + start, 70 * peer + stop)
-            for index, source in ((1, rows.unsqueeze(3)[:, start:stop, 2:4]), (0, heads[:, start:stop, 2:4])):
+            sources = [rows.unsqueeze(3)[:, start:stop, 2:4], heads[:, start:stop, 2:4]]
+            others = [(index, heads[:, start:stop, index % 5 :][:, :, :2]) for index in range(2, MOST_TENSORS)]
+            for index, source in ((1, sources[0]), (0, sources[1]), *others):
                 pairs.append((source, made[index][:, here], index))
                 wanted[index][:, here] = source
     with mock.patch.multiple(fused, _TILE=64, _LARGE_TILE=128, _FEW=5):

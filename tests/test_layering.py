@@ -35,8 +35,8 @@ WITHIN = {
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
     "recurrent": [
-        *("received", "gather", "pieces", "exchange", "halo", "states", "delta", "scan", "diagonal", "lightning"),
-        "__init__",
+        *("received", "gather", "pieces", "exchange", "halo", "states", "context_parallel", "delta", "scan"),
+        *("diagonal", "lightning", "__init__"),
     ],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],

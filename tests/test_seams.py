@@ -318,9 +318,10 @@ def exchange_heads(rank: int, size: int, owners: tuple[int, ...], length: int) -
     x, dy = layer_inputs(length)
     own = tokens_of(sharding, rank)
     leaf = x[:, own].requires_grad_()
-    halves = tokens_to_heads([leaf, leaf[..., 1:].float()], sharding, group)
-    y, converted = heads_to_tokens([layer(halves[0]), halves[1] * 2], sharding, group)
-    assert torch.equal(converted, 2 * leaf[..., 1:].float()), "another dtype, and as many dimensions as it has"
+    scalars = leaf[..., 1:2].float()
+    whole, of_scalars = tokens_to_heads([leaf, scalars], sharding, group)
+    y, doubled = heads_to_tokens([layer(whole), of_scalars * 2], sharding, group)
+    assert torch.equal(doubled, 2 * scalars), "each in its own dtype"
     y.backward(dy[:, own])
     twice = torch.autograd.grad(tokens_to_heads([leaf], sharding, group)[0].square().sum(), leaf, create_graph=True)[0]
     assert torch.equal(twice, 2 * leaf), "there and back again"
@@ -362,3 +363,5 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
         tokens_to_heads([torch.zeros(1, 5, 4, 2)], sharding, group)
     with pytest.raises(ShardingError, match="does not fit 12 tokens over 2 ranks"):
         heads_to_tokens([torch.zeros(1, 6, 4, 2)], sharding, group)
+    with pytest.raises(ShardingError, match="7 tensors were given to be exchanged at once; give 1 to 6"):
+        tokens_to_heads([torch.zeros(1, 6, 4, 2)] * 7, sharding, group)

@@ -11,7 +11,7 @@ from ..errors import ShardingError
 from ..mesh import ContextGroup
 from ..plan import Sharding
 from ..resources import resources_of
-from ..ring import HeadsToTokens, TokensToHeads, ulysses_ranks_of
+from ..ring import MOST_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 
 def tokens_to_heads(
@@ -20,7 +20,7 @@ def tokens_to_heads(
     """Gives this rank's tokens of most heads away, and gets all tokens of its own heads, of several tensors at once.
 
     Args:
-        tensors (sequence of `torch.Tensor` of shape `(batch, n, heads, dim)`): This rank's tokens, of any ownership of
+        tensors (one to six `torch.Tensor` of shape `(batch, n, heads, dim)`): This rank's tokens, of any ownership of
             chunks. The size of the group divides the heads. Heads, dimensions and dtypes may differ.
         sharding ([`Sharding`]): Which rank holds which tokens; equal on all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time, with equal batch and heads.
@@ -31,8 +31,9 @@ def tokens_to_heads(
         the r-th share of the heads. Gradients take the way back, see [`heads_to_tokens`].
 
     Raises:
-        ShardingError: If shapes, sharding and group do not fit.
+        ShardingError: If shapes, sharding and group do not fit, or tensors are too many.
     """
+    _count(tensors)
     for x in tensors:
         _check(x, sharding, group, x.shape[1] if x.ndim == 4 else 0, x.shape[2] if x.ndim == 4 else 0)
     return tuple(tensors) if group.size == 1 else _HeadExchange.apply(True, sharding, group, transport, *tensors)
@@ -44,7 +45,7 @@ def heads_to_tokens(
     """The inverse of [`tokens_to_heads`].
 
     Args:
-        tensors (sequence of `torch.Tensor` of shape `(batch, length, heads / ranks, dim)`): All tokens of this rank's
+        tensors (one to six `torch.Tensor` of shape `(batch, length, heads / ranks, dim)`): All tokens of this rank's
             heads.
         sharding, group, transport: As in [`tokens_to_heads`].
 
@@ -52,12 +53,21 @@ def heads_to_tokens(
         `tuple[torch.Tensor, ...]` of shape `(batch, n, heads, dim)`: this rank's tokens of all heads.
 
     Raises:
-        ShardingError: If shapes, sharding and group do not fit.
+        ShardingError: If shapes, sharding and group do not fit, or tensors are too many.
     """
+    _count(tensors)
     for x in tensors:
         own = sharding.tokens(group.rank) if x.ndim == 4 and x.shape[1] == sharding.length else -1
         _check(x, sharding, group, own, group.size)
     return tuple(tensors) if group.size == 1 else _HeadExchange.apply(False, sharding, group, transport, *tensors)
+
+
+def _count(tensors: Sequence[Tensor]) -> None:
+    if not 1 <= len(tensors) <= MOST_TENSORS:
+        raise ShardingError(
+            f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MOST_TENSORS}, others by further "
+            "calls."
+        )
 
 
 def _check(x: Tensor, sharding: Sharding, group: ContextGroup, tokens: int, heads: int) -> None:
@@ -83,12 +93,10 @@ class _HeadExchange(torch.autograd.Function):
         own, whole = sharding.tokens(group.rank), sharding.length
         with resources_of(group).messages(tensors[0].device, transport) as exchange:
             if to_heads:
-                shapes = [(x.shape[0], whole, x.shape[2] // group.size, x.shape[3]) for x in tensors]
-                results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+                results = [_empty(x, whole, x.shape[2] // group.size) for x in tensors]
                 TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, beside_kernel=False).wait()
             else:
-                shapes = [(x.shape[0], own, x.shape[2] * group.size, x.shape[3]) for x in tensors]
-                results = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+                results = [_empty(x, own, x.shape[2] * group.size) for x in tensors]
                 leaving = HeadsToTokens(exchange, owners, results, slices=1)
                 leaving.send(0, tensors)
                 leaving.finish()
@@ -98,3 +106,10 @@ class _HeadExchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inverse = heads_to_tokens if ctx.to_heads else tokens_to_heads
         return None, None, None, None, *inverse(gradients, *ctx.settings)
+
+
+def _empty(x: Tensor, tokens: int, heads: int) -> Tensor:
+    """Memory for another share of a tensor; scalars of rows lie heads first, as they travel."""
+    if x.shape[3] == 1:
+        return x.new_empty(x.shape[0], heads, tokens, 1).transpose(1, 2)
+    return x.new_empty(x.shape[0], tokens, heads, x.shape[3])

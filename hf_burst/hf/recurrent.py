@@ -21,6 +21,7 @@ from ..recurrent import (
     Received,
     Rule,
     causal_convolution,
+    cp_context,
     delta_rule_by_heads,
     delta_rule_by_states,
     own_heads,
@@ -95,7 +96,7 @@ def _convolution(original: Function, scope: Scope) -> Function:
 
 
 def _delta_rule(original: Function, scope: Scope) -> Function:
-    packed = _takes(original, "cu_seqlens")
+    packed, parallel = _takes(original, "cu_seqlens"), _takes(original, "cp_context")
 
     def chunk_delta_rule(
         query: Tensor,
@@ -122,6 +123,10 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
+        context = None if scope.by_heads or not parallel else cp_context(scope.segments, scope.group, query.device)
+        if context is not None:
+            options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}
+            return original(query, key, value, g=g, beta=beta, **options)[0], None
         inputs = (query, key, value, g, beta)
         if scope.by_heads:
             return delta_rule_by_heads(Rule(rule, packed), inputs, scope.segments, scope.group), None

@@ -8,7 +8,7 @@ from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory
 from .model import SHAPES, ModelSize, Training
 from .segments import Segment, Segments, segments_of
-from .sharding import Sharding, cut, make_sharding
+from .sharding import Sharding, cut, make_sharding, pattern
 from .step import StepEstimate, estimate_step
 from .steps import Plan, Step, Transfer, make_plan
 from .tiles import Tile, tiles_between
@@ -22,6 +22,7 @@ __all__ = [
     "MemoryEstimate", "ModelSize", "Plan", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile",
     "Traffic", "Training", "Transfer", "assign", "built_in", "candidates", "choose", "chunks_per_rank", "cut",
     "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices", "imbalance", "imbalance_of_steps",
-    "make_plan", "make_sharding", "name_of", "named", "rank_traffic", "segments_of", "tiles_between", "verify_plan",
+    "make_plan", "make_sharding", "name_of", "named", "pattern", "rank_traffic", "segments_of", "tiles_between",
+    "verify_plan",
 ]
 # fmt: on

@@ -1,6 +1,7 @@
 """Layers that carry a state from token to token, over shards: runs of tokens, what they do to a state, and how that
 composes. Knows nothing of Transformers."""
 
+from .context_parallel import cp_context
 from .delta import delta_rule_by_heads, delta_rule_by_states
 from .diagonal import recurrence_by_channels, recurrence_by_states
 from .exchange import own_heads
@@ -14,6 +15,7 @@ __all__ = [
     "Received",
     "Rule",
     "causal_convolution",
+    "cp_context",
     "delta_rule_by_heads",
     "delta_rule_by_states",
     "lightning_by_heads",

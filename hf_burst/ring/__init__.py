@@ -1,13 +1,14 @@
 """Attention over ranks: messages, merging, and the loops that execute the steps of a plan."""
 
 from .clock import ExchangeClock
-from .exchange import Exchange, PeerToPeer
+from .exchange import MOST_TENSORS, Exchange, PeerToPeer
 from .merge import accumulation_dtype, merge_, row_products
 from .sharded import HeadSizes, ShardedAttention, kept_shapes
 from .symmetric import Symmetric, SymmetricPool, open_pool
 from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
 
 __all__ = [
+    "MOST_TENSORS",
     "Exchange",
     "ExchangeClock",
     "HeadSizes",

@@ -19,6 +19,7 @@ from ..plan import Traffic
 
 # Blocks of one channel are published one after another; those of different channels live side by side.
 Channel = Literal["blocks", "gradients", "tokens to heads", "heads to tokens"]
+MOST_TENSORS = 6  # that are exchanged for heads at once
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels import from_host
 from ..plan import Traffic
+from .exchange import MOST_TENSORS
 
 _TILE, _LARGE_TILE = 2048, 8192  # words that a program copies at a time
 _FEW = 16  # programs of a copy that runs beside other kernels
@@ -141,7 +142,7 @@ class Table:
     Args:
         pairs (sequence of `(source, target, index)`): Tensors of shape `(B, S, H, D)`; each target is a part of the
             destination `index`.
-        into (sequence of `torch.Tensor`): At most four destinations.
+        into (sequence of `torch.Tensor`): At most `MOST_TENSORS` destinations.
         sent ([`Traffic`]): What peers take in the same round.
     """
 
@@ -178,7 +179,7 @@ class Table:
                 has as much under way as it can: a copy that waits for a peer's memory keeps other kernels out.
         """
         addresses = [tensor.data_ptr() for tensor in into]
-        targets = [*addresses, *addresses[:1] * (4 - len(addresses))]
+        targets = [*addresses, *addresses[:1] * (MOST_TENSORS - len(addresses))]
         tile = _LARGE_TILE if beside_kernel else _TILE
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
@@ -211,9 +212,9 @@ def _runs(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor, int,
                     yield first, second, rows, 1, first.stride(0), second.stride(0)
 
 
-@triton.jit(do_not_specialize=["first", "second", "third", "fourth", "count", "work"])
+@triton.jit(do_not_specialize=["first", "second", "third", "fourth", "fifth", "sixth", "count", "work"])
 def _copy(
-    table, first, second, third, fourth, count, work,
+    table, first, second, third, fourth, fifth, sixth, count, work,
     kind: tl.constexpr, word: tl.constexpr, aligned: tl.constexpr, width: tl.constexpr, height: tl.constexpr,
 ):  # fmt: skip
     for part in range(tl.program_id(0), work, tl.num_programs(0)):
@@ -221,7 +222,9 @@ def _copy(
         source, ahead, inner = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) // word
         source_step, place_step = tl.load(entry + 3) // word, tl.load(entry + 4) // word
         outer, index = tl.load(entry + 5), tl.load(entry + 6)
-        base = tl.where(index == 0, first, tl.where(index == 1, second, tl.where(index == 2, third, fourth)))
+        base = tl.where(index == 0, first, tl.where(index == 1, second, third))
+        last = tl.where(index == 3, fourth, tl.where(index == 4, fifth, sixth))
+        base = tl.where(index < 3, base, last)
         columns = tl.cdiv(inner, width)
         row = tile // columns * height + tl.arange(0, height)
         column = tile % columns * width + tl.arange(0, width)

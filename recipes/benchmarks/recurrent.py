@@ -92,13 +92,16 @@ class Contender:
 
 
 def own(way: str, case: Case, chunking: Chunking) -> Functions:
-    """Those of hf_burst."""
+    """Those of hf_burst. By `"columns"` states pass as where flash-linear-attention knows no such sharding."""
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup()
     nothing = torch.empty(0)
-    config = BurstConfig(recurrence=way)  # type: ignore[arg-type]
+    config = BurstConfig(recurrence="heads" if way == "heads" else "states")
     call = ForwardCall(case.layout(chunking), group, config, nothing, True, None, None, None)
     scope = Scope(call)
-    return {name: COUNTERPARTS[name](getattr(modeling_qwen3_5, name), scope) for name in (RULE, CONVOLUTION)}
+    stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
+    if way == "columns":
+        stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
+    return {name: COUNTERPARTS[name](stock[name], scope) for name in stock}
 
 
 def cp_context(case: Case, chunking: Chunking) -> Functions:
@@ -136,7 +139,7 @@ def ringmaster(case: Case) -> Functions:
 
 def contenders() -> list[Contender]:
     ways: list[tuple[str, Chunking]] = [("heads", "contiguous"), ("heads", "zigzag")]
-    ways += [("states", "contiguous"), ("states", "zigzag")]
+    ways += [("columns", "contiguous"), ("states", "contiguous"), ("states", "zigzag")]
     layouts: tuple[Chunking, ...] = ("contiguous", "zigzag")
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     return [

@@ -34,7 +34,7 @@ from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_contenders import CONTENDERS, Way
-from recipes.benchmarks.training_job import SHAPES, Job, make_job
+from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 from recipes.benchmarks.training_profile import profiled
 
@@ -182,7 +182,7 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers but the head")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
@@ -227,7 +227,6 @@ def main() -> int:
     arguments = read_arguments()
     ranks = Ranks(arguments.device, arguments.timeout)
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
-    native, _ = choose_native("auto", ranks, dtype, 128 if ranks.cuda else 16, Mask(256))
     job = make_job(
         arguments.shape,
         longest=arguments.lengths[-1],
@@ -236,6 +235,7 @@ def main() -> int:
         lora=arguments.lora,
         compiled=arguments.compile,
     )
+    native, _ = choose_native("auto", ranks, dtype, head_size(job.base), Mask(256))
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {
         "shape": arguments.shape,

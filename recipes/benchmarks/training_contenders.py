@@ -4,25 +4,27 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 import hf_burst
 from hf_burst.errors import ConfigError
 from recipes.benchmarks.training_job import Job, checkpoint_layers
+from recipes.benchmarks.training_limits import mixers_of
 
 Loss = Callable[[Job], torch.Tensor]
 Way = Callable[[Job], AbstractContextManager[Loss]]
 
 
 @contextmanager
-def burst(job: Job, keep: float) -> Iterator[Loss]:
+def burst(job: Job, keep: float, **settings: Any) -> Iterator[Loss]:
     """Patches the model with hf_burst, which takes the whole sequence."""
-    hf_burst.patch_model(job.model, hf_burst.BurstConfig(attention_keep=keep), job.mesh)
+    hf_burst.patch_model(job.model, hf_burst.BurstConfig(attention_keep=keep, **settings), job.mesh)
     try:
         yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens).loss
     finally:
@@ -103,6 +105,7 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
     It chooses how to share the sequence, unless the settings do.
     """
     import ringmaster
+    from ringmaster.recurrent import wire_gated_delta
     from ringmaster.shard import shard_batch
 
     job.base.set_attn_implementation(kernel)  # loads the kernel
@@ -114,6 +117,8 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
         inner_attn=kernel,
     )
     job.base.set_attn_implementation(runtime.attn_implementation)
+    mixers = mixers_of(job.base)
+    undo = wire_gated_delta(mixers, job.mesh.get_group()) if mixers else None
 
     def loss(job: Job) -> torch.Tensor:
         whole = dict(zip(("input_ids", "shift_labels", "position_ids"), whole_batch(job), strict=True))
@@ -124,6 +129,8 @@ def axolotl(job: Job, kernel: str, **settings: str) -> Iterator[Loss]:
         with fused_loss(job), on_cudnn(job, kernel):
             yield loss
     finally:
+        if undo is not None:
+            undo()
         ringmaster.teardown()
 
 
@@ -138,11 +145,9 @@ def on_cudnn(job: Job, kernel: str) -> AbstractContextManager[Any]:
 def fused_loss(job: Job) -> Iterator[None]:
     """Replaces the model's forward by Liger's, as its users do. On CPUs it changes nothing, since Liger needs GPUs."""
     if job.ranks.cuda:
-        from liger_kernel.transformers.model import llama, qwen3
-
-        job.base.forward = MethodType(
-            (qwen3 if isinstance(job.base, Qwen3ForCausalLM) else llama).lce_forward, job.base
-        )
+        kind = job.base.config.model_type.removesuffix("_text")
+        liger = import_module(f"liger_kernel.transformers.model.{kind}")
+        job.base.forward = MethodType(liger.lce_forward, job.base)
     try:
         yield
     finally:
@@ -197,6 +202,8 @@ CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash
 ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
 CONTENDERS = {
     "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved"),
+    "hf_burst, states passed": Contender(partial(burst, keep=1.0, recurrence="states"), "attention saved"),
+    "hf_burst, heads exchanged": Contender(partial(burst, keep=1.0, recurrence="heads"), "attention saved"),
     "hf_burst, half of it saved": Contender(partial(burst, keep=0.5), "half of attention saved"),
     "hf_burst, attention recomputed": Contender(partial(burst, keep=0.0), "all recomputed"),
     "accelerate context parallelism": Contender(stock, "all recomputed"),

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 if TYPE_CHECKING:
     from recipes.benchmarks.ranks import Ranks
@@ -25,6 +33,16 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+TINY_HYBRID = {
+    **TINY,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
 SHAPES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
     "llama-8b": (
@@ -68,10 +86,32 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "qwen3.5-hybrid": (  # three layers of gated DeltaNet to one of attention, with the heads of Qwen3.6-27B
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "tiny-hybrid": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, TINY_HYBRID),
     "tiny": (LlamaForCausalLM, LlamaConfig, TINY),
     "tiny-tied": (LlamaForCausalLM, LlamaConfig, {**TINY, "tie_word_embeddings": True}),
 }
-LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("in_proj_qkv", "in_proj_z", "out_proj"),  # of layers with a state
+)
 
 
 @dataclass
@@ -153,8 +193,9 @@ def make_job(shape: str, longest: int, ranks: "Ranks", liger: bool, lora: bool, 
     if liger:
         from liger_kernel.transformers import monkey_patch
 
-        apply = getattr(monkey_patch, f"apply_liger_kernel_to_{base.config.model_type}")
-        apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
+        kind = base.config.model_type.removesuffix("_text")
+        apply, rope = getattr(monkey_patch, f"apply_liger_kernel_to_{kind}"), kind != "qwen3_5"
+        apply(rope=rope, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
     if lora:
         from peft import LoraConfig, get_peft_model
 

@@ -1,11 +1,14 @@
 """The least time of a training step, from rates that are measured in the same run."""
 
+import inspect
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_burst.plan import Mask
 from recipes.benchmarks.native import Native
@@ -14,57 +17,115 @@ from recipes.benchmarks.training_job import Job, head_size
 
 
 def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[str, float]:
-    """Measures the seconds of all matrix products and of attention in a step.
+    """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
 
     Checkpointed layers compute their products again, but for the last one, whose result no gradient needs. With
     adapters behind it, the last product is computed again too.
     """
     config, ranks = job.base.config, job.ranks
-    hidden, heads, size = config.hidden_size, config.num_attention_heads, head_size(job.base)
-    own, dtype = length // ranks.size, job.base.dtype
-    widths = [(hidden, heads * size), *[(hidden, config.num_key_value_heads * size)] * 2, (heads * size, hidden)]
-    widths += [(hidden, config.intermediate_size)] * 2 + [(config.intermediate_size, hidden)]
+    hidden, own, dtype = config.hidden_size, length // ranks.size, job.base.dtype
     passes = 1 if lora else 2  # frozen weights need no gradient
-    products = [_product(own, *width, dtype, ranks) for width in widths]
-    forward = sum(products)
-    again = forward if lora else forward - products[-1]
-    backward = sum(
-        _product(own, out, inner, dtype, ranks) + (passes - 1) * _product(inner, own, out, dtype, ranks)
-        for inner, out in widths
-    )
+    every = [widths_of(layer) for layer in job.base.model.layers]
+    once, back = dict[tuple[int, int], float](), dict[tuple[int, int], float]()
+    for taken, made in {width for widths in every for width in widths}:
+        once[taken, made] = _product(own, taken, made, dtype, ranks)
+        of_weights = _product(taken, own, made, dtype, ranks)
+        back[taken, made] = _product(own, made, taken, dtype, ranks) + (passes - 1) * of_weights
+    forward = sum(once[width] for widths in every for width in widths)
+    again = forward if lora else forward - sum(once[widths[-1]] for widths in every)
     rows = min(own, 4096)
     vocabulary = config.vocab_size
     head = _product(rows, hidden, vocabulary, dtype, ranks) + _product(rows, vocabulary, hidden, dtype, ranks)
     head += (passes - 1) * _product(hidden, rows, vocabulary, dtype, ranks)
     head *= own / rows
-    share, kv_share = heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
+    mixers = mixers_of(job.base)
+    attention, attention_back = attention_seconds(job, length, native)
+    recurrence, recurrence_back = recurrent_seconds(mixers[0], own, dtype, ranks) if mixers else (0.0, 0.0)
+    layers = config.num_hidden_layers - len(mixers)
+    return {
+        "products forward": forward,
+        "products backward": sum(back[width] for widths in every for width in widths),
+        "products again": again,
+        "head": head,
+        "attention forward": layers * attention,
+        "attention backward": layers * attention_back,
+        "recurrence forward": len(mixers) * recurrence,
+        "recurrence backward": len(mixers) * recurrence_back,
+        "recurrence again": len(mixers) * recurrence,
+    }
+
+
+def widths_of(layer: nn.Module) -> list[tuple[int, int]]:
+    """The widths that the matrix products of a layer take in and give out, the last one last."""
+    weights = []
+    for name, module in layer.named_modules():
+        if hasattr(module, "base_layer"):  # with an adapter
+            weights.append(module.base_layer.weight)
+        elif isinstance(module, nn.Linear) and "lora_" not in name and "base_layer" not in name:
+            weights.append(module.weight)
+    return [(weight.shape[1], weight.shape[0]) for weight in weights]
+
+
+def mixers_of(model: nn.Module) -> list[Any]:
+    """The layers of gated DeltaNet."""
+    return [layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")]
+
+
+def attention_seconds(job: Job, length: int, native: Native) -> tuple[float, float]:
+    """Seconds of attention, forward and backward, on all tokens and a share of the heads."""
+    config, ranks, size, dtype = job.base.config, job.ranks, head_size(job.base), job.base.dtype
+    share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
     q, k, v = (
         torch.randn(1, length, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
         for count in (share, kv_share, kv_share)
     )
     mask = Mask(length)
-    attention = _seconds(lambda: native.attend(q, k, v, mask), ranks)
+    forward = _seconds(lambda: native.attend(q, k, v, mask), ranks)
     out = native.attend(q, k, v, mask)
     dout = torch.randn_like(out)
-    attention_back = _seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), ranks)
-    layers = config.num_hidden_layers
-    return {
-        "products forward": layers * forward,
-        "products backward": layers * backward,
-        "products again": layers * again,
-        "head": head,
-        "attention forward": layers * attention,
-        "attention backward": layers * attention_back,
-    }
+    return forward, _seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), ranks)
+
+
+def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks) -> tuple[float, float]:
+    """Seconds of the convolution and the delta rule of a layer, forward and backward, on a rank's own tokens."""
+    functions = inspect.unwrap(type(mixer).forward).__globals__
+    keys, values = ((mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(1, tokens, *shape, device=ranks.device, dtype=dtype).requires_grad_()
+
+    q, k, v, beta = normal(*keys), normal(*keys), normal(*values), normal(mixer.num_v_heads)
+    g = -torch.rand(1, tokens, mixer.num_v_heads, device=ranks.device) / 10
+    leaves = [q, k, v, beta, g.requires_grad_()]
+    width = mixer.conv1d.weight.shape[-1]
+    x = normal(mixer.conv_dim)
+    weight = torch.randn(mixer.conv_dim, width, device=ranks.device, dtype=dtype).requires_grad_()
+
+    def convolve() -> torch.Tensor:
+        out: torch.Tensor = functions["causal_conv1d_fn"](x.transpose(1, 2), weight, None, activation="silu")
+        return out
+
+    def rule() -> torch.Tensor:
+        options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+        out: torch.Tensor = functions["torch_chunk_gated_delta_rule"](q, k, v, g=g, beta=beta, **options)[0]
+        return out
+
+    forward = backward = 0.0
+    for function, inputs in ((convolve, [x, weight]), (rule, leaves)):
+        forward += _seconds(function, ranks)
+        out = function()
+        dout = torch.randn_like(out)
+        backward += _seconds(partial(torch.autograd.grad, out, inputs, dout, retain_graph=True), ranks)
+    return forward, backward
 
 
 def limits(parts: dict[str, float]) -> dict[str, float]:
-    """Seconds of a step in which only matrix products and attention take time.
+    """Seconds of a step in which only matrix products, attention and recurrent functions take time.
 
     The limits differ in what is computed twice: nothing, the linear layers, a quarter of attention too, or all of it.
     """
-    once = sum(seconds for name, seconds in parts.items() if name != "products again")
-    again, attention = parts["products again"], parts["attention forward"]
+    once = sum(seconds for name, seconds in parts.items() if not name.endswith("again"))
+    again, attention = sum(parts.values()) - once, parts["attention forward"]
     return {
         "nothing recomputed": once,
         "attention saved": once + again,
@@ -105,12 +166,12 @@ def flops(job: Job, length: int, lora: bool) -> float:
     """Floating point operations of a step that computes nothing twice.
 
     A weight takes 6 a token, or 4 if it is frozen. Embeddings count only if they are the weights of the head too.
-    Causal attention takes 12 a pair of tokens and element of all heads.
+    Causal attention takes 12 a pair of tokens and element of all heads, a delta rule 18 a token and number of a state.
     """
     config = job.base.config
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     weights = sum(parameter.numel() for parameter in job.base.parameters()) - table
-    pairs = length * (length + 1) / 2
-    return (4 if lora else 6) * weights * length + 12 * pairs * config.num_attention_heads * head_size(job.base) * (
-        config.num_hidden_layers
-    )
+    pairs, mixers = length * (length + 1) / 2, mixers_of(job.base)
+    layers, width = config.num_hidden_layers - len(mixers), config.num_attention_heads * head_size(job.base)
+    states = sum(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim for mixer in mixers)
+    return (4 if lora else 6) * weights * length + 12 * pairs * width * layers + 18 * length * states
