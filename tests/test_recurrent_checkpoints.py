@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import hf_burst
@@ -103,6 +105,17 @@ def test_a_layer_that_runs_again_receives_nothing_again(ranks: Ranks, switch: st
         assert gathered == 0 or switch == "wrapped twice", "channels of Mamba1 are as large as activations"
 
 
+def gather_again(rank: int, size: int) -> int:
+    """How often the backward pass gathers where nothing is kept."""
+    model = models.patch(make("qwen3_5"), hf_burst.BurstConfig(attention_keep=0.0))
+    enable(model, reentrant=False)
+    return len(gradients_of(model, models.make_batch("packed"))[1])
+
+
+def test_nothing_is_kept_where_nothing_is_to_be(ranks: Ranks) -> None:
+    assert ranks(2).run(gather_again) == [2, 2], "a halo and the states of one layer"
+
+
 def alive() -> int:
     """How many layers keep something."""
     gc.collect()
@@ -168,3 +181,23 @@ def test_a_module_that_was_replaced_is_an_error() -> None:
     layer.linear_attn.forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(ConfigError, match="did not call the forward of its Qwen3_5GatedDeltaNet"):
         model(**models.make_batch("packed"))
+
+
+def compare_sharded_weights(rank: int, size: int) -> float:
+    """The greatest error where FSDP2 shards the weights of layers, and accelerate has put checkpoints around them."""
+    batch, model = models.make_batch("packed"), models.patch(make("MambaForCausalLM"))
+    wanted, _ = gradients_of(model, batch)
+    hf_burst.unpatch_model(model)
+    hf_burst.patch_model(model)
+    wrap(model, False, "MambaBlock", "MambaMixer")
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in (*model.backbone.layers, model):
+        fully_shard(layer, mesh=mesh)
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return greatest_error([loss.detach(), *(weight.grad.full_tensor() for weight in model.parameters())], wanted)
+
+
+def test_checkpoints_of_accelerate_under_fsdp(ranks: Ranks) -> None:
+    assert max(ranks(2).run(compare_sharded_weights)) < 1e-6

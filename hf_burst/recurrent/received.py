@@ -17,10 +17,11 @@ class Received:
 
     Args:
         outer ([`Received`], *optional*): That of a checkpoint around the one of this layer.
+        keeps (`bool`, defaults to `True`): Whether anything is kept. Otherwise a layer that runs again receives again.
     """
 
-    def __init__(self, outer: "Received | None" = None) -> None:
-        self.outer = outer
+    def __init__(self, outer: "Received | None" = None, keeps: bool = True) -> None:
+        self.outer, self.keeps = outer, keeps
         self.runs = 0  # of the layer, this one included
         self.kept: list[_Shards] = []
         self.place = 0  # of the next entry where the layer runs again
@@ -50,7 +51,7 @@ class Received:
 
     def _recall(self) -> _Shards | None:
         """The next entry of the innermost layer that runs again; `None` if none does."""
-        if self.runs < 2:
+        if self.runs < 2 or not self.keeps:
             return self.outer._recall() if self.outer is not None else None
         if self.place == len(self.kept):
             raise KernelError(
@@ -62,7 +63,7 @@ class Received:
 
     def _keep(self, shards: _Shards) -> None:
         """Keeps them here, and in the checkpoints around, as far as these run for the first time."""
-        if self.runs == 1:
+        if self.runs == 1 and self.keeps:
             self.kept.append(shards)
             if self.outer is not None:
                 self.outer._keep(shards)

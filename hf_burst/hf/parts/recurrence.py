@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...recurrent import Received
-from ..attention import CALL_KEY
+from ..attention import CALL_KEY, ForwardCall
 from ..doors import over_ranks, recurrent_modules
 from ..recurrent import RUN_KEY, Function, Run, Scope, in_place_of_innermost
 from .base import ForwardPass, Handles, Part
@@ -125,7 +125,12 @@ def _tell_wrapped(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     outer: Run | None = kwargs.get(RUN_KEY) or _scope_of(_innermost(wrapper)).run
     if outer is None:
         return None
-    return args, {**kwargs, RUN_KEY: Run(kwargs.get(CALL_KEY) or outer.call, Received(outer.received))}
+    return args, {**kwargs, RUN_KEY: _inside(outer, kwargs.get(CALL_KEY) or outer.call)}
+
+
+def _inside(outer: Run | None, call: ForwardCall) -> Run:
+    """The run of a layer, or of a checkpoint, within another one. What it keeps follows what is kept of attention."""
+    return Run(call, Received(None if outer is None else outer.received, call.config.attention_keep > 0))
 
 
 def _bind(module: Any) -> None:
@@ -191,7 +196,7 @@ def _telling(layer: nn.Module) -> Function:
             around.received.start()
         known = around or scope.run
         call = kwargs.pop(CALL_KEY, known.call if known is not None else None)
-        kwargs[RUN_KEY] = None if call is None else Run(call, Received(around.received if around is not None else None))
+        kwargs[RUN_KEY] = None if call is None else _inside(around, call)
         kind: Any = type(self)  # FSDP2 changes it
         return _telling_inside(kind.forward)(self, *args, **kwargs)
 
