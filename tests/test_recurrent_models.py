@@ -10,11 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.check.compare import Double
+from hf_burst.check.tiny import tiny_copy
 from hf_burst.errors import UnsupportedModelError
 from hf_burst.hf import doors, recurrent
 from hf_burst.mesh import ContextGroup
@@ -211,6 +213,17 @@ def test_another_source_is_refused(name: str) -> None:
     ):
         models.patch(model)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "name", ["Bamba", "BailingHybrid", "FalconH1", "GraniteMoeHybrid", "Mamba2", "Zamba", "Zamba2"]
+)
+def test_heads_with_a_state_become_small(name: str) -> None:
+    """Configs whose sizes depend on one another."""
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = tiny_copy(kind, kind.config_class())
+    assert sum(weight.numel() for weight in model.parameters()) < 120_000
+    models.plain_loss(model, models.make_batch("plain")).backward()
 
 
 @pytest.mark.parametrize("name", ["xLSTMForCausalLM", "RwkvForCausalLM"])
