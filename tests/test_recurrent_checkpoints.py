@@ -92,8 +92,10 @@ def compare(rank: int, size: int, switch: str) -> tuple[float, int]:
     batch, model = models.make_batch("packed"), models.patch(make(name))
     wanted, _ = gradients_of(model, batch)
     turn_on(model)
+    functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
     found, sizes = gradients_of(model, batch)
     hf_burst.unpatch_model(model)
+    assert functions == [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
     assert not any("forward" in vars(module) or module._forward_pre_hooks for module in recurrent_modules(model))
     return greatest_error(found, wanted), len(sizes)
 

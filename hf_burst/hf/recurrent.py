@@ -7,7 +7,7 @@ kernels finds those of the package there, and plain torch otherwise. Each has a 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..plan import Segments, segments_of
 from ..recurrent import (
@@ -74,12 +75,15 @@ class Scope:
     @property
     def segments_of_rows(self) -> Segments:
         """Those of a layer that reads padding as it reads other tokens."""
-        layout = self.call.layout
-        if not layout.real:
-            return self.segments
-        rows = zip(layout.documents, layout.real, strict=True)
-        documents = tuple((0, *sorted({*row} - {0, *real, layout.length}), layout.length) for row, real in rows)
-        return segments_of(layout.sharding, documents)
+        return _segments_of_rows(self.call.layout) if self.call.layout.real else self.segments
+
+
+@lru_cache(maxsize=8)
+def _segments_of_rows(layout: SequenceLayout) -> Segments:
+    """The segments of a padded batch whose documents begin where their padding does: one object for all layers."""
+    rows = zip(layout.documents, layout.real, strict=True)
+    documents = tuple((0, *sorted({*row} - {0, *real, layout.length}), layout.length) for row, real in rows)
+    return segments_of(layout.sharding, documents)
 
 
 def _convolution(original: Function, scope: Scope) -> Function:

@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,6 +21,8 @@ from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)
 
+_FUNCTION = "_gradient_checkpointing_func"  # of a layer that is checkpointed
+_CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 _CACHES = ("cache_params", "past_key_values")
 _WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wrappers call the one module inside
 _CHECKPOINT = (
@@ -60,6 +62,10 @@ class Recurrence(Part):
                 )
         if self.modules and run.facts.get("activation checkpointing"):
             self._see_to_wrappers(run.model)
+            for layer in self.layers if _CHECKPOINTS_CALLS else ():
+                holder, name = _holder(layer)
+                if name in vars(holder) and not isinstance(vars(holder)[name], _TellingCheckpoint):
+                    setattr(holder, name, _TellingCheckpoint(vars(holder)[name], layer))
 
     def begin(self, run: ForwardPass) -> None:
         for layer in self.layers:
@@ -81,6 +87,10 @@ class Recurrence(Part):
         for module in (*self.modules, *self.layers):
             if hasattr(vars(module).get("forward"), "scope"):
                 del module.forward
+        for layer in self.layers:
+            holder, name = _holder(layer)
+            if isinstance(vars(holder).get(name), _TellingCheckpoint):
+                setattr(holder, name, vars(holder)[name].function)
         for module in model.modules() if self.modules else ():
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is _tell_wrapped:
@@ -126,6 +136,29 @@ def _tell_wrapped(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if outer is None:
         return None
     return args, {**kwargs, RUN_KEY: _inside(outer, kwargs.get(CALL_KEY) or outer.call)}
+
+
+class _TellingCheckpoint:
+    """The function that checkpoints a layer, where Transformers (before 5.23) calls it around `__call__`."""
+
+    def __init__(self, function: Function, layer: nn.Module) -> None:
+        self.function, self.layer = function, layer
+
+    def __call__(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        outer: Run | None = run.keywords.get(RUN_KEY)
+        if outer is not None:
+            outer.received.start()
+        known = outer or _scope_of(self.layer).run
+        call = run.keywords.get(CALL_KEY) or (None if known is None else known.call)
+        if call is not None:
+            run = partial(run, **{RUN_KEY: _inside(outer, call)})
+        return self.function(run, *args, **kwargs)
+
+
+def _holder(layer: nn.Module) -> tuple[Any, str]:
+    """What has the function that checkpoints a layer, and by which name: the layer, or what wraps the function."""
+    function = vars(layer).get(_FUNCTION)
+    return (function, "function") if hasattr(function, "saved") else (layer, _FUNCTION)
 
 
 def _inside(outer: Run | None, call: ForwardCall) -> Run:
