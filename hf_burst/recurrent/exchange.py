@@ -21,15 +21,16 @@ def whole_segments(segments: Segments) -> Segments:
 def to_heads(tensors: Sequence[Tensor], segments: Segments, group: ContextGroup) -> list[Tensor]:
     """This rank's tokens of all heads, `(batch, n, heads, ...)` each, for all tokens of its heads, `(batch, length,
     most heads of a rank, ...)`. Heads of zeros are appended where the ranks do not divide them."""
-    flat = [functional.pad(x.reshape(*x.shape[:3], -1), (0, 0, 0, -x.shape[2] % group.size)) for x in tensors]
-    whole = tokens_to_heads(flat, segments.sharding, group)
+    flat = [x.reshape(*x.shape[:3], -1) for x in tensors]
+    padded = [functional.pad(x, (0, 0, 0, -x.shape[2] % group.size)) if x.shape[2] % group.size else x for x in flat]
+    whole = tokens_to_heads(padded, segments.sharding, group)
     return [heads.reshape(*heads.shape[:3], *x.shape[3:]) for heads, x in zip(whole, tensors, strict=True)]
 
 
 def to_tokens(x: Tensor, heads: int, segments: Segments, group: ContextGroup) -> Tensor:
     """The way back of outputs `(batch, length, most heads of a rank, dim)`, to `(batch, n, heads, dim)`."""
     (tokens,) = heads_to_tokens([x], segments.sharding, group)
-    return tokens[:, :, :heads]
+    return tokens if tokens.shape[2] == heads else tokens[:, :, :heads]
 
 
 def own_heads(x: Tensor, group: ContextGroup) -> Tensor:
