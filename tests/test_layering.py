@@ -34,7 +34,10 @@ WITHIN = {
         *("exchange", "fused", "merge", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
-    "recurrent": ["context_parallel", "gather", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
+    "recurrent": [
+        *("received", "gather", "pieces", "exchange", "halo", "states", "context_parallel", "delta", "scan"),
+        *("diagonal", "lightning", "__init__"),
+    ],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "check", "doctor", "calibrate", "sizing", "plan", "__init__"],
     "hf": [
@@ -44,6 +47,7 @@ WITHIN = {
             "verdicts",
             "attention",
             "recurrent",
+            "doors",
             "support",
             "head",
             "positions",

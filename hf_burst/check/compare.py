@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import BurstError, UnsupportedModelError
 from ..hf.cutting import modalities_of
 from ..hf.documents import documents_of
+from ..hf.doors import recurrent_modules
 from ..hf.patch import patch_under_check, unpatch_model
 from ..hf.sizes import VOCABULARY
 from ..hf.support import check_model
@@ -30,6 +31,7 @@ BATCH_TOLERANCE = 1e-4
 _TOKEN_KINDS = "mm_token_type_ids"
 _LENGTH = 37
 _DOCUMENTS = (1, 7, 17, 12)
+_BOUNDS = (0, *accumulate(_DOCUMENTS))
 Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
 
 
@@ -98,7 +100,8 @@ def compare(make: Maker, config: PreTrainedConfig | None = None) -> Verdict:
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
-        return Verdict("exact" if exact else "wrong", errors, note(model), fingerprint(model, config) or "")
+        remarks = "; ".join(filter(None, [note(model), _leak(model)]))
+        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model, config) or "")
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
@@ -164,10 +167,24 @@ def _check_text(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
 
 
+def _leak(model: PreTrainedModel) -> str:
+    """What Transformers makes of packed documents in a model with recurrent layers, by the functions installed here."""
+    if not recurrent_modules(model):
+        return ""
+    batch = make_batch("packed", model)
+    try:
+        with torch.no_grad():
+            apart, together = (_plain_loss(model, batch, documents) for documents in ([_BOUNDS], None))
+    except Exception:  # the fallbacks of some functions take no packed documents
+        return "one unpatched process refuses packed documents"
+    same = abs(together - apart) <= TOLERANCE * abs(apart)
+    return "" if same else "one unpatched process mixes packed documents"
+
+
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
     patched, plain = patch_under_check(make()), make()
-    documents = [(0, *accumulate(_DOCUMENTS))] if "position_ids" in batch else None
+    documents = [_BOUNDS] if "position_ids" in batch else None
     loss, expected = patched(**batch).loss, _plain_loss(plain, batch, documents)
     gradients, wanted = _gradients(patched, loss, dist.get_world_size()), _gradients(plain, expected)
     errors = [abs(loss - expected) / abs(expected)]

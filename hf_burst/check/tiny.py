@@ -100,6 +100,7 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
         all_whole = values["max_window_layers"] >= count
         small["max_window_layers"] = len(layers) if all_whole else min(values["max_window_layers"], len(layers) // 2)
     _shrink_heads(values, small)
+    _shrink_states(values, small)
     _shrink_positions(values, small)
     return small
 
@@ -141,6 +142,14 @@ def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
     for part in ("qk_rope_head_dim", "qk_head_dim"):
         if values.get("head_dim") and values["head_dim"] == values.get(part):
             small["head_dim"] = small[part]
+
+
+def _shrink_states(values: dict[str, Any], small: dict[str, Any]) -> None:
+    """Heads with a state fill the expanded hidden size, and stay as many as those of their keys if they are."""
+    if {"expand", "num_heads", "head_dim", "state_size"} <= set(values):
+        small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if "linear_num_value_heads" in values and values["linear_num_value_heads"] == values["linear_num_key_heads"]:
+        small["linear_num_value_heads"] = small["linear_num_key_heads"]
 
 
 def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:

@@ -16,6 +16,18 @@ HEAD_COUNTS = (
     *("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"),
     "encoder_attention_heads",
 )
+_OF_STATES: dict[str, int] = {  # of recurrent layers; hidden sizes are expanded to 64
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "linear_head_dim", "linear_key_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "adapter_rank"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "attention_head_dim", "router_hidden_size"), 16),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads"), 2),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_heads", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 64),
+    **dict.fromkeys(("mamba_headdim", "lru_width"), 32),
+    **dict.fromkeys(("num_experts_per_token", "num_expert_group"), 2),
+    "linear_value_head_dim": 6,
+}
 # config attributes that mean the same in every family, and their sizes
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
@@ -52,8 +64,11 @@ SIZES: dict[str, int] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 6,
     "local_attention": 2 * WINDOW,
+    **_OF_STATES,
 }
-_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"}
+_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"} | {
+    *("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads", "num_experts_per_token", "num_expert_group"),
+}
 _WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
 _NO_TEXT = re.compile(r"(image|video|vision|audio|sound|speech|media)\w*_token_(id|index)$")
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
 from .cutting import language_model_of, modalities_of
-from .recurrent import COUNTERPARTS, recurrent_modules
+from .doors import DOORS, recurrent_modules
+from .recurrent import COUNTERPARTS
 from .task import CAUSAL, Task, computes_loss, forwards_of, task_of
 from .verdicts import own_classes, served_by
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WHOLE_IN_TRAINING = "reference_sliding_attention"  # whose window is of generated tokens, and sees the prompt beside it
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
+_NO_ATTENTION = {"RwkvSelfAttention"}  # but by its name
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 # methods of peft whose layers treat each token by itself; tried as models are, see tests/test_wrappers.py
 PEFT_METHODS = frozenset(
@@ -102,12 +104,14 @@ def check_model(model: PreTrainedModel) -> None:
     if kinds and not recurrent:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
-            f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
+            f"that is known. Served are {', '.join(_LAYER_TYPES)}, layers that call {', '.join(COUNTERPARTS)}, and "
+            f"{', '.join(DOORS)}."
         )
     attends = has_attention(reader)
     if not attends and not recurrent:
         raise UnsupportedModelError(
-            f"{name} has no attention layers, so there is nothing to compute over several ranks."
+            f"{name} has no attention, and no recurrent layers whose states are known how to pass: those that call "
+            f"{', '.join(COUNTERPARTS)}, and {', '.join(DOORS)}. Train it on sequences that one GPU holds."
         )
     if attends and not reader._can_set_attn_implementation():
         raise UnsupportedModelError(
@@ -130,7 +134,7 @@ def _needed(model: PreTrainedModel) -> list[str]:
 
 def has_attention(module: nn.Module) -> bool:
     """Whether a model, or a layer of it, has attention, by the names of its classes."""
-    names = (type(inner).__name__ for inner in module.modules())
+    names = {type(inner).__name__ for inner in module.modules()} - _NO_ATTENTION
     return any("Attention" in name or "MLA" in name for name in names)
 
 
@@ -170,7 +174,7 @@ def patterns_of_layers(config: PreTrainedConfig, task: Task = CAUSAL) -> list[tu
 
 
 def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:
-    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    window = getattr(config, "sliding_window", None) if kind in ("sliding_attention", "hybrid_sliding") else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     visible = task.window(window) if isinstance(window, int) and window > 0 else None
     return MaskPattern(task.causal, visible, chunk)
