@@ -10,9 +10,10 @@ from .errors import KernelError
 from .mesh import ContextGroup
 
 
-def all_gather(tensor: Tensor, group: ContextGroup) -> tuple[Tensor, ...]:
-    """The tensors of all ranks, of one shape. On the way back, the gradients of all ranks for a tensor are summed."""
-    return _AllGather.apply(tensor, group) if group.size > 1 else (tensor,)
+def all_gather(tensor: Tensor, group: ContextGroup, kept: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    """The tensors of all ranks, of one shape. On the way back, the gradients of all ranks for a tensor are summed.
+    With what was `kept` of an earlier call for the same tensor, nothing is sent forward."""
+    return _AllGather.apply(tensor, group, kept) if group.size > 1 else (tensor,)
 
 
 def refuse_second_derivative() -> None:
@@ -28,15 +29,17 @@ class _AllGather(torch.autograd.Function):
     """The tensors of all ranks; backward, the sum over the ranks of the gradients of this rank's tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ContextGroup) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tensor: Tensor, group: ContextGroup, kept: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
         ctx.group = group
+        if kept is not None:
+            return tuple(shard.detach() for shard in kept)
         shards = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size)]
         dist.all_gather(shards, tensor.contiguous(), group=group.process_group)
         return tuple(shards)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative()
         total = torch.stack(gradients)
         dist.all_reduce(total, group=ctx.group.process_group)
-        return total[ctx.group.rank], None
+        return total[ctx.group.rank], None, None

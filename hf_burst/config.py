@@ -109,7 +109,7 @@ class BurstConfig:
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
             Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
             much of each half or quarter. Encoders keep all or nothing. What is kept stays on the device, also where
-            checkpointing offloads to the host.
+            checkpointing offloads to the host. Of recurrent layers, what they received is kept, unless this is 0.0.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):

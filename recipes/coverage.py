@@ -4,22 +4,26 @@ one process.
     python recipes/coverage.py                             # all classes
     python recipes/coverage.py --classes LlamaForCausalLM  # some of them
     python recipes/coverage.py --write                     # and writes the table, and the list of served classes
+    python recipes/coverage.py --wrappers --write          # the same for image-text-to-text classes, on text
 
 A class is compared as by `hf-burst check`, which says what is compared (`hf_burst/check/compare.py`), on a config that
-switches on what the class can do (`recipes/tiny_models.py`).
+switches on what the class can do (`recipes/tiny_models.py`, `recipes/tiny_wrappers.py`).
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,29 +33,51 @@ from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
 from hf_burst.errors import ConfigError  # noqa: E402
 from hf_burst.hf.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, tiny_model  # noqa: E402
+from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
-BATCH = 20  # classes that share the start of two processes
+BATCH = 12  # classes that share the start of two processes
 RESULTS = ROOT / "recipes" / "results"
 SERVED = ROOT / "hf_burst" / "hf" / "served.json"
 
 
-def table(names: list[str]) -> Iterator[tuple[str, Verdict]]:
+@dataclass(frozen=True)
+class Table:
+    """A table of results, and how its classes are made tiny."""
+
+    name: str  # of its files in recipes/results
+    classes: tuple[str, ...]
+    make: Callable[[str], PreTrainedModel]
+    about: str  # which classes these are
+    command: str
+
+
+LANGUAGE = Table(
+    "coverage", tuple(class_names()), tiny_model, "Every causal-LM and masked-LM class", "python recipes/coverage.py"
+)
+WRAPPERS = Table(
+    "coverage_text_of_multimodal",
+    tuple(wrapper_names()),
+    tiny_wrapper,
+    "Text through every image-text-to-text class",
+    "python recipes/coverage.py --wrappers",
+)
+
+
+def compare_all(table: Table, names: list[str]) -> list[tuple[str, Verdict]]:
     """The verdicts on some classes; of those that end or hang their ranks, one by one."""
     try:
-        verdicts = run_on_ranks(compare_classes, names, limit=300.0 + 30.0 * len(names))
+        verdicts = run_on_ranks(compare_classes, table.make, names, limit=300.0 + 30.0 * len(names))
     except (ConfigError, RuntimeError) as problem:
         if len(names) == 1:
-            yield names[0], Verdict("wrong", note=str(problem))
-        else:
-            yield from table(names[: len(names) // 2])
-            yield from table(names[len(names) // 2 :])
-    else:
-        yield from zip(names, verdicts, strict=True)
+            return [(names[0], Verdict("wrong", note=str(problem)))]
+        middle = len(names) // 2
+        return compare_all(table, names[:middle]) + compare_all(table, names[middle:])
+    return list(zip(names, verdicts, strict=True))
 
 
-def compare_classes(names: list[str]) -> list[Verdict]:
+def compare_classes(make: Callable[[str], PreTrainedModel], names: list[str]) -> list[Verdict]:
     """Runs on every rank."""
-    return [compare(partial(tiny_model, name)) for name in names]
+    return [compare(partial(make, name)) for name in names]
 
 
 def markdown(rows: dict[str, Verdict]) -> Iterator[str]:
@@ -66,50 +92,64 @@ def markdown(rows: dict[str, Verdict]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} | {greatest} | {row.note.replace('|', '/')} |"
 
 
-def write(rows: dict[str, Verdict]) -> None:
-    """The table as json and markdown, and the list of served classes."""
+def write(table: Table, rows: dict[str, Verdict]) -> None:
+    """The table as json and markdown."""
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
     classes = {
         name: {"result": row.result, **({"errors": row.errors} if row.errors else {}), "note": row.note}
         for name, row in rows.items()
     }
     text = json.dumps({**versions, "ranks": RANKS, "tolerance": TOLERANCE, "classes": classes}, indent=1)
-    (RESULTS / "coverage.json").write_text(text + "\n")
+    (RESULTS / f"{table.name}.json").write_text(text + "\n")
     lines = [
         "# Coverage",
         "",
-        f"Every causal-LM and masked-LM class of Transformers {versions['transformers']}, tiny, on {RANKS} ranks "
-        f"beside one process (torch {versions['torch']}, fp64). Made by `python recipes/coverage.py --write`, whose "
+        f"{table.about} of Transformers {versions['transformers']}, tiny, on {RANKS} ranks "
+        f"beside one process (torch {versions['torch']}, fp64). Made by `{table.command} --write`, whose "
         "first lines say what is compared; an error is relative to the greatest entry of the loss or gradient.",
     ]
-    masked = {name: row for name, row in rows.items() if is_masked(name)}
-    causal = {name: row for name, row in rows.items() if name not in masked}
-    for title, part in (("Causal language models", causal), ("Masked language models", masked)):
-        lines += ["", f"## {title}", "", *markdown(part)]
-    (RESULTS / "coverage.md").write_text("\n".join(lines) + "\n")
-    exact = sorted(name for name, row in rows.items() if row.result == "exact")
+    masked = {name: row for name, row in rows.items() if table is LANGUAGE and is_masked(name)}
+    others = {name: row for name, row in rows.items() if name not in masked}
+    first = "Causal language models" if table is LANGUAGE else "Image-text-to-text models"
+    for title, part in ((first, others), ("Masked language models", masked)):
+        lines += ["", f"## {title}", "", *markdown(part)] if part else []
+    (RESULTS / f"{table.name}.md").write_text("\n".join(lines) + "\n")
+
+
+def write_served() -> None:
+    """The list of served classes: those that a table found exact."""
+    tables = [json.loads((RESULTS / f"{table.name}.json").read_text()) for table in (LANGUAGE, WRAPPERS)]
+    rows = {name: row for table in tables for name, row in table["classes"].items()}
+    exact = sorted(name for name, row in rows.items() if row["result"] == "exact")
     hashes = {name: source_hash(getattr(transformers, name).__module__) for name in exact}
-    SERVED.write_text(json.dumps({"transformers": versions["transformers"], "classes": hashes}, indent=1) + "\n")
+    SERVED.write_text(json.dumps({"transformers": tables[0]["transformers"], "classes": hashes}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", nargs="+", default=class_names(), help="by default all")
-    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage.* and hf/served.json")
+    parser.add_argument("--wrappers", action="store_true", help="the image-text-to-text classes, on text")
+    parser.add_argument("--classes", nargs="+", help="by default all")
+    parser.add_argument("--jobs", type=int, default=1, help="comparisons at a time, of two processes each")
+    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and hf/served.json")
     arguments = parser.parse_args()
-    if unknown := sorted(set(arguments.classes) - set(class_names())):
-        parser.error(f"Transformers has no causal-LM or masked-LM class {', '.join(unknown)}")
-    if arguments.write and arguments.classes != class_names():
+    table = WRAPPERS if arguments.wrappers else LANGUAGE
+    names = arguments.classes or list(table.classes)
+    if unknown := sorted(set(names) - set(table.classes)):
+        kinds = "image-text-to-text" if arguments.wrappers else "causal-LM or masked-LM"
+        parser.error(f"Transformers has no {kinds} class {', '.join(unknown)}")
+    if arguments.write and set(names) != set(table.classes):
         parser.error("--write needs the rows of all classes; leave --classes out")
     rows: dict[str, Verdict] = {}
-    parts = [arguments.classes[start : start + BATCH] for start in range(0, len(arguments.classes), BATCH)]
-    for name, row in chain.from_iterable(map(table, parts)):
-        rows[name] = row
-        errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
-        print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)
+    parts = [names[start : start + BATCH] for start in range(0, len(names), BATCH)]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for name, row in chain.from_iterable(pool.map(partial(compare_all, table), parts)):
+            rows[name] = row
+            errors = ", ".join(f"{kind} {error:.0e}" for kind, error in row.errors.items())
+            print(f"{name}: {row.result}; {'; '.join(filter(None, [errors, row.note]))}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in Counter(row.result for row in rows.values()).items()))
     if arguments.write:
-        write(rows)
+        write(table, rows)
+        write_served()
     sys.exit(any(row.result == "wrong" for row in rows.values()))
 
 

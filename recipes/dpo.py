@@ -42,19 +42,10 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     tokenizer = models.load_tokenizer(model)
     config = models.load_config(model, len(tokenizer))
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    train, evaluation = data.load_pairs(pairs, args)
+    rows = data.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would cut answers off
-    with settings.using("the settings", RuntimeError):
-        trainer = DPOTrainer(
-            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-            None if model.use_peft else models.load_model(model, config, burst, args.seed),
-            args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            processing_class=tokenizer,
-            peft_config=models.adapter_config(model),
-            callbacks=training.callbacks(model, config),
-        )
+    reference = None if model.use_peft else models.load_model(model, config, burst, args.seed)
+    trainer = training.make(DPOTrainer, model, config, burst, args, rows, tokenizer, ref_model=reference)
     args.max_length = longest
     data.fit_pairs(trainer, pairs, longest)
     return trainer, burst

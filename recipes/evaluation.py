@@ -166,7 +166,7 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evalu
     """Evaluates what the settings say, and writes each part when it is done; the processes stay joined."""
     settings.probe("output_dir", wanted.output_dir)
     folder, groups = Path(wanted.output_dir), Groups(Accelerator(parallelism_config=burst.parallelism))
-    tokenizer = models.load_tokenizer(model_settings, wanted)
+    as_set, tokenizer = asdict(wanted), models.load_tokenizer(model_settings, wanted)
     questions = read(tokenizer, wanted, groups.accelerator)
     model = place(load_model(model_settings, burst, len(tokenizer), wanted.seed), groups.accelerator)
     config = model.config.get_text_config()
@@ -175,7 +175,7 @@ def evaluate(model_settings: ModelSettings, burst: BurstSettings, wanted: "Evalu
     say(f"{groups.count} x {groups.size} processes (groups x processes of a text); the model has {positions} positions")
     title = f"{model_settings.model_name_or_path or config.model_type}, over {groups.size} processes"
     results: dict[str, Any] = {"model": model_settings.model_name_or_path, "positions": positions}
-    results |= {"settings": asdict(wanted), **report.made_by(groups.accelerator.num_processes)}
+    results |= {"settings": as_set, **report.made_by(groups.accelerator.num_processes)}
 
     def write(part: str, values: Any) -> None:
         results[part] = values

@@ -83,13 +83,9 @@ def pretrain(
     short.per_device_train_batch_size, short.gradient_accumulation_steps = extension.pretraining_batch, 1
     short.eval_strategy, short.load_best_model_at_end = IntervalStrategy.NO, False
     short.output_dir = str(Path(args.output_dir) / "short")
-    with settings.using("the settings", RuntimeError):
-        trainer = SFTTrainer(
-            models.load_model(model, config, burst, args.seed),
-            short,
-            train_dataset=data.fit(rows, short, "split", "the pretraining"),
-            processing_class=tokenizer,
-        )
+    whole, pieces = copy.copy(model), data.fit(rows, short, "split", "the pretraining")
+    whole.use_peft = False
+    trainer = training.make(SFTTrainer, whole, config, burst, short, (pieces, None), tokenizer)
     report.follow(trainer)
     trainer.train()
     trainer.save_model()
@@ -128,7 +124,6 @@ def main(arguments: list[str]) -> None:
     from trl import SFTTrainer
 
     tokenizer = models.load_tokenizer(model, args)
-    args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     scaling, model.rope_scaling = model.rope_scaling, {}
     config = models.load_config(model, len(tokenizer)).get_text_config()
     old, pretrained = config.max_position_embeddings, models.pretrained_length(config)
@@ -150,16 +145,7 @@ def main(arguments: list[str]) -> None:
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
-    with settings.using("the settings", RuntimeError):
-        trainer = SFTTrainer(
-            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-            args,
-            train_dataset=train,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
-            peft_config=models.adapter_config(model),
-            callbacks=training.callbacks(model, config),
-        )
+    trainer = training.make(SFTTrainer, model, config, burst, args, (train, held_out), tokenizer)
     measured = partial(measure, trainer, windows, old)
     curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before

@@ -12,8 +12,10 @@ from tokenizers.models import BPE
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -30,6 +32,7 @@ from trl import get_peft_config, get_quantization_config
 import hf_burst
 
 PAD, END, UNKNOWN, START = "<pad>", "<|im_end|>", "<unk>", "<|im_start|>"
+NO_TEXT = r"(?!.*\b(language_model|text_model)\.).*"  # the modules of a wrapper beside its language model
 CHATML = Path(__file__).parent / "configs" / "chatml.jinja"
 
 
@@ -52,7 +55,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(settings: ModelSettings, training: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer, with the chat template of a file and the end-of-sequence token where `training` has them."""
+    """The tokenizer, with the chat template of a file and the end-of-sequence token where `training` has them.
+
+    `training.chat_template_path` is `None` afterwards: TRL would take a file that does not end in .jinja for a model.
+    """
     chat_template_path, end = (getattr(training, key, None) for key in ("chat_template_path", "eos_token"))
     revision = None if settings.tokenizer else settings.model_revision
     name = settings.tokenizer or settings.model_name_or_path
@@ -63,6 +69,7 @@ def load_tokenizer(settings: ModelSettings, training: Any = None) -> PreTrainedT
     if chat_template_path is not None:
         with using(f"chat_template_path {chat_template_path!r}"):
             tokenizer.chat_template = Path(chat_template_path).read_text(encoding="utf-8")
+        training.chat_template_path = None
     if end is not None:
         if end not in tokenizer.get_vocab():
             raise SystemExit(f"eos_token is {end!r}, which tokenizer {name!r} does not have; set a token that it has.")
@@ -88,13 +95,26 @@ def load_config(settings: ModelSettings, vocabulary: int) -> PreTrainedConfig:
     else:
         with using(f"model_name_or_path {name!r}"):
             config = AutoConfig.from_pretrained(name, revision=settings.model_revision)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in (*MODEL_FOR_CAUSAL_LM_MAPPING, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         raise SystemExit(
             f"The model is a {config.model_type}, of which Transformers has no causal language model; set another one."
         )
     if settings.rope_scaling:
         scale_rope(config, dict(settings.rope_scaling))
     return config
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """What loads a checkpoint as the class that it was saved from: one with towers for images stays one."""
+    wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    saved = wrapper is not None and wrapper.__name__ in (config.architectures or ())
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not saved
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+
+
+def has_towers(config: PreTrainedConfig) -> bool:
+    """Whether a model wraps a language model and has towers for images or sound beside it."""
+    return "text_config" in config.sub_configs and auto_class(config) is AutoModelForImageTextToText
 
 
 def scaled_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -170,21 +190,28 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
         with using(f"model_config {settings.model_config}"):
             dtype = None if settings.dtype == "auto" else settings.dtype
             set_seed(seed)
-            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)
+            model = auto_class(config).from_config(deepcopy(config), dtype=dtype)
     else:
         options = {"revision": settings.model_revision, "dtype": settings.dtype}
         with using(f"model_name_or_path {name!r}"):
             if (quantization := get_quantization_config(settings)) is not None:
                 options["quantization_config"] = quantization
-            model = AutoModelForCausalLM.from_pretrained(name, config=deepcopy(config), **options)
+            model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
+    if has_towers(config) and not settings.use_peft:  # no text reaches them; DDP would wait for their gradients
+        model.requires_grad_(False)
+        for part in (model.get_decoder(), model.get_output_embeddings()):
+            part.requires_grad_(True)
+    here = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = here & set(model._no_split_modules or ())  # FSDP2 looks for each of them
     return hf_burst.patch_model(model, burst.config)
 
 
-def adapter_config(settings: ModelSettings) -> PeftConfig | None:
-    """The adapters to train, if there are any; they remember the revision of their base."""
+def adapter_config(settings: ModelSettings, config: PreTrainedConfig) -> PeftConfig | None:
+    """The adapters to train, if there are any; they remember the revision of their base. Towers get none."""
     adapter = get_peft_config(settings)
     if adapter is not None:
         adapter.revision = settings.model_revision
+        adapter.exclude_modules = NO_TEXT if has_towers(config) else None
     return adapter
 
 
@@ -226,14 +253,15 @@ def load_adapter(folder: str | Path, dtype: str = "auto") -> PeftModel:
     base, revision = adapter.base_model_name_or_path, adapter.revision
     own = (Path(folder) / "config.json").exists()
     config = AutoConfig.from_pretrained(folder) if own else AutoConfig.from_pretrained(base, revision=revision)
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype=dtype, revision=revision)
+    model = auto_class(config).from_pretrained(base, config=config, dtype=dtype, revision=revision)
     return PeftModel.from_pretrained(model, folder)
 
 
 def merge_adapter(folder: str | Path, to: str | Path, dtype: str = "auto") -> None:
     """Writes a full model, the adapter merged into its weights, and its tokenizer, or that of its base.
 
-    `AutoModelForCausalLM.from_pretrained(to)` loads it, as vLLM does: neither needs peft or hf_burst.
+    `AutoModelForCausalLM.from_pretrained(to)` loads it, or the class of the base, as vLLM does: neither needs peft or
+    hf_burst.
 
     Args:
         folder (`str` or `Path`): Where the adapter was saved, such as a checkpoint.

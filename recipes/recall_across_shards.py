@@ -1,20 +1,23 @@
-"""Proof that attention crosses shards: a model recalls facts that lie on another rank.
+"""Proof that attention and states cross shards: a model recalls facts that lie on another rank.
 
 A sequence of filler tokens holds a few facts, each one token that says "key k has value v". The values are drawn anew
 for every sequence. At the very end a question names one key, and the only label is its value. All facts stand on other
-ranks than the question, which is asserted from the sharding itself, so the answer can be known only by attention that
-reaches over ranks.
+ranks than the question, which is asserted from the sharding itself. So only what reaches over ranks can answer: the
+attention of a Llama, or the states of a model with no attention at all (`--layers recurrent`: gated DeltaNet layers).
 
 Two runs are trained on the same data from the same initial weights:
 
 * across shards: the model is patched by hf_burst and is given full batches. It must learn to answer.
 * within the shard: the plain Transformers model, every rank on its own tokens (with their true positions). The rank
-  that holds the question never sees a fact, so it must stay at chance.
+  that holds the question never sees a fact, so it must stay at chance. No attention reaches over ranks, and no state
+  passes.
 
 On CPU with two processes (about a minute), and on four GPUs:
 
     export ACCELERATE_USE_CPU=1 OMP_NUM_THREADS=1
     accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml recipes/recall_across_shards.py
+    accelerate launch --config_file recipes/configs/accelerate_2_processes.yaml recipes/recall_across_shards.py \
+        --layers recurrent --output_dir outputs/recall_recurrent
 
     accelerate launch --num_processes 4 recipes/recall_across_shards.py
 
@@ -38,33 +41,73 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from benchmarks.provenance import git_commit
 from matplotlib.figure import Figure
-from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    get_cosine_schedule_with_warmup,
+)
 
 import hf_burst
 
 GOAL = 0.99
 FILLERS = 16
 CURVE_SEQUENCES = 512
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {  # by the kind of layers
+    "attention": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.07,
+    },
+    "recurrent": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "layer_types": ["linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 2,
+        "initializer_range": 0.2,
+    },
+}
+DEFAULTS = {  # what each learns by in a minute
+    "attention": {"num_questions": 1, "learning_rate": 2e-3, "adam_beta2": 0.95},
+    "recurrent": {"num_questions": 4, "learning_rate": 1e-2, "adam_beta2": 0.99},
+}
+CARRIERS = {"attention": "attention", "recurrent": "states"}
+CUT = hf_burst.BurstConfig(chunking="zigzag")
+LASTING = -6.0  # of A_log: a state keeps more than half of itself over 64 tokens, and not a few tokens as by default
 CONFIG = "--config_file recipes/configs/accelerate_2_processes.yaml"
 Batch = dict[str, torch.Tensor]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", choices=tuple(SIZES), default="attention", help="what the model is made of")
     parser.add_argument("--length", type=int, default=64, help="tokens in a sequence")
     parser.add_argument("--num_keys", type=int, default=4, help="facts in a sequence, one a key")
     parser.add_argument("--num_values", type=int, default=8, help="values a key can have; chance is 1 / num_values")
+    parser.add_argument("--num_questions", type=int, help="questions at the end; by default 1, recurrent layers: 4")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--learning_rate", type=float, help="by default 2e-3, recurrent layers: 1e-2")
+    parser.add_argument("--adam_beta2", type=float, help="by default 0.95, recurrent layers: 0.99")
     parser.add_argument("--eval_every", type=int, default=20, help="steps between two points of the curves")
     parser.add_argument("--eval_sequences", type=int, default=1024, help="sequences of the final accuracies")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/recall"))
     args = parser.parse_args()
-    for name in ("length", "num_keys", "batch_size", "eval_every", "eval_sequences"):
+    for name, value in DEFAULTS[args.layers].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in ("length", "num_keys", "num_questions", "batch_size", "eval_every", "eval_sequences"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1")
     if args.num_values < 2:
@@ -80,72 +123,85 @@ class Recall:
     """The task. Tokens: fillers, then the values, then the questions (one a key), then the facts (key x value)."""
 
     def __init__(self, args: argparse.Namespace, ranks: int) -> None:
+        self.layers, self.questions = args.layers, args.num_questions
         self.length, self.keys, self.values, self.ranks = args.length, args.num_keys, args.num_values, ranks
         self.first_question = FILLERS + self.values
         self.first_fact = self.first_question + self.keys
-        self.question_at = self.length - 2  # its successor is the answer
-        self.sharding = hf_burst.SequenceLayout.for_batch([(0, self.length)], ranks).sharding
-        self.home = self.sharding.owner(self.question_at)
-        places = [t for t in range(self.question_at) if ranks == 1 or self.sharding.owner(t) != self.home]
-        if len(places) < self.keys:
-            raise SystemExit(f"--length {self.length} leaves no room for {self.keys} facts on other ranks.")
+        # the answer to a question is the label of its successor; the last token is a filler
+        self.asked_at = range(self.length - 1 - self.questions, self.length - 1)
+        self.sharding = hf_burst.SequenceLayout.for_batch([(0, self.length)], ranks, CUT.chunking).sharding
+        homes = {self.sharding.owner(token) for token in self.asked_at if token >= 0}
+        places = [t for t in range(self.asked_at.start) if ranks == 1 or self.sharding.owner(t) not in homes]
+        if len(homes) > 1 or len(places) < self.keys:
+            raise SystemExit(
+                f"--length {self.length} leaves no room for {self.keys} facts on other ranks than {self.questions} "
+                "questions."
+            )
+        (self.home,) = homes
         self.places = torch.tensor(places)
 
     def batch(self, rows: int, generator: torch.Generator) -> Batch:
-        """`rows` sequences. The answer stands in the labels only: the last input token is a filler."""
+        """`rows` sequences. Answers stand in the labels only."""
         input_ids = torch.randint(FILLERS, (rows, self.length), generator=generator)
         values = torch.randint(self.values, (rows, self.keys), generator=generator)
         order = torch.rand(rows, len(self.places), generator=generator).argsort(dim=1)
         facts_at = self.places[order[:, : self.keys]]
         input_ids.scatter_(1, facts_at, self.first_fact + torch.arange(self.keys) * self.values + values)
-        asked = torch.randint(self.keys, (rows, 1), generator=generator)
-        input_ids[:, self.question_at] = self.first_question + asked[:, 0]
-        for token in facts_at.gather(1, asked)[:, 0].tolist():
+        first = torch.randint(self.keys, (rows, 1), generator=generator)
+        asked = (first + torch.arange(self.questions)) % self.keys  # after one key those that follow it
+        input_ids[:, self.asked_at.start : self.asked_at.stop] = self.first_question + asked
+        for token in facts_at.gather(1, asked).unique().tolist():
             assert self.ranks == 1 or self.sharding.owner(token) != self.home, "the fact is on the rank that is asked"
         labels = torch.full_like(input_ids, -100)
-        labels[:, -1] = FILLERS + values.gather(1, asked)[:, 0]
+        labels[:, -self.questions :] = FILLERS + values.gather(1, asked)
         return {"input_ids": input_ids, "labels": labels}
 
-    def model(self) -> LlamaForCausalLM:
-        """A small Llama, its weights random."""
-        vocabulary = self.first_fact + self.keys * self.values
-        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, initializer_range=0.07, **SIZES, **HEADS))
+    def model(self) -> PreTrainedModel:
+        """A small Llama, or a Qwen3.5 whose layers all are recurrent; its weights are random."""
+        sizes = {"vocab_size": self.first_fact + self.keys * self.values, **SIZES[self.layers]}
+        if self.layers == "attention":
+            return LlamaForCausalLM(LlamaConfig(**sizes))
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, use_cache=False))
+        for layer in model.model.layers:
+            torch.nn.init.constant_(layer.linear_attn.A_log, LASTING)
+        return model
 
 
 class AcrossShards:
     """The patched model takes full batches, equal on all ranks, and returns what one process would."""
 
-    key, label, color = "across_shards", "attention across shards (hf_burst)", "#117733"
+    key, color = "across_shards", "#117733"
 
     def __init__(self, task: Recall) -> None:
-        self.task = task
+        self.task, self.label = task, f"{CARRIERS[task.layers]} across shards (hf_burst)"
 
-    def model(self) -> LlamaForCausalLM:
-        return hf_burst.patch_model(self.task.model())
+    def model(self) -> PreTrainedModel:
+        return hf_burst.patch_model(self.task.model(), CUT)
 
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         return model(**batch).loss
 
     def hits(self, model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
         """Right answers, and answers."""
-        answers = model(input_ids=batch["input_ids"], logits_to_keep=2).logits[:, 0].argmax(-1)
-        return int((answers == batch["labels"][:, -1]).sum()), len(answers)
+        targets = batch["labels"][:, -self.task.questions :]
+        logits = model(input_ids=batch["input_ids"], logits_to_keep=self.task.questions + 1).logits
+        return int((logits[:, :-1].argmax(-1) == targets).sum()), targets.numel()
 
 
 class WithinShard:
-    """The plain model on this rank's tokens, which attend causally among themselves and to nothing else."""
+    """The plain model on this rank's tokens, which see those before them on this rank and nothing else."""
 
-    key, label, color = "within_shard", "attention within the shard (no patch)", "#bb2244"
+    key, color = "within_shard", "#bb2244"
 
     def __init__(self, task: Recall) -> None:
-        self.task = task
+        self.task, self.label = task, f"{CARRIERS[task.layers]} within the shard (no patch)"
 
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> PreTrainedModel:
         return self.task.model()
 
     def shard(self, batch: Batch) -> Batch:
         """This rank's part. The mask of ones says that a jump in the position ids begins no new document."""
-        part = hf_burst.shard_batch(batch)
+        part = hf_burst.shard_batch(batch, config=CUT)
         tokens, targets = part["input_ids"], part["shift_labels"]
         if self.task.ranks > 1 and (targets != -100).any():
             assert (tokens < self.task.first_fact).all(), "the rank that is asked holds a fact"
@@ -155,7 +211,8 @@ class WithinShard:
     def loss(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """That of the rank that is asked and 0 elsewhere; times the ranks, since DDP averages the gradients."""
         shard = self.shard(batch)
-        loss = model(**shard, shift_labels=shard["labels"], num_items_in_batch=len(batch["labels"])).loss
+        answers = len(batch["labels"]) * self.task.questions
+        loss = model(**shard, shift_labels=shard["labels"], num_items_in_batch=answers).loss
         return loss * self.task.ranks
 
     def hits(self, model: torch.nn.Module, batch: Batch) -> tuple[int, int]:
@@ -170,7 +227,8 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
     """One run: the accuracies every `eval_every` steps, the final one on more sequences, and the seconds it took."""
     set_seed(args.seed)
     model = run.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    betas = (0.9, args.adam_beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=betas, weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, args.steps // 20, args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -204,11 +262,11 @@ def train(accelerator: Accelerator, args: argparse.Namespace, run: AcrossShards 
     return {"steps": steps, "accuracy": curve, "final_accuracy": final, "seconds": seconds}
 
 
-def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
+def draw(results: dict[str, Any], runs: tuple[AcrossShards, WithinShard], path: Path) -> None:
     """The learning curves, and below them where the facts and the question of one sequence stand."""
-    figure = Figure(figsize=(8, 6.2), layout="constrained")
+    task, figure = runs[0].task, Figure(figsize=(8, 6.2), layout="constrained")
     curves, strip = figure.subplots(2, 1, height_ratios=(4, 1.3))
-    for run in (AcrossShards, WithinShard):
+    for run in runs:
         curve = results["runs"][run.key]
         curves.plot(curve["steps"], curve["accuracy"], "o-", color=run.color, markersize=4, label=run.label)
     curves.axhline(results["chance"], color="black", linestyle=":", label=f"chance (1 of {task.values} values)")
@@ -223,18 +281,19 @@ def draw(results: dict[str, Any], task: Recall, path: Path) -> None:
             strip.axvspan(part.start, part.stop, color=f"C{rank}", alpha=0.25, linewidth=0)
             strip.text((part.start + part.stop) / 2, 0.88, f"rank {rank}", ha="center", va="center")
     tokens = task.batch(1, torch.Generator().manual_seed(0))["input_ids"][0].tolist()
-    asked = tokens[task.question_at] - task.first_question
+    asked = {tokens[token] - task.first_question: token for token in task.asked_at}
     for index, token in enumerate(t for t in range(task.length) if tokens[t] >= task.first_fact):
         key, value = divmod(tokens[token] - task.first_fact, task.values)
         strip.plot(token + 0.5, 0.5, "ks")
         strip.text(token + 0.5, 0.28 - index % 2 * 0.16, f"k{key} = v{value}", ha="center", va="center", fontsize=9)
-        if key == asked:
+        if key in asked:
             arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.12"}
-            strip.annotate("", (token + 0.5, 0.56), (task.question_at + 0.5, 0.56), arrowprops=arrow)
-    strip.plot(task.question_at + 0.5, 0.5, "kD")
-    strip.text(task.length - 0.5, 0.28, f"k{asked} = ?", ha="right", va="center", fontsize=9)
+            strip.annotate("", (token + 0.5, 0.56), (asked[key] + 0.5, 0.56), arrowprops=arrow)
+    strip.plot([token + 0.5 for token in task.asked_at], [0.5] * task.questions, "kD")
+    questions = ", ".join(f"k{tokens[token] - task.first_question}" for token in task.asked_at)
+    strip.text(task.length - 0.5, 0.28, f"{questions} = ?", ha="right", va="center", fontsize=9)
     strip.set(xlim=(0, task.length), ylim=(0, 1), yticks=[], xlabel="token of the sequence")
-    strip.set_title("One sequence: facts (squares), the question (diamond), and the rank that holds them", fontsize=10)
+    strip.set_title("One sequence: facts (squares), questions (diamonds), and the rank that holds them", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -242,9 +301,11 @@ def main() -> None:
     args = parse_args()
     accelerator = Accelerator()  # without a mesh all ranks share every sequence; one of the two models is not patched
     task = Recall(args, ranks=accelerator.num_processes)
-    across, within = (train(accelerator, args, run) for run in (AcrossShards(task), WithinShard(task)))
+    runs = AcrossShards(task), WithinShard(task)
+    across, within = (train(accelerator, args, run) for run in runs)
     chance = 1 / task.values
-    noise = 4 * (chance * (1 - chance) / args.eval_sequences) ** 0.5  # 4 standard deviations of guessing
+    answers = args.eval_sequences * args.num_questions
+    noise = 4 * (chance * (1 - chance) / answers) ** 0.5  # 4 standard deviations of guessing
     proven = across["final_accuracy"] >= GOAL and abs(within["final_accuracy"] - chance) <= noise
     launch = f"accelerate launch {CONFIG} --num_processes {accelerator.num_processes}"
     if accelerator.device.type == "cpu":
@@ -254,10 +315,10 @@ def main() -> None:
         "runs": {AcrossShards.key: across, WithinShard.key: within},
         "chance": chance,
         "ranks": task.ranks,
-        "question": {"token": task.question_at, "rank": task.home},
+        "question": {"tokens": list(task.asked_at), "rank": task.home},
         "facts": {"ranks": sorted({task.sharding.owner(token) for token in task.places.tolist()})},
         "config": {key: value for key, value in vars(args).items() if key != "output_dir"},
-        "model": {"type": "llama", **SIZES, **HEADS},
+        "model": {"type": "llama" if args.layers == "attention" else "qwen3_5_text", **SIZES[args.layers]},
         "versions": {"python": platform.python_version(), **{pack.__name__: pack.__version__ for pack in packages}},
         "device": accelerator.device.type,
         "command": " ".join([launch, "recipes/recall_across_shards.py", *sys.argv[1:]]),
@@ -265,7 +326,7 @@ def main() -> None:
     }
     if accelerator.is_main_process:
         (args.output_dir / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-        draw(results, task, args.output_dir / "recall.png")
+        draw(results, runs, args.output_dir / "recall.png")
     claim = f"the first must reach {GOAL:.0%}, the second stay at {chance:.1%} +- {noise:.1%}"
     if task.ranks == 1:
         accelerator.print("One process: both runs are the same, so nothing is claimed.")

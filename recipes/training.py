@@ -8,7 +8,8 @@ import settings
 from settings import BurstSettings, DataSettings, ModelSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, Trainer, TrainerCallback
+    from datasets import Dataset
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
     from trl import SFTTrainer
 
 
@@ -17,6 +18,37 @@ def callbacks(model: ModelSettings, config: "PreTrainedConfig") -> "list[Trainer
     import models
 
     return [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
+
+
+def make(
+    kind: "type[Trainer]",
+    model: ModelSettings,
+    config: "PreTrainedConfig",
+    burst: BurstSettings,
+    args: "TrainingArguments",
+    rows: "tuple[Dataset, Dataset | None]",
+    tokenizer: "PreTrainedTokenizerBase",
+    **more: Any,
+) -> Any:
+    """TRL's trainer of a kind, for the patched model and the adapters that the settings describe.
+
+    Args:
+        rows (`tuple[Dataset, Dataset | None]`): What it trains on, and what it is evaluated on.
+        more: Further arguments of this kind of trainer.
+    """
+    import models
+
+    with settings.using("the settings", RuntimeError):
+        return kind(
+            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
+            args=args,
+            train_dataset=rows[0],
+            eval_dataset=rows[1],
+            processing_class=tokenizer,
+            peft_config=models.adapter_config(model, config),
+            callbacks=callbacks(model, config),
+            **more,
+        )
 
 
 def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTrainer, BurstSettings]":
@@ -30,21 +62,12 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     from trl import SFTTrainer
 
     tokenizer = models.load_tokenizer(model, args)
-    args.chat_template_path = None  # it is read; TRL takes a file of another ending than .jinja for a model
     config = models.load_config(model, len(tokenizer))
+    if args.resume_from_checkpoint and models.has_towers(config) and not model.use_peft:
+        model.model_name_or_path = args.resume_from_checkpoint  # Trainer finds no weights by the names in its files
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
-    train, evaluation = data.load_tokens(documents, tokenizer, args)
-    with settings.using("the settings", RuntimeError):
-        trainer = SFTTrainer(
-            models.load_model(model, config, burst, args.seed),  # patched by hf_burst
-            args,
-            train_dataset=train,
-            eval_dataset=evaluation,
-            processing_class=tokenizer,
-            peft_config=models.adapter_config(model),
-            callbacks=callbacks(model, config),
-        )
-    return trainer, burst
+    rows = data.load_tokens(documents, tokenizer, args)
+    return make(SFTTrainer, model, config, burst, args, rows, tokenizer), burst
 
 
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:

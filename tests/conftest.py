@@ -1,6 +1,7 @@
 """Fixtures: pools of ranks, shared by all tests of a session."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +35,26 @@ def mypy(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str] | No
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         yield process
         process.kill()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def notebooks_in_background(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path | None]:
+    """The folder in which notebooks are executed, one after another, beside other tests, if theirs are to run."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_runs_from_its_folder"]
+    if not items:
+        yield None
+        return
+    folder, root = tmp_path_factory.mktemp("notebooks"), Path(__file__).parents[1]
+    command = ["nice", "-n", "5", sys.executable, "-m", "tests.notebooks", str(folder)]
+    command += [item.callspec.params["notebook"].stem for item in items]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    with subprocess.Popen(command, cwd=root, env=environment, start_new_session=True) as process:
+        yield folder
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # kernels too
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,17 @@ from hf_burst.hf import attention
 from hf_burst.hf.verdicts import SERVED, TESTED, Verdict, source_hash
 from recipes.coverage import main
 from recipes.tiny_models import class_names, is_masked, tiny_model
+from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
 from tests.ranks import RankPool
 
-TABLE = json.loads((Path(__file__).parents[1] / "recipes" / "results" / "coverage.json").read_text())
+RESULTS = Path(__file__).parents[1] / "recipes" / "results"
+TABLE = json.loads((RESULTS / "coverage.json").read_text())
 ROWS = TABLE["classes"]
+WRAPPERS = json.loads((RESULTS / "coverage_text_of_multimodal.json").read_text())["classes"]
 SAME_VERSION = transformers.__version__ == TABLE["transformers"]
 EXACT = sorted(name for name, row in ROWS.items() if row["result"] == "exact")
 MASKED = [name for name in EXACT if is_masked(name)]
+EXACT_WRAPPERS = sorted(name for name, row in WRAPPERS.items() if row["result"] == "exact")
 
 
 def chosen() -> list[str]:
@@ -49,6 +53,25 @@ def test_rows_of_the_table_hold(ranks: Callable[[int], RankPool], name: str) -> 
         assert found.result != "wrong", found
         if SAME_VERSION:
             assert (found.result, found.note) == (expected["result"], expected["note"])
+
+
+def chosen_wrappers() -> list[str]:
+    """Three classes that are exact on text, one that is refused."""
+    draw = random.Random(int(os.environ.get("COVERAGE_SEED", datetime.date.today().toordinal())))
+    refused = sorted(name for name, row in WRAPPERS.items() if row["result"] == "refused")
+    return draw.sample(EXACT_WRAPPERS, 3) + draw.sample(refused, 1)
+
+
+@pytest.mark.parametrize("name", chosen_wrappers())
+def test_rows_of_the_table_of_wrappers_hold(ranks: Callable[[int], RankPool], name: str) -> None:
+    if not SAME_VERSION:
+        pytest.skip("their configs differ between versions of Transformers")
+    for found in ranks(TABLE["ranks"]).run(compare_wrapper, name):
+        assert (found.result, found.note) == (WRAPPERS[name]["result"], WRAPPERS[name]["note"])
+
+
+def compare_wrapper(rank: int, size: int, name: str) -> Verdict:
+    return compare(partial(tiny_wrapper, name))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +117,7 @@ def test_a_class_that_does_not_exist_is_named(
 def test_the_table_is_of_every_class() -> None:
     if SAME_VERSION:
         assert sorted(ROWS) == class_names()
+        assert sorted(WRAPPERS) == wrapper_names()
     else:
         assert set(EXACT) & set(class_names())
 
@@ -107,11 +131,23 @@ def test_no_class_is_wrong_and_a_hundred_are_exact() -> None:
         assert max(ROWS[name]["errors"].values()) <= TABLE["tolerance"] == TOLERANCE
 
 
+def test_seventy_wrappers_are_exact_and_the_others_say_why() -> None:
+    assert len(EXACT_WRAPPERS) >= 70
+    for name, row in WRAPPERS.items():
+        assert row["result"] in ("exact", "refused", "not buildable")
+        if row["result"] == "exact":
+            assert set(row["errors"]) == set(KINDS)
+            assert max(row["errors"].values()) <= TOLERANCE
+        else:
+            assert row["note"], name
+
+
 def test_what_is_served_is_what_is_exact() -> None:
-    assert sorted(SERVED) == EXACT
+    served = sorted({*EXACT, *EXACT_WRAPPERS})
+    assert sorted(SERVED) == served
     assert TABLE["transformers"] == TESTED
     if SAME_VERSION:
-        modules = {name: getattr(transformers, name).__module__ for name in EXACT}
+        modules = {name: getattr(transformers, name).__module__ for name in served}
         assert {name: source_hash(module) for name, module in modules.items()} == SERVED
 
 
@@ -119,3 +155,8 @@ def test_what_is_served_is_what_is_exact() -> None:
 def test_pages_tell_how_many_classes_are_exact(page: str) -> None:
     text = " ".join((Path(__file__).parents[1] / page).read_text().split())
     assert f"{len(EXACT) - len(MASKED)} causal and {len(MASKED)} masked language model classes" in text
+
+
+def test_the_page_of_wrappers_tells_how_many_are_exact() -> None:
+    page = " ".join((Path(__file__).parents[1] / "docs" / "multimodal.md").read_text().split())
+    assert f"{len(EXACT_WRAPPERS)} of {len(WRAPPERS)} classes" in page

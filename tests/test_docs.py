@@ -25,7 +25,7 @@ from tests.ranks import RankPool, reset_accelerate
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md"]
-RESULTS = [path for path in sorted((ROOT / "recipes/results").glob("*.json")) if path.stem != "coverage"]
+RESULTS = [path for path in sorted((ROOT / "recipes/results").glob("*.json")) if not path.stem.startswith("coverage")]
 NOT_RUN = "<!-- not run: "
 MOST_WORDS = 25  # of a sentence
 WORDS = 1000  # of README.md, outside of code and tables

@@ -35,7 +35,10 @@ WITHIN = {
         *("exchange", "fused", "merge", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),
     ],
     "attention": ["request", "choice", "prepare", "operator", "cache", "function", "heads", "__init__"],
-    "recurrent": ["gather", "context_parallel", "pieces", "exchange", "halo", "states", "delta", "scan", "__init__"],
+    "recurrent": [
+        *("received", "gather", "pieces", "exchange", "halo", "states", "context_parallel", "delta", "scan"),
+        *("diagonal", "lightning", "__init__"),
+    ],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "recurrence", "sizing", "check", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
@@ -45,6 +48,7 @@ WITHIN = {
             "verdicts",
             "attention",
             "recurrent",
+            "doors",
             "support",
             "hybrid",
             "head",

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,17 +11,10 @@ from pathlib import Path
 import pytest
 
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+from tests.notebooks import IN_A_CLONE, execute, wait  # noqa: E402
+
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-IN_A_CLONE = ("01_quickstart",)  # they launch a recipe; the others stand on installed packages alone
-RECALL = '"outputs/quickstart"'  # where the quickstart's training is launched
-EASIER = '"--length", "32", "--num_keys", "2", "--num_values", "4", "--steps", "60", "--learning_rate", "4e-3"'
-SHORTER = {  # what is trained always; notebooks as they stand are run by `pytest -m full`
-    "01_quickstart": {f"{RECALL})": f"{RECALL}, {EASIER})"},
-    "03_your_documents": {"max_steps=120": "max_steps=20"},
-    "04_longer_context": {'str(short), "200"': 'str(short), "20"', 'str(long), "40"': 'str(long), "5"'},
-    "05_chats_and_agents": {"max_steps=140": "max_steps=20"},
-}
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -31,32 +23,34 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 
 def test_there_are_notebooks() -> None:
-    assert len(NOTEBOOKS) == 5
+    assert len(NOTEBOOKS) == 6
 
 
-@pytest.mark.parametrize("shorter", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shorter", "whole"])
-def test_runs_from_its_folder(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shorter: bool) -> None:
-    """In a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
-    for folder in ("hf_burst", "notebooks", "recipes") if notebook.stem in IN_A_CLONE else ():
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "notebooks").mkdir(exist_ok=True)
+def test_runs_from_its_folder(notebook: Path, notebooks_in_background: Path) -> None:
+    """Shorter, in a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
+    folder = notebooks_in_background / notebook.stem
+    check_executed(notebook, folder, wait(folder), steps=60)
+
+
+@pytest.mark.full
+def test_runs_as_a_whole(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    content = nbformat.read(notebook, as_version=4)
-    for old, new in SHORTER.get(notebook.stem, {}).items() if shorter else ():
-        (cell,) = (cell for cell in content.cells if old in cell.source)
-        cell.source = cell.source.replace(old, new)
-    place = {"metadata": {"path": str(tmp_path / "notebooks")}}
-    nbclient.NotebookClient(content, timeout=600, kernel_name="python3", resources=place).execute()
+    execute(notebook, tmp_path, shorter=False)
+    content = wait(tmp_path)
+    check_executed(notebook, tmp_path, content, steps=300)
+    CLAIMS.get(notebook.stem, str)(printed(content))
+
+
+def check_executed(notebook: Path, folder: Path, content: "nbformat.NotebookNode", steps: int) -> None:
+    """Every cell ran without an error, and what was taught to recall has learned it."""
     outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
     assert outputs
     assert all(output.output_type != "error" for output in outputs)
-    if not shorter:
-        CLAIMS.get(notebook.stem, str)(printed(content))
-    recalls = list(tmp_path.glob("outputs/*/results.json"))
+    recalls = list(folder.glob("outputs/*/results.json"))
     assert recalls or "recall_across_shards" not in notebook.read_text()
     for path in recalls:
         results = json.loads(path.read_text())
-        assert (results["config"]["steps"] == 60) == shorter
+        assert results["config"]["steps"] == steps
         check_recall(results)
 
 
@@ -82,10 +76,21 @@ def context_is_longer(text: str) -> None:
     assert far["YaRN, trained"] < 1.1 * near["as it was trained"]
 
 
+def states_stay_small(text: str) -> None:
+    """The loss is that of one process; keys and values grow with the document, and states and halos do not."""
+    over_two, alone = map(float, re.search(r"([\d.]+) over two processes, ([\d.]+) in one", text).groups())
+    assert over_two == pytest.approx(alone, rel=1e-5)
+    sent = re.findall(r"states +([\d.]+), halos +([\d.]+), keys and values +([\d.]+)", text)
+    states, halos, others = (list(map(float, column)) for column in zip(*sent, strict=True))
+    assert len(set(states)) == len(set(halos)) == 1
+    assert [size / others[0] for size in others] == [1, 2, 4, 8]
+
+
 CLAIMS: dict[str, Callable[[str], object]] = {
     "03_your_documents": answers_right,
     "04_longer_context": context_is_longer,
     "05_chats_and_agents": answers_right,
+    "06_hybrids": states_stay_small,
 }
 
 
@@ -97,8 +102,9 @@ def check_recall(results: dict) -> None:
     assert abs(runs["within_shard"]["final_accuracy"] - results["chance"]) < 0.05
 
 
-def test_committed_recall_results() -> None:
-    check_recall(json.loads((ROOT / "recipes/results/recall.json").read_text()))
+@pytest.mark.parametrize("name", ["recall", "recall_recurrent"])
+def test_committed_recall_results(name: str) -> None:
+    check_recall(json.loads((ROOT / f"recipes/results/{name}.json").read_text()))
 
 
 def test_committed_outputs(notebook: Path) -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
 import models  # noqa: E402
+import settings  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
 
+from recipes import recall_across_shards  # noqa: E402
 from tests import conversations  # noqa: E402
 from tests.ranks import RankPool, reset_accelerate  # noqa: E402
 
@@ -103,6 +107,99 @@ def test_losses_are_those_of_one_process(
         assert run["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert run["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         assert run["num_tokens"] == wanted["num_tokens"]
+
+
+HYBRIDS = [("finetune_long_document", "text_hybrid", "text"), ("sft", "sft_hybrid", "chats")]  # script, file, rows
+
+
+@pytest.mark.parametrize(("script", "name", "rows"), HYBRIDS)
+def test_hybrids_by_their_settings(
+    ranks: Ranks, files: Path, tmp_path: Path, script: str, name: str, rows: str
+) -> None:
+    """The settings for CPUs, shorter: states pass through packed rows, and the losses are those of one process."""
+    given = ["--config", str(ROOT / f"recipes/configs/{name}_cpu.yaml"), "--dataset", str(files / f"{rows}.jsonl")]
+    given += [*COMMON[-4:], "--max_steps", "2", "--max_length", "700", "--logging_steps", "1", "--warmup_steps", "0"]
+    wanted = train(0, 1, script, given, str(tmp_path / "out"))
+    for run in ranks(2).run(train, script, given, str(tmp_path / "out")):
+        assert run["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert run["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+
+
+def tiny(name: str) -> tuple[settings.ModelSettings, torch.nn.Module]:
+    """The settings of a hybrid for GPUs, and the small model of those for CPUs."""
+    kinds = (settings.ModelSettings, settings.BurstSettings)
+    folder = ROOT / "recipes/configs"
+    big, small = (
+        settings.read(["--config", str(folder / f"{name}_{machine}.yaml")], kinds, {}, alone=False)
+        for machine in ("4gpu", "cpu")
+    )
+    return big[0], models.load_model(small[0], models.load_config(small[0], 260), small[1], 0)
+
+
+@pytest.mark.parametrize("name", [name for _, name, _ in HYBRIDS])
+def test_adapters_of_hybrids(name: str) -> None:
+    """Each target exists. All linear layers have an adapter but the head, gates of recurrent layers, and routers."""
+    from peft import get_peft_model
+    from peft.tuners.lora import LoraLayer
+
+    model_settings, model = tiny(name)
+    linear = {path.rpartition(".")[2] for path, module in model.named_modules() if type(module) is torch.nn.Linear}
+    adapted = get_peft_model(model, models.adapter_config(model_settings, models.load_config(model_settings, 260)))
+    targets = {path.rpartition(".")[2] for path, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    assert targets == set(model_settings.lora_target_modules)
+    assert linear - targets <= {"lm_head", "in_proj_a", "in_proj_b", "layer"}
+
+
+@pytest.mark.parametrize("name", [name for _, name, _ in HYBRIDS])
+def test_fsdp_finds_the_layers_of_hybrids(name: str) -> None:
+    """A text model of Qwen3.5 has none of the layers for images, which accelerate would look for."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    _, model = tiny(name)
+    wrapped = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    assert [module for module in model.modules() if wrapped(module)] == list(model.model.layers)
+
+
+def test_the_text_of_a_model_of_several_modalities(tmp_path: Path) -> None:
+    """Its language model is loaded with its own weights, by the name of the whole checkpoint."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    small, _ = settings.read(
+        ["--config", str(ROOT / "recipes/configs/text_hybrid_cpu.yaml")],
+        (settings.ModelSettings, settings.BurstSettings),
+        {},
+        alone=False,
+    )
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+    text = {**small.model_config, "vocab_size": 260}
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+    whole.save_pretrained(tmp_path)
+    named = settings.ModelSettings(model_name_or_path=str(tmp_path), tokenizer="bytes")
+    model = models.load_model(named, models.load_config(named, 260), settings.BurstSettings(), 0)
+    weights = whole.model.language_model.state_dict()
+    assert weights
+    for path, weight in model.model.state_dict().items():
+        torch.testing.assert_close(weight, weights[path], rtol=0, atol=0)
+
+
+def recall(rank: int, size: int, folder: str) -> list[float]:
+    """How many answers are right at the end, of states that cross shards and of those that do not."""
+    reset_accelerate()
+    easy = ["--length", "32", "--num_keys", "2", "--num_values", "4", "--num_questions", "2", "--steps", "70"]
+    with mock.patch.object(sys, "argv", ["recall", "--layers", "recurrent", "--output_dir", folder, *easy]):
+        args = recall_across_shards.parse_args()
+    args.eval_every, args.eval_sequences, task = args.steps, 256, recall_across_shards.Recall(args, size)
+    runs = recall_across_shards.AcrossShards(task), recall_across_shards.WithinShard(task)
+    return [recall_across_shards.train(Accelerator(cpu=True), args, run)["final_accuracy"] for run in runs]
+
+
+def test_recurrent_layers_recall_what_is_on_another_rank(ranks: Ranks, tmp_path: Path) -> None:
+    """No layer has attention: only states carry a fact to the rank that is asked."""
+    for across, within in ranks(2).run(recall, str(tmp_path)):
+        assert across > 0.97
+        assert within == pytest.approx(0.25, abs=0.05)
 
 
 ASK = """

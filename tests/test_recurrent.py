@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,12 @@ from hf_burst.recurrent import (
     causal_convolution,
     delta_rule_by_heads,
     delta_rule_by_states,
+    diagonal,
+    lightning_by_heads,
+    lightning_by_states,
     own_heads,
+    recurrence_by_channels,
+    recurrence_by_states,
     scan_by_channels,
     scan_by_states,
 )
@@ -80,6 +86,23 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Te
     return torch.stack(outputs, dim=1)
 
 
+def lightning(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
+    """Lightning attention of a batch of sequences."""
+    state, outputs = v.new_zeros(v.shape[0], HEADS, KEYS, WIDTH), []
+    for t in range(v.shape[1]):
+        state = state * (-rates).exp()[:, None, None] + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, dim=1)
+
+
+def single_numbers(a: Tensor, b: Tensor) -> Tensor:
+    """The recurrence of RG-LRU, of a batch of sequences."""
+    states = [b[:, 0]]
+    for t in range(1, b.shape[1]):
+        states.append(a[:, t] * states[-1] + b[:, t])
+    return torch.stack(states, dim=1)
+
+
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
     """A causal convolution of each channel: `(batch, channels, tokens)`."""
     return functional.conv1d(functional.pad(x, (REACH, 0)), weight[:, None], groups=x.shape[1])
@@ -123,6 +146,10 @@ def make(case: Case) -> dict[str, Tensor]:
         "dt": normal(HEADS).exp(),
         "b": normal(2, STATE),
         "c": normal(2, STATE),
+        "every q": normal(HEADS, KEYS),
+        "every k": normal(HEADS, KEYS),
+        "rates": torch.rand(HEADS, dtype=torch.float64) / 4,
+        "gate": normal(HEADS + 1).sigmoid(),
         "channels": normal(HEADS + 1),
         "channel dt": normal(HEADS + 1).exp(),
         "weight": torch.randn(HEADS, REACH + 1, dtype=torch.float64),
@@ -139,8 +166,12 @@ NAMES = {
     "Mamba2": ("x", "dt", "b", "c", "a"),
     "Mamba2, heads exchanged": ("x", "dt", "b", "c", "a"),
     "Mamba1": ("channels", "channel dt", "b", "c", "a"),
+    "lightning": ("every q", "every k", "v", "rates"),
+    "lightning, heads exchanged": ("every q", "every k", "v", "rates"),
+    "RG-LRU": ("gate", "channels"),
+    "RG-LRU, channels exchanged": ("gate", "channels"),
 }
-PARAMETERS = ("weight", "a")
+PARAMETERS = ("weight", "a", "rates")
 
 
 def whole(kind: str, *tensors: Tensor) -> Tensor:
@@ -153,6 +184,10 @@ def whole(kind: str, *tensors: Tensor) -> Tensor:
         return selective_scan(x, dt, b[:, :, 0], c[:, :, 0], a)
     if kind.startswith("Mamba2"):
         return scan(*tensors[:4], tensors[4][:HEADS, 0])
+    if kind.startswith("lightning"):
+        return lightning(*tensors)
+    if kind.startswith("RG-LRU"):
+        return single_numbers(*tensors)
     state = torch.zeros(1, HEADS, KEYS, WIDTH, dtype=torch.float64)
     return token_by_token(*tensors, state)[0]
 
@@ -180,6 +215,12 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor
         own = own_heads(decay, group)
         rule = Rule(lambda rows, *_: (scan(*rows, own), None), packed=False)
         return scan_by_channels(rule, (x, dt, b, c), (), segments, group)
+    if kind.startswith("lightning"):
+        way = lightning_by_heads if kind.endswith("exchanged") else lightning_by_states
+        return way(tensors[:3], tensors[3], 8, segments, group)
+    if kind.startswith("RG-LRU"):
+        way = recurrence_by_channels if kind.endswith("exchanged") else recurrence_by_states
+        return way(*tensors, segments, group)
     rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
     way = delta_rule_by_heads if kind.endswith("exchanged") else delta_rule_by_states
     return way(rule, tensors, segments, group)
@@ -200,7 +241,8 @@ def weights_of(kind: str, case: Case) -> Tensor:
     """What the sum of the outputs is weighted by."""
     torch.manual_seed(1)
     rows, tokens = len(case.documents), case.documents[0][-1]
-    shape = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,)}.get(kind, (HEADS, WIDTH))
+    shapes = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,), "RG-LRU": (HEADS + 1,)}
+    shape = shapes.get(kind.removesuffix(", channels exchanged"), (HEADS, WIDTH))
     return torch.randn(rows, tokens, *shape, dtype=torch.float64)
 
 
@@ -226,3 +268,14 @@ def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> No
         for place, leaf in enumerate(NAMES[kind], start=1):
             total = sum(result[place] for result in results)
             torch.testing.assert_close(total, leaves[leaf].grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 26, 101])
+def test_numbers_of_blocks_follow_one_another(tokens: int) -> None:
+    """Blocks of blocks of blocks of three tokens, and a last one that is shorter."""
+    torch.manual_seed(0)
+    a, b = torch.rand(2, 2, tokens, 5, dtype=torch.float64, requires_grad=True)
+    with mock.patch.object(diagonal, "_BLOCK", 3):
+        blocks = torch.autograd.grad(diagonal.recurrence(a, b).cos().sum(), (a, b))
+    one_by_one = torch.autograd.grad(single_numbers(a, b).cos().sum(), (a, b))
+    torch.testing.assert_close(blocks, one_by_one, rtol=1e-10, atol=1e-12)

@@ -3,19 +3,27 @@
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hf_burst
 from hf_burst.check.compare import Double
-from hf_burst.recurrent import delta, halo
+from hf_burst.check.tiny import tiny_copy
+from hf_burst.errors import UnsupportedModelError
+from hf_burst.hf import doors, recurrent
+from hf_burst.mesh import ContextGroup
+from hf_burst.plan import Segments
+from hf_burst.recurrent import delta, diagonal, halo, own_heads
 from hf_burst.recurrent.states import incoming_states
+from recipes.tiny_models import tiny_model
 from tests import models, trainers
 from tests.ranks import RankPool
 from tests.test_patch import group_mean
@@ -23,6 +31,7 @@ from tests.test_wrappers import compare, flat
 from tests.trainers import Case
 
 Ranks = Callable[[int], RankPool]
+edges_of = halo._edges_of
 KINDS = ("plain", "packed", "left", "right")
 WAYS = ("states", "heads")
 
@@ -93,7 +102,7 @@ def compare_checkpointed(rank: int, size: int, name: str, reentrant: bool) -> fl
 
 
 @pytest.mark.parametrize("name", models.RECURRENT)
-def test_checkpointed_layers_compute_their_states_again(ranks: Ranks, name: str) -> None:
+def test_checkpointed_layers_take_part_again(ranks: Ranks, name: str) -> None:
     reentrant = name == "lfm2"
     assert max(ranks(3).run(compare_checkpointed, name, reentrant)) < 1e-6
 
@@ -109,17 +118,47 @@ def dropped(*arguments: Any) -> Any:
     return {index: 0 * state for index, state in states.items()}, slots
 
 
-BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a halo of zeros": (halo, "all_gather", lambda tails, group: [torch.zeros_like(tails)] * group.size),
-    "a state that is dropped": (delta, "incoming_states", dropped),
-    "a transition in bf16": (delta, "by_matrix", in_half),
+def without_halos(segments: Segments, rank: int, reach: int) -> Any:
+    """Edges before which there are zeros."""
+    edges = edges_of(segments, rank, reach)
+    return replace(edges, halos=[segments.sharding.ranks * segments.most_slots * reach] * len(edges.halos))
+
+
+def one_token_off(segments: Segments, rank: int, reach: int) -> Any:
+    """Edges whose halos end one token too early."""
+    edges = edges_of(segments, rank, reach)
+    last = segments.sharding.ranks * segments.most_slots * reach
+    return replace(edges, halos=[place if place in (0, last) else place - 1 for place in edges.halos])
+
+
+def of_rows(segments: Segments, rank: int, reach: int) -> Any:
+    """The edges of segments that know of rows only."""
+    return edges_of(replace(segments, documents=tuple((0, row[-1]) for row in segments.documents)), rank, reach)
+
+
+def of_the_next(x: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """What belongs to the heads of the next rank."""
+    return own_heads(x, replace(group, rank=(group.rank + 1) % group.size))
+
+
+Combination = tuple[str, str, str]
+CONTIGUOUS: Combination = ("plain", "states", "contiguous")
+BROKEN: dict[str, tuple[str, Combination, Any, str, Any]] = {
+    "a halo of zeros": ("qwen3_5", CONTIGUOUS, halo, "_edges_of", without_halos),
+    "a halo one token off": ("qwen3_5", CONTIGUOUS, halo, "_edges_of", one_token_off),
+    "documents that leak through a convolution": ("lfm2", ("packed", "states", "zigzag"), halo, "_edges_of", of_rows),
+    "a state that is dropped": ("qwen3_5", CONTIGUOUS, delta, "incoming_states", dropped),
+    "a transition in bf16": ("qwen3_5", CONTIGUOUS, delta, "by_matrix", in_half),
+    "a number that is dropped": ("recurrent_gemma", CONTIGUOUS, diagonal, "incoming_states", dropped),
+    "heads of another rank": ("granite", ("plain", "heads", "balanced"), recurrent, "own_heads", of_the_next),
+    "channels of another rank": ("zamba", CONTIGUOUS, recurrent, "own_heads", of_the_next),
 }
 
 
 def break_and_compare(rank: int, size: int, name: str) -> list[float]:
-    room, attribute, broken = BROKEN[name]
+    model, combination, room, attribute, broken = BROKEN[name]
     with mock.patch.object(room, attribute, broken):
-        return errors_of(rank, size, "qwen3_5", [("plain", "states", "contiguous")])
+        return errors_of(rank, size, model, [combination])
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -156,7 +195,64 @@ def test_the_class_and_other_models_stay_as_they_are() -> None:
     assert "forward" not in vars(layer)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "granite"])
+def test_states_of_a_shard_are_not_kept() -> None:
+    """RecurrentGemma keeps its states in its modules, for the next pass."""
+    model = models.patch(models.make_model("recurrent_gemma"))
+    model(**models.make_batch("plain"))
+    kept = [getattr(module, name, None) for module in model.modules() for name in ("recurrent_states", "conv1d_state")]
+    assert kept == [None] * len(kept)
+
+
+@pytest.mark.parametrize("name", models.WITH_DOORS)
+def test_another_source_is_refused(name: str) -> None:
+    model = models.make_model(name)
+    with (
+        mock.patch.object(doors, "_door_of", doors._door_of.__wrapped__),  # it remembers what it answered
+        mock.patch.object(doors, "source_fingerprint", return_value="changed"),
+        pytest.raises(UnsupportedModelError, match=r"computes its states by another source .* 5\.17 to 5\.23"),
+    ):
+        models.patch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "name", ["Bamba", "BailingHybrid", "FalconH1", "GraniteMoeHybrid", "Mamba2", "Zamba", "Zamba2"]
+)
+def test_heads_with_a_state_become_small(name: str) -> None:
+    """Configs whose sizes depend on one another."""
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    model = tiny_copy(kind, kind.config_class())
+    assert sum(weight.numel() for weight in model.parameters()) < 120_000
+    models.plain_loss(model, models.make_batch("plain")).backward()
+
+
+@pytest.mark.parametrize("name", ["xLSTMForCausalLM", "RwkvForCausalLM"])
+def test_unknown_states_are_refused_with_a_sentence(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="no recurrent layers whose states are known how to pass"):
+        hf_burst.patch_model(tiny_model(name))
+
+
+def compile_and_compare(rank: int, size: int, name: str, checkpointing: bool) -> float:
+    """The greatest error of a compiled model, beside itself before."""
+    torch._dynamo.reset()
+    model, batch = slowly(name), models.make_batch("packed")
+    wanted = gradients_of(model, batch)
+    models.patch(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad()
+    loss = torch.compile(model, backend="aot_eager")(**batch).loss
+    loss.backward()
+    return greatest_error([loss.detach(), *group_mean(model)], wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "checkpointing"), [("granite", False), ("qwen3_5", True), ("minimax", False)])
+def test_compiled_models(ranks: Ranks, name: str, checkpointing: bool) -> None:
+    assert max(ranks(2).run(compile_and_compare, name, checkpointing)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "granite", "recurrent_gemma"])
 def test_generation_and_copies(name: str, tmp_path: Path) -> None:
     """A patched model generates as it did; its copies, and what is loaded of it, are patched by themselves."""
     model = models.make_model(name).eval()

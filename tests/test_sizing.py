@@ -274,7 +274,6 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--ranks", "2"], "have no meaning with --model: --ranks."),
         (["--model", "BertForMaskedLM", "--length", "64", "--attention-keep", "0.5"], "an encoder's first tokens see"),
         (["--model", "T5ForConditionalGeneration", "--length", "64"], "is an encoder-decoder"),
-        (["--model", "RecurrentGemmaForCausalLM", "--length", "64"], "carry a state from token to token"),
         (["--model", "Dots1ForCausalLM", "--length", "64"], "The sizes of Dots1ForCausalLM (Dots1ForCausalLM) cannot"),
         (["--model", "llama3-8b", "--length", "64"], "Did you mean llama-3-8b? Shapes that need no hub"),
         (["--model", "llama-3-8b", "--length", "64", "--machine", "H20"], "'H20'. Did you mean h200? Known are b200"),
@@ -316,7 +315,7 @@ WITHOUT_ATTENTION = ("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCau
 
 def test_sizes_of_all_served_classes_can_be_told() -> None:
     for name in SERVED:
-        if not hasattr(transformers, name):  # of a newer Transformers
+        if not hasattr(transformers, name) or name.endswith("ConditionalGeneration"):  # newer ones; towers, see below
             continue
         model_class = getattr(transformers, name)
         try:

@@ -160,6 +160,28 @@ def packed_batch() -> Figure:
     return figure
 
 
+def state_passing() -> Figure:
+    """A document in runs over three ranks: what each finds by itself, and what passes."""
+    sharding = SequenceLayout.for_batch([(0, 12)], 3, "zigzag").sharding
+    runs = sorted((run.start, run.stop, rank) for rank in range(3) for run in sharding.runs(rank))
+    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
+    blank(axes, (-1.9, 12.1), (-0.5, 4.1))
+    for y, text in ((3.5, "at once,\nwithout waiting"), (2.05, "gathered"), (0.6, "added to\nthe outputs")):
+        axes.text(-1.8, y, text, ha="left", va="center", fontsize=9, color=DARK)
+    for index, (start, stop, rank) in enumerate(runs):
+        middle, last = (start + stop) / 2, index == len(runs) - 1
+        box(axes, middle, 3.5, stop - start - 0.15, 0.7, f"rank {rank}", COLORS[rank])
+        box(axes, middle, 0.6, stop - start - 0.15, 0.7, f"rank {rank}", COLORS[rank])
+        if not last:
+            hands_on = f"$S_{index}$" if not index else f"$M_{index},\\ S_{index}$"
+            axes.text(middle, 2.05, hands_on, ha="center", va="center", fontsize=11, color=DARK)
+            arrow(axes, (middle, 3.12), (middle, 2.3), arrowstyle="-|>", connectionstyle="arc3")
+            for _, end, _ in runs[index + 1 :]:
+                arrow(axes, (middle, 1.8), (end - 0.6, 1.0), arrowstyle="-|>", connectionstyle="arc3", linewidth=0.8)
+    axes.text(6, -0.3, "tokens of one document, in order", ha="center", va="center", fontsize=9, color=DARK)
+    return figure
+
+
 def query_path() -> Figure:
     """The rooms that a query passes."""
     figure, axes = plt.subplots(figsize=(11, 4.9), layout="constrained")
@@ -211,7 +233,7 @@ def query_path() -> Figure:
     return figure
 
 
-PICTURES = (step_time, ring_step, packed_batch, query_path)
+PICTURES = (step_time, ring_step, packed_batch, state_passing, query_path)
 
 
 def main() -> None:

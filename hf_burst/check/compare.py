@@ -13,8 +13,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import BurstError
+from ..errors import BurstError, UnsupportedModelError
+from ..hf.cutting import modalities_of
 from ..hf.documents import documents_of
+from ..hf.doors import recurrent_modules
 from ..hf.patch import patch_under_check, unpatch_model
 from ..hf.sizes import VOCABULARY
 from ..hf.support import check_model
@@ -26,8 +28,10 @@ from .tiny import first_position, note
 KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
 BATCH_TOLERANCE = 1e-4
+_TOKEN_KINDS = "mm_token_type_ids"
 _LENGTH = 37
 _DOCUMENTS = (1, 7, 17, 12)
+_BOUNDS = (0, *accumulate(_DOCUMENTS))
 Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
 
 
@@ -90,11 +94,14 @@ def compare(make: Maker, config: PreTrainedConfig | None = None) -> Verdict:
             return Verdict("not buildable", note=f"{type(problem).__name__}: {next(filter(None, lines), '')}")
         try:
             check_model(model)  # before more of them are made
+            if modalities_of(model.config):
+                _check_text(model)
             errors = {kind: _worst_error(make, make_batch(kind, model)) for kind in KINDS}
         except BurstError as problem:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
-        return Verdict("exact" if exact else "wrong", errors, note(model), fingerprint(model, config) or "")
+        remarks = "; ".join(filter(None, [note(model), _leak(model)]))
+        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model, config) or "")
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:
@@ -136,19 +143,48 @@ def make_batch(kind: str, model: PreTrainedModel) -> dict[str, torch.Tensor]:
         # eager attention lets padding on the left see all tokens
         if task_of(model).causal and model.config._attn_implementation == "eager":
             batch["labels"][0, 6] = IGNORE_INDEX
-        return batch
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    batch["labels"][:, :5] = IGNORE_INDEX
+    else:
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        batch["labels"][:, :5] = IGNORE_INDEX
     if kind == "packed":
         positions = torch.cat([torch.arange(size) for size in _DOCUMENTS])[None]
         batch["position_ids"] = positions + first_position(model)
+    if _TOKEN_KINDS in inspect.signature(model.forward).parameters:  # as processors say that all of it is text
+        batch[_TOKEN_KINDS] = torch.zeros_like(ids)
+    text = model.config.get_text_config()
+    if text is not model.config and getattr(text, "use_bidirectional_attention", None) is True:
+        batch["token_type_ids"] = torch.ones_like(ids)  # of PaliGemma: no token sees later ones
     return batch
+
+
+def _check_text(model: PreTrainedModel) -> None:
+    """Raises for a model of several modalities that computes no text alone, in one process."""
+    try:
+        with torch.no_grad():
+            model(**make_batch("one sequence", model))
+    except Exception as problem:  # whatever it asks for
+        line = next(filter(None, str(problem).split("\n")), type(problem).__name__)
+        raise UnsupportedModelError(f"{type(model).__name__} takes no batch of text: {line}") from problem
+
+
+def _leak(model: PreTrainedModel) -> str:
+    """What Transformers makes of packed documents in a model with recurrent layers, by the functions installed here."""
+    if not recurrent_modules(model):
+        return ""
+    batch = make_batch("packed", model)
+    try:
+        with torch.no_grad():
+            apart, together = (_plain_loss(model, batch, documents) for documents in ([_BOUNDS], None))
+    except Exception:  # the fallbacks of some functions take no packed documents
+        return "one unpatched process refuses packed documents"
+    same = abs(together - apart) <= TOLERANCE * abs(apart)
+    return "" if same else "one unpatched process mixes packed documents"
 
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
     patched, plain = patch_under_check(make()), make()
-    documents = [(0, *accumulate(_DOCUMENTS))] if "position_ids" in batch else None
+    documents = [_BOUNDS] if "position_ids" in batch else None
     loss, expected = patched(**batch).loss, _plain_loss(plain, batch, documents)
     gradients, wanted = _gradients(patched, loss, dist.get_world_size()), _gradients(plain, expected)
     errors = [abs(loss - expected) / abs(expected)]
@@ -186,9 +222,8 @@ def _plain_loss(
         whole: torch.Tensor = model(**batch, **options).loss
         return whole
     takes = inspect.signature(model.forward).parameters
-    keys = [
-        key for key in ("input_ids", "inputs_embeds", "token_type_ids", "position_ids") if key in {*batch} & {*takes}
-    ]
+    of_tokens = ("input_ids", "inputs_embeds", "token_type_ids", _TOKEN_KINDS, "position_ids")
+    keys = [key for key in of_tokens if key in {*batch} & {*takes}]
     rows = []
     for row, cuts in enumerate(documents):
         pieces = [

@@ -15,7 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
 
 from ..errors import BatchError, ConfigError
 from ..hf.verdicts import Verdict, remember
@@ -23,7 +27,12 @@ from .compare import BatchComparison, compare, compare_batch
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy
 
-_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM")
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageTextToText")
+_MAPPINGS: tuple[Any, ...] = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 _NAMES = "a name on the hub, a folder or config.json of a model, or a class of Transformers such as LlamaForCausalLM"
 _UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RuntimeError, EOFError)
 _COPIES = 2 * RANKS  # weights and gradients
@@ -152,19 +161,19 @@ def find_target(model: str | PreTrainedModel | PreTrainedConfig, trust_remote_co
 
 
 def _class_of(config: PreTrainedConfig, name: str | None, trust_remote_code: bool) -> type[PreTrainedModel]:
-    """The class with a language-model head that a config is for: as its `architectures` say, else a causal one."""
+    """The class with a language-model head that a config is for: as its `architectures` say, else the first known."""
     remote = getattr(config, "auto_map", None) or {}
     own = [remote[key] for key in _AUTO_CLASSES if key in remote]
     if own and name is not None:
         if not trust_remote_code:
             raise ConfigError(_remote(name))
         return get_class_from_dynamic_module(own[0], name)
-    mappings: tuple[Any, ...] = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING)
-    known: list[type[PreTrainedModel]] = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    known: list[type[PreTrainedModel]] = [mapping[type(config)] for mapping in _MAPPINGS if type(config) in mapping]
     if not known:
         raise ConfigError(
             f"{name or type(config).__name__!r} is a {type(config).__name__}, for which Transformers has no causal and "
-            f"no masked language model class, so there is no loss to compare. Give {_NAMES}."
+            f"no masked language model class, and none from images and text to text, so there is no loss to compare. "
+            f"Give {_NAMES}."
         )
     return next((cls for cls in known if cls.__name__ in (config.architectures or ())), known[0])
 

@@ -65,7 +65,7 @@ def prepare(config: PreTrainedConfig) -> None:
 def first_position(model: PreTrainedModel) -> int:
     """The position of a first token: RoBERTa and its kin count from `padding_idx + 1`."""
     numbered = any(numbers_tokens(module) for module in model.modules())
-    return model.config.pad_token_id + 1 if numbered else 0
+    return model.config.get_text_config().pad_token_id + 1 if numbered else 0
 
 
 def note(model: PreTrainedModel) -> str:
@@ -95,12 +95,13 @@ def _shrunk(values: dict[str, Any], batch_length: int | None) -> dict[str, Any]:
         elif batch_length is not None and ("vocab_size" in key or key.endswith("token_id")):
             small[key] = value
         else:
-            small[key] = len(layers) if key in LAYER_COUNTS and value == count else small_size(key, value)
+            small[key] = len(layers) if key in LAYER_COUNTS and value == count else small_size(str(key), value)
     if "max_window_layers" in values:
         all_whole = values["max_window_layers"] >= count
         small["max_window_layers"] = len(layers) if all_whole else min(values["max_window_layers"], len(layers) // 2)
     _shrink_heads(values, small)
-    _shrink_positions(small)
+    _shrink_states(values, small)
+    _shrink_positions(values, small)
     return small
 
 
@@ -143,15 +144,30 @@ def _shrink_heads(values: dict[str, Any], small: dict[str, Any]) -> None:
             small["head_dim"] = small[part]
 
 
-def _shrink_positions(small: dict[str, Any]) -> None:
+def _shrink_states(values: dict[str, Any], small: dict[str, Any]) -> None:
+    """Heads with a state fill the expanded hidden size, and stay as many as those of their keys if they are."""
+    if {"expand", "num_heads", "head_dim", "state_size"} <= set(values):
+        small["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if "linear_num_value_heads" in values and values["linear_num_value_heads"] == values["linear_num_key_heads"]:
+        small["linear_num_value_heads"] = small["linear_num_key_heads"]
+
+
+def _shrink_positions(values: dict[str, Any], small: dict[str, Any]) -> None:
     """Scaled rotary positions, of the model or of a layer type, stay in effect: a batch is longer than they extend."""
     parts = [value for key, value in small.items() if isinstance(value, dict) and "rope" in str(key)]
     ropes = [*parts, *(rope for part in parts for rope in part.values() if isinstance(rope, dict))]
     if any("dynamic" in (rope.get("rope_type"), rope.get("type")) for rope in ropes):
         small.update(dict.fromkeys(set(POSITION_COUNTS) & set(small), EXTENDED))
     width = small.get("qk_rope_head_dim") or small.get("head_dim") or 8
+    rotated, whole = "qk_rope_head_dim", ("qk_nope_head_dim", "qk_rope_head_dim")
+    before, after = (sum(sizes.get(part) or 0 for part in whole) for sizes in (values, small))
     for rope in ropes:
+        if before and rope.get("partial_rotary_factor") == (values.get(rotated) or 0) / before:  # of heads of MLA
+            rope["partial_rotary_factor"] = small[rotated] / after
         share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
         pairs = int(width * share) // 2
         for key in {"short_factor", "long_factor"} & set(rope):
             rope[key] = [rope[key][index * len(rope[key]) // pairs] for index in range(pairs)]
+        if rope.get("mrope_section"):  # of time, height and width
+            others = len(rope["mrope_section"]) - 1
+            rope["mrope_section"] = [1] * others + [pairs - others]

@@ -27,9 +27,10 @@ _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the re
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
 _BOTH_WAYS, _SLIDING_BOTH_WAYS = "bidirectional_mask_function", "sliding_window_bidirectional_overlay"
+_REFERENCE = "create_reference_sliding_window_causal_mask"  # or sees all before it, if nothing was generated yet
 _DOCUMENTS = ("packed_sequence_mask_function", "remap_positions_for_packed_sequence")
 _KNOWN = {
-    True: frozenset({_CAUSAL, _SLIDING, _CHUNKED, "and_masks", *_DOCUMENTS}),
+    True: frozenset({_CAUSAL, _SLIDING, _CHUNKED, _REFERENCE, "and_masks", *_DOCUMENTS}),
     False: frozenset({_BOTH_WAYS, _SLIDING_BOTH_WAYS, "and_masks", *_DOCUMENTS}),
 }
 
@@ -86,14 +87,15 @@ class LazyMask:
     def pattern(self) -> MaskPattern:
         """How far queries see, without documents, which the layout knows; raises for masks that are not served."""
         causal = _CAUSAL in self.parts
-        if not self.parts <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
+        either = {"or_masks"} if _REFERENCE in self.parts else set()
+        if not self.parts - either <= _KNOWN[causal] or not self.parts & {_CAUSAL, _BOTH_WAYS}:
             raise UnsupportedModelError(
                 f"The model has a mask of {', '.join(sorted(self.parts))}. Only causal masks are exact over ranks, "
                 "those with sliding windows, chunks or packed documents among them, and those of encoders, with "
                 "sliding windows."
             )
         size: Any = self.arguments.get("local_size")
-        if _SLIDING in self.parts:
+        if _SLIDING in self.parts and not either:
             return MaskPattern(True, size - 1)
         window, chunk = _SLIDING_BOTH_WAYS in self.parts, _CHUNKED in self.parts
         return MaskPattern(causal, size if window else None, size if chunk else None)

@@ -36,6 +36,7 @@ TOKEN_INPUTS = (
 )
 _TARGETS = ("labels", "shift_labels")
 _PER_LAYER = (TokenInput("per_layer_inputs"),)  # of Gemma 3n and 4
+_EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,17 @@ CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a cl
 def cut_point_of(model: nn.Module) -> CutPoint:
     """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
     embeddings to its language model, else the model itself."""
-    names = [cls.__name__ for cls in type(model).__mro__]
-    known = next((CUT_POINTS[name] for name in names if name in CUT_POINTS), None)
-    path = language_model_path(model)
-    return known or (CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint())
+    known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
+    cut_point = next(known, None)
+    if cut_point is None:
+        path = language_model_path(model)
+        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
+    return cut_point
 
 
 def modalities_of(config: PreTrainedConfig) -> list[str]:
-    """The parts of a config beside a language model that is one part of it."""
+    """The names of the configs that a wrapper's config holds: of its language model, and of its towers for images and
+    sound; empty for the config of a language model alone."""
     return sorted({"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs))
 
 
@@ -71,6 +75,11 @@ def language_model_path(model: Any) -> str:
     if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
         return ""
     return next((path for path, module in model.named_modules() if module is decoder), "")
+
+
+def language_model_of(model: PreTrainedModel) -> Any:
+    """The part of a model that works on tokens: the language model of a wrapper, or else the model itself."""
+    return model.get_submodule(cut_point_of(model).path)
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +181,8 @@ def cut_inputs(
     part = {}
     for name, value in whole.items():
         if name in known and value is not None:
-            part[name] = layout.shard(value, rank, known[name].pad, known[name].dim)
+            cut = layout.shard(value, rank, known[name].pad, known[name].dim)
+            part[name] = _filled(cut, value, layout, rank) if name in _EMBEDDINGS and layout.padding else cut
         elif name not in _TARGETS and isinstance(value, torch.Tensor) and value.ndim >= 2:
             raise BatchError(
                 f"{name} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
@@ -182,3 +192,9 @@ def cut_inputs(
         else:
             part[name] = value
     return part
+
+
+def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """Embeddings of a rank, with a real token's in the place of padding: a deviation of zeros has no gradient."""
+    real = layout.shard(torch.ones(whole.shape[1], dtype=torch.bool, device=whole.device), rank, dim=0)
+    return torch.where(real.view(1, -1, *[1] * (cut.ndim - 2)), cut, whole[:, :1].detach())

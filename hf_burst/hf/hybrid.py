@@ -14,7 +14,8 @@ from ..config import BurstConfig
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
-from .recurrent import functions_of, recurrent_modules
+from .doors import recurrent_modules
+from .recurrent import functions_of
 from .support import has_attention, patterns_of_layers
 from .task import task_of
 
@@ -77,6 +78,8 @@ def exchanges_heads(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> bool:
 def _size_of(module: Any) -> RecurrentSize | None:
     """The size of one recurrent module, by the attributes that all of its kind have in Transformers."""
     functions = functions_of(module)
+    if not functions:  # it computes its states inside of its own forward, and is not priced
+        return None
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
     size = RecurrentSize("convolution", 1)
     if convolution is not None:

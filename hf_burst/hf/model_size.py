@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import ConfigError, UnsupportedModelError
 from ..plan import SHAPES, MaskPattern, ModelSize
 from .cutting import language_model_path
+from .doors import recurrent_modules
 from .hybrid import attention_shapes, head_size, recurrent_sizes
-from .recurrent import recurrent_modules
 from .support import check_model, has_attention, patterns_of_layers
 from .task import task_of
 
@@ -59,8 +59,6 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
     for (_, pattern), size in zip(layers, sizes, strict=True):
         patterns[pattern] += size
     shapes, recurrent = attention_shapes(model), recurrent_sizes(model)
-    if recurrent_modules(model) and not recurrent:
-        raise ConfigError("its recurrent layers have no attributes that say how large they are")
     linear = [
         module
         for path, module in model.named_modules()

@@ -135,7 +135,7 @@ def make_parts(
         Tokens(model, cut_point),
         LongestPosition(model),
         SavedAttention(config.attention_keep),
-        Recurrence(),  # when all is known of the pass
+        Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
         TokenLosses(),

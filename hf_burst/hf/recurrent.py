@@ -7,7 +7,7 @@ kernels finds those of the package there, and plain torch otherwise. Each has a 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..plan import Segments
 from ..recurrent import (
+    Received,
     Rule,
     causal_convolution,
     cp_context,
@@ -29,30 +31,59 @@ from ..recurrent import (
 )
 from .attention import ForwardCall
 
+RUN_KEY = "burst_run"  # the keyword argument by which a Run comes into a checkpoint
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer in a pass over ranks; the keyword argument `burst_run`."""
+
+    call: ForwardCall
+    received: Received
 
 
 @dataclass
 class Scope:
     """What the functions of one layer know of the pass."""
 
-    call: ForwardCall | None = None
+    run: Run | None = None
+
+    @property
+    def call(self) -> ForwardCall:
+        assert self.run is not None, "set before the layer runs"
+        return self.run.call
+
+    @property
+    def received(self) -> Received:
+        assert self.run is not None, "set before the layer runs"
+        return self.run.received
 
     @property
     def group(self) -> ContextGroup:
-        assert self.call is not None, "set before the layer runs"
         return self.call.group
 
     @property
     def by_heads(self) -> bool:
         """Whether heads are exchanged, and states do not pass."""
-        assert self.call is not None, "set before the layer runs"
         return self.call.by_heads
 
     @property
     def segments(self) -> Segments:
-        assert self.call is not None, "set before the layer runs"
         return self.call.layout.segments
+
+    @property
+    def segments_of_rows(self) -> Segments:
+        """Those of a layer that reads padding as it reads other tokens."""
+        return _segments_of_rows(self.call.layout) if self.call.layout.real else self.segments
+
+
+@lru_cache(maxsize=8)
+def _segments_of_rows(layout: SequenceLayout) -> Segments:
+    """The segments of a padded batch whose documents begin where their padding does: one object for all layers."""
+    rows = zip(layout.documents, layout.real, strict=True)
+    documents = tuple((0, *sorted({*row} - {0, *real, layout.length}), layout.length) for row, real in rows)
+    return Segments(layout.sharding, documents)
 
 
 def _convolution(original: Function, scope: Scope) -> Function:
@@ -63,7 +94,7 @@ def _convolution(original: Function, scope: Scope) -> Function:
             out: Tensor = original(laid, weight, bias, activation=activation)
             return out
 
-        return causal_convolution(convolve, x, weight.shape[-1] - 1, scope.segments, scope.group)
+        return causal_convolution(convolve, x, weight.shape[-1] - 1, scope.segments, scope.group, scope.received)
 
     return causal_conv1d_fn
 
@@ -100,8 +131,11 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
         if context is not None:
             options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}
             return original(query, key, value, g=g, beta=beta, **options)[0], None
-        way = delta_rule_by_heads if scope.by_heads else delta_rule_by_states
-        return way(Rule(rule, packed), (query, key, value, g, beta), scope.segments, scope.group), None
+        inputs = (query, key, value, g, beta)
+        if scope.by_heads:
+            return delta_rule_by_heads(Rule(rule, packed), inputs, scope.segments, scope.group), None
+        out = delta_rule_by_states(Rule(rule, packed), inputs, scope.segments, scope.group, scope.received)
+        return out, None
 
     return chunk_delta_rule
 
@@ -112,7 +146,7 @@ def _scan(original: Function, scope: Scope) -> Function:
     def mamba2_chunk_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **options: Any
     ) -> Tensor:
-        group, limit = scope.group, options.get("dt_limit", (0.0, float("inf")))
+        group, segments, limit = scope.group, scope.segments, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
         if scope.by_heads:
@@ -127,10 +161,10 @@ def _scan(original: Function, scope: Scope) -> Function:
         if scope.by_heads:
             if b.shape[2] % group.size:  # a rank has heads whose group is another's
                 b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
-            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), scope.segments, group)
+            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), segments, group)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
         applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
-        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), scope.segments, group)
+        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), segments, group, scope.received)
 
     return mamba2_chunk_scan
 
@@ -179,29 +213,20 @@ COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxy
 )
 
 
-def functions_of(module: nn.Module) -> tuple[str, ...]:
-    """The functions with a counterpart that a module calls, by their names."""
-    kind: Any = type(module)
-    return _functions_of(kind)
-
-
 @cache
-def _functions_of(kind: Any) -> tuple[str, ...]:
+def functions_of(kind: Any) -> tuple[str, ...]:
+    """The functions with a counterpart that modules of a class call, by their names."""
     forward: Any = inspect.unwrap(kind.forward)
     called = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
 
 
-def recurrent_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that carry a state from token to token by functions with a counterpart."""
-    return [module for module in model.modules() if functions_of(module)]
-
-
-def over_ranks(module: nn.Module, scope: Scope) -> Function:
+def rebound(module: nn.Module, scope: Scope) -> Function:
     """The forward of a module's class, which calls the counterparts; the class and its source file stay as they are."""
     forward: Any = type(module).forward
+    kind: Any = type(module)
     functions = inspect.unwrap(forward).__globals__
-    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(module)}
+    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(kind)}
 
     def rebind(inner: FunctionType) -> FunctionType:
         return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)

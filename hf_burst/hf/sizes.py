@@ -3,13 +3,31 @@
 import re
 from typing import Any
 
-LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers")
-LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices")  # lists of layers, by their indices
+LAYER_COUNTS = (
+    *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers"),
+    *("layers", "depth", "encoder_layers"),
+)
+LAYER_LISTS = re.compile(r"layer|_ids$|idx|indices|indexes")  # lists of layers, by their indices
 STEPS = re.compile(r"_(step|interval|freq|frequency|period|pattern)$|every_n_|(kv|key_value)_heads$|per_tok$")
 VOCABULARY, LAYERS, WINDOW, POSITIONS = 67, 4, 7, 128
 EXTENDED = 20  # positions of the pretraining that scaled rotary positions extend: fewer than a batch has
 POSITION_COUNTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
-HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads")
+HEAD_COUNTS = (
+    *("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"),
+    "encoder_attention_heads",
+)
+_OF_STATES: dict[str, int] = {  # of recurrent layers; hidden sizes are expanded to 64
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "linear_head_dim", "linear_key_head_dim"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "adapter_rank"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "attention_head_dim", "router_hidden_size"), 16),
+    **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads"), 2),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_heads", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("mamba_d_ssm", "attention_hidden_size"), 64),
+    **dict.fromkeys(("mamba_headdim", "lru_width"), 32),
+    **dict.fromkeys(("num_experts_per_token", "num_expert_group"), 2),
+    "linear_value_head_dim": 6,
+}
 # config attributes that mean the same in every family, and their sizes
 SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "dim"), 32),
@@ -28,7 +46,11 @@ SIZES: dict[str, int] = {
     "vocab_size": VOCABULARY,
     "v_head_dim": 6,
     "pad_token_id": 0,
-    # attributes of some families
+    # attributes of some families, and of towers beside a language model
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "text_hidden_size", "output_dim"), 32),
+    **dict.fromkeys(("image_token_embed_dim", "projection_dim"), 32),
+    **dict.fromkeys(("adapter_in_dim", "adapter_input_size", "adapter_out_dim"), 32),
+    **dict.fromkeys(("encoder_ffn_dim", "projector_hidden_size"), 48),
     **dict.fromkeys(("d_inner", "dim_ff", "ffn_hidden_size", "intermediate_size_mlp"), 48),
     **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 24),
     **dict.fromkeys(("dim_head", "global_head_dim", "swa_head_dim", "kv_channels", "attention_head_size"), 8),
@@ -42,14 +64,18 @@ SIZES: dict[str, int] = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 6,
     "local_attention": 2 * WINDOW,
+    **_OF_STATES,
 }
-_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"}
+_AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "type_vocab_size", "n_group"} | {
+    *("mamba_n_groups", "mamba_ngroups", "n_groups", "n_mamba_heads", "num_experts_per_token", "num_expert_group"),
+}
 _WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
+_NO_TEXT = re.compile(r"(image|video|vision|audio|sound|speech|media)\w*_token_(id|index)$")
 
 
 def is_size(key: str) -> bool:
     """Whether a tiny model has a size of its own in the place of an attribute of a config."""
-    return key in SIZES or _WINDOW.search(key) is not None or key.endswith("_offset")
+    return key in SIZES or _WINDOW.search(key) is not None or key.endswith(("_offset", "mrope_section"))
 
 
 def small_size(key: str, value: Any) -> Any:
@@ -66,5 +92,7 @@ def small_size(key: str, value: Any) -> Any:
         return min(value, 1)
     if STEPS.search(key) and "heads" not in key:
         return min(value, 2)
+    if _NO_TEXT.search(key):
+        return max(value, VOCABULARY)  # tokens of images are not in a batch of text
     size = SIZES.get(key, WINDOW if _WINDOW.search(key) else value)
     return min(value, size) if key in _AT_MOST else size

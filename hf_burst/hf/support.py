@@ -10,15 +10,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
-from .cutting import cut_point_of, modalities_of
-from .recurrent import COUNTERPARTS, recurrent_modules
-from .task import CAUSAL, Task, forwards_of, task_of
+from .cutting import language_model_of, modalities_of
+from .doors import DOORS, recurrent_modules
+from .recurrent import COUNTERPARTS
+from .task import CAUSAL, Task, computes_loss, forwards_of, task_of
 from .verdicts import own_classes, served_by
 
 logger = logging.getLogger(__name__)
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_WHOLE_IN_TRAINING = "reference_sliding_attention"  # whose window is of generated tokens, and sees the prompt beside it
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
+_NO_ATTENTION = {"RwkvSelfAttention"}  # but by its name
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 # methods of peft whose layers treat each token by itself; tried as models are, see tests/test_wrappers.py
 PEFT_METHODS = frozenset(
@@ -69,42 +72,48 @@ def check_model(model: PreTrainedModel) -> None:
         UnsupportedModelError: With the setting that is not served.
     """
     task, config, name = task_of(model), model.config, type(model).__name__
-    modalities = modalities_of(config)
-    if modalities and not cut_point_of(model).path:
+    reader, modalities = language_model_of(model), modalities_of(config)
+    if modalities and reader is model:
         raise UnsupportedModelError(
             f"{name} has several parts ({', '.join(modalities)}), and none is known as its language model, which takes "
             "the embeddings of all tokens. No part of it is served."
         )
+    if modalities and (needed := _needed(model)):
+        raise UnsupportedModelError(
+            f"{name} takes no batch of text: its forward requires {', '.join(needed)}, which no rank can cut."
+        )
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders and encoders alone are served.")
-    task.check_model(model)
-    kinds = sorted(set(_layer_types(config.get_text_config())) - set(_LAYER_TYPES))
-    chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
-    if chosen:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
-            f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
-        )
-    recurrent = recurrent_modules(model)
-    kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
-    if kinds and not recurrent:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
-            f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
-        )
-    classes = {type(module).__name__ for module in model.modules()}
-    attends = has_attention(model)
+    classes = {type(module).__name__ for module in reader.modules()}
     crossing = sorted(kind for kind in classes if "CrossAttention" in kind)
     if crossing or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(
             f"{name} has cross attention ({', '.join(crossing) or 'config.add_cross_attention is set'}), whose keys "
             "are not those of the sequence; it is not served."
         )
+    task.check_model(model, reader)
+    kinds = sorted(set(_layer_types(config.get_text_config())) - {*_LAYER_TYPES, _WHOLE_IN_TRAINING})
+    chosen = [kind for kind in kinds if any(word in kind for word in _CHOOSES_KEYS)]
+    if chosen:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
+            f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
+        )
+    recurrent = recurrent_modules(reader)
+    kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
+    if kinds and not recurrent:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
+            f"that is known. Served are {', '.join(_LAYER_TYPES)}, layers that call {', '.join(COUNTERPARTS)}, and "
+            f"{', '.join(DOORS)}."
+        )
+    attends = has_attention(reader)
     if not attends and not recurrent:
         raise UnsupportedModelError(
-            f"{name} has no attention layers, so there is nothing to compute over several ranks."
+            f"{name} has no attention, and no recurrent layers whose states are known how to pass: those that call "
+            f"{', '.join(COUNTERPARTS)}, and {', '.join(DOORS)}. Train it on sequences that one GPU holds."
         )
-    if attends and not model._can_set_attn_implementation():
+    if attends and not reader._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} does not use Transformers' AttentionInterface, the door by which its attention could be swapped."
         )
@@ -113,12 +122,19 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} takes no labels, so it has no loss to learn from; load the class with a "
             "language-model head (AutoModelForCausalLM, AutoModelForMaskedLM)."
         )
-    task.check_loss(model)
+    task.check_loss(computes_loss(model, reader))
+
+
+def _needed(model: PreTrainedModel) -> list[str]:
+    """The arguments besides tokens without which a model cannot be called."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return [each.name for each in named if each.default is each.empty and each.name != "input_ids"]
 
 
 def has_attention(module: nn.Module) -> bool:
     """Whether a model, or a layer of it, has attention, by the names of its classes."""
-    names = (type(inner).__name__ for inner in module.modules())
+    names = {type(inner).__name__ for inner in module.modules()} - _NO_ATTENTION
     return any("Attention" in name or "MLA" in name for name in names)
 
 
@@ -158,7 +174,7 @@ def patterns_of_layers(config: PreTrainedConfig, task: Task = CAUSAL) -> list[tu
 
 
 def _pattern(config: PreTrainedConfig, kind: str, task: Task) -> MaskPattern:
-    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    window = getattr(config, "sliding_window", None) if kind in ("sliding_attention", "hybrid_sliding") else None
     chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
     visible = task.window(window) if isinstance(window, int) and window > 0 else None
     return MaskPattern(task.causal, visible, chunk)

@@ -59,12 +59,12 @@ class Task:
                 "sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
             )
 
-    def check_model(self, model: PreTrainedModel) -> None:
-        """Raises for models whose tokens see others than the task says."""
-        return _check_decoder(model) if self.causal else _check_encoder(model)
+    def check_model(self, model: PreTrainedModel, reader: PreTrainedModel) -> None:
+        """Raises for models whose tokens see others than the task says; `reader` is the part that reads tokens."""
+        return _check_decoder(model, reader) if self.causal else _check_encoder(model)
 
     def check_loss(self, model: PreTrainedModel) -> None:
-        """Raises for losses that are not exact over several ranks."""
+        """Raises for losses that are not exact over several ranks; `model` is the one that [`computes_loss`]."""
         if not self.loss_in_model:
             return
         if model.loss_function is not ForCausalLMLoss:
@@ -95,6 +95,11 @@ def task_of(model: PreTrainedModel) -> Task:
     return task_named(model.loss_function is not ForMaskedLMLoss)
 
 
+def computes_loss(model: PreTrainedModel, reader: PreTrainedModel) -> PreTrainedModel:
+    """The model that computes the loss: a wrapper, or else the language model inside of it, which `reader` is."""
+    return reader if calls_loss_function(reader) and not calls_loss_function(model) else model
+
+
 def calls_loss_function(model: PreTrainedModel) -> bool:
     """Whether the model's class computes its loss by `model.loss_function`, or else by itself."""
     return any("loss_function" in forward.__code__.co_names for forward in forwards_of(model))
@@ -105,7 +110,7 @@ def forwards_of(model: PreTrainedModel) -> list[Any]:
     return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
 
 
-def _check_decoder(model: PreTrainedModel) -> None:
+def _check_decoder(model: PreTrainedModel, reader: PreTrainedModel) -> None:
     """Raises for a model whose tokens see later ones."""
     config, name = model.config, type(model).__name__
     if not getattr(config, "is_causal", True):
@@ -115,7 +120,7 @@ def _check_decoder(model: PreTrainedModel) -> None:
             f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a masked "
             "language model. Set it to False."
         )
-    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in model.modules()):
+    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in reader.modules()):
         raise UnsupportedModelError(
             f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
             "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."

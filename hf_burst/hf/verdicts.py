@@ -29,7 +29,7 @@ TESTED: str = _TABLE["transformers"]
 SERVED: dict[str, str] = _TABLE["classes"]
 
 _NO_STRUCTURE = re.compile(
-    r"^_|drop|jitter|vocab_size$|token_ids?$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
+    r"^_|drop|jitter|vocab_size$|token_(ids?|index)$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
     r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
 )
 # libraries whose classes treat each token by itself, or are compared by the tests: no verdict depends on their source

@@ -3,18 +3,26 @@ composes. Knows nothing of Transformers."""
 
 from .context_parallel import cp_context
 from .delta import delta_rule_by_heads, delta_rule_by_states
+from .diagonal import recurrence_by_channels, recurrence_by_states
 from .exchange import own_heads
 from .halo import causal_convolution
+from .lightning import lightning_by_heads, lightning_by_states
 from .pieces import Rule
+from .received import Received
 from .scan import scan_by_channels, scan_by_states
 
 __all__ = [
+    "Received",
     "Rule",
     "causal_convolution",
     "cp_context",
     "delta_rule_by_heads",
     "delta_rule_by_states",
+    "lightning_by_heads",
+    "lightning_by_states",
     "own_heads",
+    "recurrence_by_channels",
+    "recurrence_by_states",
     "scan_by_channels",
     "scan_by_states",
 ]

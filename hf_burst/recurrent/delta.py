@@ -16,10 +16,13 @@ from ..plan import Segments
 from .exchange import to_heads, to_tokens
 from .gather import handing_on, take_part
 from .pieces import Rule, joined, wide
+from .received import Received
 from .states import by_matrix, in_full_precision, incoming_states
 
 
-def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], segments: Segments, group: ContextGroup) -> Tensor:
+def delta_rule_by_states(
+    rule: Rule, inputs: Sequence[Tensor], segments: Segments, group: ContextGroup, received: Received | None = None
+) -> Tensor:
     """A delta rule of each document by itself; states pass from rank to rank.
 
     Args:
@@ -29,6 +32,7 @@ def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], segments: Segment
             `(batch, n, value heads)`, of this rank's tokens.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, value heads, V)`.
@@ -57,7 +61,7 @@ def delta_rule_by_states(rule: Rule, inputs: Sequence[Tensor], segments: Segment
             transition = last[..., width:] if later else nothing  # nothing comes in where a document opens
             handed[index] = last[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
     with in_full_precision(value):
-        incoming, slots = incoming_states(handed, by_matrix, segments, group)
+        incoming, slots = incoming_states(handed, by_matrix, segments, group, received)
         for index, state in incoming.items():
             out, read = outputs[index].split([width, keys], dim=-1)
             outputs[index] = out + torch.einsum("nhk,hkv->nhv", read, state.to(read.dtype))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import all_gather
 from ..mesh import ContextGroup
 from ..plan import Segments
+from .received import Received
 
 Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment
 
@@ -19,7 +19,9 @@ def handing_on(segments: Segments, group: ContextGroup) -> set[int]:
     return {index for rank, index in segments.slots if rank == group.rank} or {0}
 
 
-def gather_slots(own: Mapping[int, Tensor], segments: Segments, group: ContextGroup) -> Slots:
+def gather_slots(
+    own: Mapping[int, Tensor], segments: Segments, group: ContextGroup, received: Received | None = None
+) -> Slots:
     """What every segment with a successor hands on.
 
     Args:
@@ -27,6 +29,7 @@ def gather_slots(own: Mapping[int, Tensor], segments: Segments, group: ContextGr
             place: at least those of [`handing_on`].
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `dict` from rank and place of a segment to a tensor of that shape. Gradients of all ranks are summed on the way
@@ -34,7 +37,7 @@ def gather_slots(own: Mapping[int, Tensor], segments: Segments, group: ContextGr
     """
     mine = [own[index] for index in sorted(handing_on(segments, group))]
     mine += mine[:1] * (segments.most_slots - len(mine))  # nobody reads it
-    every = all_gather(torch.stack(mine), group)
+    every = (received or Received()).all_gather(torch.stack(mine), group)
     return {piece: every[piece[0]][place] for piece, place in segments.slots.items()}
 
 

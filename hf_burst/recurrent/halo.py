@@ -7,14 +7,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..collectives import all_gather
 from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
+from .received import Received
 
 
 def causal_convolution(
-    convolution: Callable[[Tensor], Tensor], x: Tensor, reach: int, segments: Segments, group: ContextGroup
+    convolution: Callable[[Tensor], Tensor],
+    x: Tensor,
+    reach: int,
+    segments: Segments,
+    group: ContextGroup,
+    received: Received | None = None,
 ) -> Tensor:
     """A convolution of each document by itself, wherever its tokens lie.
 
@@ -28,6 +33,7 @@ def causal_convolution(
         reach (`int`): How many earlier tokens an output sees: the width of the kernel less 1.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
@@ -42,7 +48,8 @@ def causal_convolution(
         [len(edges.firsts), len(edges.tails)]
     )
     zeros = x.new_zeros(1, channels)
-    before = torch.cat([*all_gather(tails, group), zeros]) if edges.tails else zeros
+    shards = (received or Received()).all_gather(tails, group) if edges.tails else ()
+    before = torch.cat([*shards, zeros])
     halos = before.index_select(0, _index(edges.halos, x))
     pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]

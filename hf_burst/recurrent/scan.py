@@ -18,11 +18,18 @@ from ..plan import Segments
 from .exchange import to_heads, to_tokens, whole_tokens
 from .gather import handing_on, take_part
 from .pieces import Rule, joined
+from .received import Received
 from .states import by_number, in_full_precision, incoming_states
 
 
 def scan_by_states(
-    rule: Rule, inputs: Sequence[Tensor], steps: Tensor, decay: Tensor, segments: Segments, group: ContextGroup
+    rule: Rule,
+    inputs: Sequence[Tensor],
+    steps: Tensor,
+    decay: Tensor,
+    segments: Segments,
+    group: ContextGroup,
+    received: Received | None = None,
 ) -> Tensor:
     """The scan of Mamba2 of each document by itself; states pass from rank to rank.
 
@@ -34,6 +41,7 @@ def scan_by_states(
         decay (`torch.Tensor` of shape `(heads,)`): A, below 0.
         segments ([`Segments`]): Those of all ranks.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         `torch.Tensor` of shape `(batch, n, heads, P)`.
@@ -55,7 +63,7 @@ def scan_by_states(
                 weighted = x_own.to(log.dtype) * (step * (log[-1] - log).exp())[..., None]
                 end = torch.einsum("tghp,tgn->ghpn", weighted.unflatten(1, (groups, -1)), b_own.to(log.dtype))
                 handed[index] = end.flatten(0, 1), decays[index][-1]
-        incoming, slots = incoming_states(handed, by_number, segments, group)
+        incoming, slots = incoming_states(handed, by_number, segments, group, received)
         for index, state in incoming.items():
             (c_own,) = joined(inputs[3:], [own[index]])
             read = torch.einsum("ghpn,tgn->tghp", state.to(c_own.dtype).unflatten(0, (groups, -1)), c_own)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import Slots, gather_slots
+from .received import Received
 
 
 def incoming_states(
@@ -20,6 +21,7 @@ def incoming_states(
     advance: Callable[[Tensor, Tensor], Tensor],
     segments: Segments,
     group: ContextGroup,
+    received: Received | None = None,
 ) -> tuple[dict[int, Tensor], Slots]:
     """The states that come to the segments of this rank.
 
@@ -30,6 +32,7 @@ def incoming_states(
         advance (callable): Applies a transition to a state.
         segments ([`Segments`]): Those of all ranks, of which some hand on.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
 
     Returns:
         The states at the beginning of the segments of this rank that open no document; and the slots, for
@@ -37,7 +40,7 @@ def incoming_states(
     """
     own, transition = next(iter(handed.values()))
     flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
-    slots, incoming = gather_slots(flat, segments, group), dict[int, Tensor]()
+    slots, incoming = gather_slots(flat, segments, group, received), dict[int, Tensor]()
     for chain in segments.chains:
         last = max((place for place, (rank, _) in enumerate(chain) if rank == group.rank), default=0)
         state: Tensor | None = None

@@ -12,6 +12,7 @@ from ...attention import machine_of_group
 from ...errors import ConfigError, UnsupportedModelError
 from ...resources import resources_of
 from ..attention import CALL_KEY, NAME, LazyMask, register
+from ..cutting import language_model_of
 from ..support import has_attention
 from .base import ForwardPass, Handles, Part
 
@@ -31,11 +32,12 @@ class Attention(Part):
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        reader = language_model_of(model)
         shared = next(_users_of(model), None)  # their config says hf_burst already
-        self.before: str = model.config._attn_implementation if shared is None else _PATCHED[shared].before
+        self.before: str = reader.config._attn_implementation if shared is None else _PATCHED[shared].before
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
-        self.under_way, self.attends = False, has_attention(model)
+        self.under_way, self.attends = False, has_attention(reader)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its parts along, and the attention must be known where it is loaded."""
@@ -48,18 +50,19 @@ class Attention(Part):
         register()
         _PATCHED[model] = self
         model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:  # Transformers only warns
+        reader = language_model_of(model)
+        if reader.config._attn_implementation != NAME:  # Transformers only warns
             raise UnsupportedModelError(
                 f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
                 "AttentionInterface."
             )
-        layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+        layers = (module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer))
         return [
             layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers if has_attention(layer)
         ]
 
     def prepare(self, run: ForwardPass) -> None:
-        if self.attends and run.model.config._attn_implementation != NAME:
+        if self.attends and language_model_of(run.model).config._attn_implementation != NAME:
             raise ConfigError(
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."

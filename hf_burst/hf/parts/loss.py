@@ -12,8 +12,9 @@ from ...loss import IGNORE_INDEX, group_loss
 from ...mesh import ContextGroup
 from ..accelerate import resolve_group
 from ..attention import CALL_KEY
+from ..cutting import language_model_of
 from ..head import LazyLogits, loss_sum
-from ..task import calls_loss_function
+from ..task import calls_loss_function, computes_loss
 from .base import ForwardPass, Handles, Part
 from .experts import balance_share
 
@@ -25,19 +26,25 @@ class Loss(Part):
 
     def __init__(self, model: PreTrainedModel, group: ContextGroup | None) -> None:
         self.group = group
-        self.plain = model.loss_function
-        self.was_set = "_loss_function" in vars(model)  # instead of following from the class
+        computes = self.computes(model)
+        self.plain = computes.loss_function
+        self.was_set = "_loss_function" in vars(computes)  # instead of following from the class
         self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
         self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
         self.run: ForwardPass | None = None
         self.targets: torch.Tensor | None = None
 
+    @staticmethod
+    def computes(model: PreTrainedModel) -> PreTrainedModel:
+        """The model whose loss function is called."""
+        return computes_loss(model, language_model_of(model))
+
     def install(self, model: PreTrainedModel) -> Handles:
-        model.loss_function = self.compute
+        self.computes(model).loss_function = self.compute
         return ()
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.model.loss_function != self.compute:
+        if self.computes(run.model).loss_function != self.compute:
             raise ConfigError(
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
@@ -84,10 +91,11 @@ class Loss(Part):
         self.run = self.targets = None
 
     def remove(self, model: PreTrainedModel) -> None:
+        computes = self.computes(model)
         if self.was_set:
-            model.loss_function = self.plain
+            computes.loss_function = self.plain
         else:
-            vars(model).pop("_loss_function", None)
+            vars(computes).pop("_loss_function", None)
 
     def compute(
         self, logits: torch.Tensor | LazyLogits, labels: torch.Tensor, *args: Any, **kwargs: Any

@@ -2,34 +2,46 @@
 
 import inspect
 import logging
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
-from ..attention import CALL_KEY
-from ..recurrent import Function, Scope, in_place_of_innermost, over_ranks, recurrent_modules
+from ...recurrent import Received
+from ..attention import CALL_KEY, ForwardCall
+from ..doors import over_ranks, recurrent_modules
+from ..recurrent import RUN_KEY, Function, Run, Scope, in_place_of_innermost
 from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)
 
+_FUNCTION = "_gradient_checkpointing_func"  # of a layer that is checkpointed
+_CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 _CACHES = ("cache_params", "past_key_values")
+_WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wrappers call the one module inside
+_CHECKPOINT = (
+    "Checkpoint whole layers: model.gradient_checkpointing_enable(), or gradient_checkpointing=True among the training "
+    "arguments."
+)
 
 
 class Recurrence(Part):
     """Gives recurrent modules a `forward` of their own, and the layers around them one that tells them of the pass,
     inside of what is checkpointed: a backward pass that runs a layer again tells them, too."""
 
-    def __init__(self) -> None:
-        self.told: list[Any] = []  # the layers that know of the pass
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules: list[Any] = recurrent_modules(model)
+        self.layers: list[Any] = _around(self.modules, model) if self.modules else []
         self.warned = False
 
     def install(self, model: PreTrainedModel) -> Handles:
-        for module in _concerned(model):
+        for module in (*self.modules, *self.layers):
             if "forward" in vars(module):
                 raise UnsupportedModelError(
                     f"The forward of a {type(module).__name__} was replaced before the model was patched. Patch the "
@@ -39,7 +51,7 @@ class Recurrence(Part):
         return ()
 
     def prepare(self, run: ForwardPass) -> None:
-        for module in _concerned(run.model):
+        for module in (*self.modules, *self.layers):
             own = vars(module).get("forward")
             if own is None or own == MethodType(type(module).forward, module):  # of a model that was saved whole
                 _bind(module)
@@ -48,12 +60,17 @@ class Recurrence(Part):
                     f"The forward of a {type(module).__name__} was replaced after the model was patched, so its state "
                     "would not pass from rank to rank. Unpatch the model, then patch it anew."
                 )
+        if self.modules and run.facts.get("activation checkpointing"):
+            self._see_to_wrappers(run.model)
+            for layer in self.layers if _CHECKPOINTS_CALLS else ():
+                holder, name = _holder(layer)
+                if name in vars(holder) and not isinstance(vars(holder)[name], _TellingCheckpoint):
+                    setattr(holder, name, _TellingCheckpoint(vars(holder)[name], layer))
 
     def begin(self, run: ForwardPass) -> None:
-        self.told = [module for module in _concerned(run.model) if isinstance(module, GradientCheckpointingLayer)]
-        for layer in self.told:
-            layer.forward.scope.call = run.call
-        if self.told and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
+        for layer in self.layers:
+            layer.forward.scope.run = Run(run.call, Received())
+        if self.layers and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
                 "Recurrent layers over ranks were compared with one process on CPUs. Their kernels for GPUs were not: "
@@ -61,19 +78,41 @@ class Recurrence(Part):
             )
 
     def end(self) -> None:
-        for layer in self.told:
-            layer.forward.scope.call = None
-        self.told = []
+        for module in (*self.modules, *self.layers):
+            scope = getattr(vars(module).get("forward"), "scope", None)
+            if scope is not None:
+                scope.run = None
 
     def remove(self, model: PreTrainedModel) -> None:
-        for module in _concerned(model):
+        for module in (*self.modules, *self.layers):
             if hasattr(vars(module).get("forward"), "scope"):
                 del module.forward
+        for layer in self.layers:
+            holder, name = _holder(layer)
+            if isinstance(vars(holder).get(name), _TellingCheckpoint):
+                setattr(holder, name, vars(holder)[name].function)
+        for module in model.modules() if self.modules else ():
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is _tell_wrapped:
+                    del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+    def _see_to_wrappers(self, model: nn.Module) -> None:
+        """Lets torch's CheckpointWrapper, which accelerate puts around layers for FSDP, tell them of the pass."""
+        bound = {id(module) for module in (*self.modules, *self.layers)}
+        for wrapper in model.modules():
+            if not isinstance(wrapper, ActivationWrapper) or bound.isdisjoint(map(id, wrapper.modules())):
+                continue
+            if id(_innermost(wrapper)) not in bound:
+                raise ConfigError(
+                    f"A {type(wrapper).__name__} is around a {type(_innermost(wrapper)).__name__} that holds recurrent "
+                    f"layers, which would not know how the sequence is sharded when they run again. {_CHECKPOINT}"
+                )
+            if _tell_wrapped not in wrapper._forward_pre_hooks.values():
+                wrapper.register_forward_pre_hook(_tell_wrapped, with_kwargs=True)
 
 
-def _concerned(model: nn.Module) -> list[nn.Module]:
-    """The recurrent modules, and the layers that hold them."""
-    modules = recurrent_modules(model)
+def _around(modules: list[Any], model: nn.Module) -> list[Any]:
+    """The layers that hold recurrent modules, of each the innermost one."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     around = {inner: layer for layer in layers for inner in recurrent_modules(layer)}
     for module in modules:
@@ -82,7 +121,49 @@ def _concerned(model: nn.Module) -> list[nn.Module]:
                 f"A {type(module).__name__} is in no layer that Transformers can checkpoint, by which it would learn "
                 "how the sequence is sharded."
             )
-    return [*modules, *dict.fromkeys(around.values())]
+    return list(dict.fromkeys(around.values()))
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """What wrappers are around."""
+    inside = next((module._modules[name] for name in _WRAPPED if module._modules.get(name) is not None), None)
+    return module if inside is None else _innermost(inside)
+
+
+def _tell_wrapped(wrapper: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward pre-hook of a checkpoint around a layer or a recurrent module, which are told again with it."""
+    outer: Run | None = kwargs.get(RUN_KEY) or _scope_of(_innermost(wrapper)).run
+    if outer is None:
+        return None
+    return args, {**kwargs, RUN_KEY: _inside(outer, kwargs.get(CALL_KEY) or outer.call)}
+
+
+class _TellingCheckpoint:
+    """The function that checkpoints a layer, where Transformers (before 5.23) calls it around `__call__`."""
+
+    def __init__(self, function: Function, layer: nn.Module) -> None:
+        self.function, self.layer = function, layer
+
+    def __call__(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        outer: Run | None = run.keywords.get(RUN_KEY)
+        if outer is not None:
+            outer.received.start()
+        known = outer or _scope_of(self.layer).run
+        call = run.keywords.get(CALL_KEY) or (None if known is None else known.call)
+        if call is not None:
+            run = partial(run, **{RUN_KEY: _inside(outer, call)})
+        return self.function(run, *args, **kwargs)
+
+
+def _holder(layer: nn.Module) -> tuple[Any, str]:
+    """What has the function that checkpoints a layer, and by which name: the layer, or what wraps the function."""
+    function = vars(layer).get(_FUNCTION)
+    return (function, "function") if hasattr(function, "saved") else (layer, _FUNCTION)
+
+
+def _inside(outer: Run | None, call: ForwardCall) -> Run:
+    """The run of a layer, or of a checkpoint, within another one. What it keeps follows what is kept of attention."""
+    return Run(call, Received(None if outer is None else outer.received, call.config.attention_keep > 0))
 
 
 def _bind(module: Any) -> None:
@@ -94,11 +175,16 @@ def _bind(module: Any) -> None:
 def _sharded(module: nn.Module) -> Function:
     """The forward of a recurrent module."""
     scope, plain = Scope(), type(module).forward
-    sharded, masks = over_ranks(module, scope), "attention_mask" in inspect.signature(plain).parameters
+    sharded: Function = torch.compiler.disable(over_ranks(module, scope))  # sends messages; what is around it compiles
+    masks = "attention_mask" in inspect.signature(plain).parameters
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(CALL_KEY, None)
-        if scope.call is None:
+        if RUN_KEY in kwargs:  # of a checkpoint around this module
+            scope.run = kwargs.pop(RUN_KEY)
+            scope.received.start()
+        if scope.run is None:
+            _refuse_blind_run(self)
             return plain(self, *args, **kwargs)
         if masks:
             kwargs["attention_mask"] = scope.call.real
@@ -106,10 +192,30 @@ def _sharded(module: nn.Module) -> Function:
         try:
             return sharded(self, *args, **kwargs)
         finally:
-            scope.call = None
+            scope.run = None
 
     forward.scope = scope  # type: ignore[attr-defined]
     return forward
+
+
+def _refuse_blind_run(module: nn.Module) -> None:
+    """Raises in a backward pass: a checkpoint runs the module again, and it does not know of the sharded pass."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise ConfigError(
+            f"A {type(module).__name__} runs again in the backward pass, by a checkpoint that does not tell it how the "
+            f"sequence is sharded. {_CHECKPOINT}"
+        )
+
+
+def _scope_of(module: nn.Module) -> Scope:
+    """What a recurrent module knows of the pass; raises if it is none of those that were patched."""
+    scope: Scope | None = getattr(vars(module).get("forward"), "scope", None)
+    if scope is None:
+        raise ConfigError(
+            f"A {type(module).__name__} was put into the model after it was patched, so its state would not pass from "
+            "rank to rank. Unpatch the model, then patch it anew."
+        )
+    return scope
 
 
 def _telling(layer: nn.Module) -> Function:
@@ -118,12 +224,37 @@ def _telling(layer: nn.Module) -> Function:
     scope = Scope()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kwargs.setdefault(CALL_KEY, scope.call)
+        around: Run | None = kwargs.pop(RUN_KEY, None)
+        if around is not None:  # of a checkpoint around this layer
+            around.received.start()
+        known = around or scope.run
+        call = kwargs.pop(CALL_KEY, known.call if known is not None else None)
+        kwargs[RUN_KEY] = None if call is None else _inside(around, call)
         kind: Any = type(self)  # FSDP2 changes it
         return _telling_inside(kind.forward)(self, *args, **kwargs)
 
     forward.scope = scope  # type: ignore[attr-defined]
     return forward
+
+
+@torch.compiler.disable
+def _tell(layer: nn.Module, run: Run) -> None:
+    """Tells the recurrent modules of a layer that it begins to run."""
+    run.received.start()
+    for module in recurrent_modules(layer):
+        _scope_of(module).run = run
+
+
+@torch.compiler.disable
+def _check_told(layer: nn.Module) -> None:
+    """Raises if a recurrent module of a layer that has run did not take up what it was told."""
+    for module in recurrent_modules(layer):
+        if _scope_of(module).run is not None:
+            raise ConfigError(
+                f"{type(layer).__name__} did not call the forward of its {type(module).__name__}, so that no state "
+                "passed from rank to rank. Was it replaced after the model was patched? Unpatch the model, then patch "
+                "it anew."
+            )
 
 
 @cache
@@ -136,12 +267,13 @@ def _telling_inside(function: Any) -> Any:
         )
 
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            call = kwargs.pop(CALL_KEY)
-            modules: list[Any] = recurrent_modules(self)
-            for module in modules:
-                module.forward.scope.call = call
-            given = {CALL_KEY: call} if named and call is not None else {}
-            return inner(self, *args, **kwargs, **given)
+            run: Run | None = kwargs.pop(RUN_KEY)
+            if run is None:
+                return inner(self, *args, **kwargs)
+            _tell(self, run)
+            out = inner(self, *args, **kwargs, **({CALL_KEY: run.call} if named else {}))
+            _check_told(self)
+            return out
 
         return forward
 

@@ -86,6 +86,8 @@ class Tokens(Part):
         reader: Any = model.get_submodule(cut_point.path)  # the tables of towers are of images
         self.learned = LearnedPositions.of(reader)
         self.segments = segment_count(reader)
+        # PaliGemma: 0 is a prefix, whose tokens see each other
+        self.text_type = int(getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.positions: torch.Tensor | None = None
         self.run: ForwardPass | None = None
 
@@ -161,7 +163,7 @@ class Tokens(Part):
         patterns = layer_patterns(run.model.config, run.task)
         run.layout = layout_of(run.batch, run.config, run.group.size, run.task, patterns, run.hybrid)
         if self.cut_point.path:
-            check_text(run.batch, type(run.model).__name__)
+            check_text(run.batch, type(run.model).__name__, self.text_type)
         run.inputs = run.batch | cut_targets(run.batch, run.layout, run.group.rank, run.task)
         content = checksum(run.batch, run.token_inputs) if run.group.size > 1 else None
         if content is not None:
@@ -182,16 +184,28 @@ class Tokens(Part):
         return (), {**inputs, CALL_KEY: replace(self.run.call, positions=inputs["position_ids"])}
 
 
-def check_text(batch: Mapping[str, Any], name: str) -> None:
-    """Raises for a batch of a model with several modalities that holds more than text."""
+def check_text(batch: Mapping[str, Any], name: str, text_type: int = 0) -> None:
+    """Raises for a batch of a model with several modalities that holds more than text, whose tokens are of `text_type`
+    where the batch has `token_type_ids`."""
     text = {*(known.name for known in TOKEN_INPUTS), *BOUNDARY_KEYS, *_TOKEN_TYPES, "attention_mask", "labels"}
-    held = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim}
-    others = [key for key in held if key not in text] + [key for key in _TOKEN_TYPES if key in held and held[key].any()]
+    held = {key: value for key, value in batch.items() if _holds_values(value)}
+    marked = {key: text_type if key == "token_type_ids" else 0 for key in _TOKEN_TYPES}
+    others = [key for key in held if key not in text]
+    others += [key for key in _TOKEN_TYPES if key in held and (held[key] != marked[key]).any()]
     if others:
         raise BatchError(
             f"The batch holds {', '.join(others)}. Of {name} text is served: images, sound and video are not laid over "
             "several ranks yet. Give batches of text."
         )
+    if text_type and "token_type_ids" not in held:
+        raise BatchError(
+            f"In {name} tokens see later ones unless token_type_ids say that they do not. Give token_type_ids of 1."
+        )
+
+
+def _holds_values(value: Any) -> bool:
+    """Whether an argument is a tensor, or several, and no setting."""
+    return bool(value.ndim) if isinstance(value, torch.Tensor) else isinstance(value, Mapping | list | tuple)
 
 
 def check_ranges(

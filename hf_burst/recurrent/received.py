@@ -1,0 +1,69 @@
+"""What a layer received from the other ranks, kept for when a checkpoint runs it again."""
+
+from torch import Tensor
+
+from ..collectives import all_gather
+from ..errors import KernelError
+from ..mesh import ContextGroup
+
+_Shards = tuple[Tensor, ...]
+
+
+class Received:
+    """What one layer received in one forward pass, in order. Where a checkpoint runs the layer again, it sends nothing
+    forward: it takes from here what it received first. Gradients pass over the ranks as ever.
+
+    It lives as long as the checkpoint that runs the layer, and keeps nothing for a layer without one.
+
+    Args:
+        outer ([`Received`], *optional*): That of a checkpoint around the one of this layer.
+        keeps (`bool`, defaults to `True`): Whether anything is kept. Otherwise a layer that runs again receives again.
+    """
+
+    def __init__(self, outer: "Received | None" = None, keeps: bool = True) -> None:
+        self.outer, self.keeps = outer, keeps
+        self.runs = 0  # of the layer, this one included
+        self.kept: list[_Shards] = []
+        self.place = 0  # of the next entry where the layer runs again
+
+    def start(self) -> None:
+        """The layer begins to run, for the first time or again."""
+        self.runs += 1
+        self.place = 0
+
+    def all_gather(self, tensor: Tensor, group: ContextGroup) -> _Shards:
+        """The tensors of all ranks, see [`hf_burst.collectives.all_gather`].
+
+        Raises:
+            KernelError: If the layer, run again, gathers otherwise than it did first.
+        """
+        kept = self._recall() if group.size > 1 else None
+        if kept is not None and (kept[0].shape, kept[0].dtype) != (tensor.shape, tensor.dtype):
+            raise KernelError(
+                f"A checkpointed layer ran again with states of shape {tuple(tensor.shape)} ({tensor.dtype}), and with "
+                f"{tuple(kept[0].shape)} ({kept[0].dtype}) before. Let it compute the same each time, under the same "
+                "autocast."
+            )
+        shards = all_gather(tensor, group, kept)
+        if group.size > 1:
+            self._keep(tuple(shard.detach() for shard in shards))
+        return shards
+
+    def _recall(self) -> _Shards | None:
+        """The next entry of the innermost layer that runs again; `None` if none does."""
+        if self.runs < 2 or not self.keeps:
+            return self.outer._recall() if self.outer is not None else None
+        if self.place == len(self.kept):
+            raise KernelError(
+                "A checkpointed layer gathered states that it did not gather when it ran first. Let it compute the "
+                "same each time, or do without gradient checkpointing."
+            )
+        self.place += 1
+        return self.kept[self.place - 1]
+
+    def _keep(self, shards: _Shards) -> None:
+        """Keeps them here, and in the checkpoints around, as far as these run for the first time."""
+        if self.runs == 1 and self.keeps:
+            self.kept.append(shards)
+            if self.outer is not None:
+                self.outer._keep(shards)
