@@ -104,11 +104,13 @@ class _Weights:
         self.tied = any(self.weight is table for table in tables)
         self.head = 0 if self.weight is None else self.weight.numel()
         self.used, self.mixing, self.unused = 0.0, 0, 0
-        for path, weight in model.named_parameters():
-            if not self.reads(path) and weight is not self.weight:
-                self.unused += weight.numel()
+        self.used += self.head
+        for path, weight in model.named_parameters(remove_duplicate=False):  # layers that share weights use them each
+            if weight is self.weight or any(weight is table for table in tables):
+                self.unused += 0 if self.reads(path) or weight is self.weight else weight.numel()
                 continue
-            if weight is not self.weight and any(weight is table for table in tables):
+            if not self.reads(path):
+                self.unused += weight.numel()
                 continue
             routed = ("experts." in path and not re.search("shared|router", path)) or (
                 weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
