@@ -16,11 +16,12 @@ from ...errors import ConfigError, UnsupportedModelError
 from ...recurrent import Received
 from ..attention import CALL_KEY, ForwardCall
 from ..doors import over_ranks, recurrent_modules
-from ..recurrent import RUN_KEY, Function, Run, Scope, in_place_of_innermost
+from ..recurrent import RUN_KEY, Function, Run, Scope, functions_of, in_place_of_innermost
 from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)
 
+_ON_GPUS = {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}  # whose kernels were compared over ranks
 _FUNCTION = "_gradient_checkpointing_func"  # of a layer that is checkpointed
 _CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 _CACHES = ("cache_params", "past_key_values")
@@ -38,6 +39,8 @@ class Recurrence(Part):
     def __init__(self, model: PreTrainedModel) -> None:
         self.modules: list[Any] = recurrent_modules(model)
         self.layers: list[Any] = _around(self.modules, model) if self.modules else []
+        kinds = set(map(type, self.modules))
+        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind) or "?") <= _ON_GPUS)
         self.warned = False
 
     def install(self, model: PreTrainedModel) -> Handles:
@@ -70,11 +73,12 @@ class Recurrence(Part):
     def begin(self, run: ForwardPass) -> None:
         for layer in self.layers:
             layer.forward.scope.run = Run(run.call, Received())
-        if self.layers and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
+        if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
-                "Recurrent layers over ranks were compared with one process on CPUs. Their kernels for GPUs were not: "
-                "compare the loss of a batch of yours by hf-burst check --batch."
+                "Over ranks, %s was compared with one process on CPUs only, not by its kernels for GPUs. Compare the "
+                "loss of a batch of yours by hf-burst check --batch.",
+                ", ".join(self.unknown),
             )
 
     def end(self) -> None:
