@@ -59,8 +59,9 @@ def in_full_precision(tensor: Tensor) -> torch.autocast:
 
 
 def by_matrix(transition: Tensor, state: Tensor) -> Tensor:
-    """`(heads, K, K)` times `(heads, K, V)`, in full precision of the dtype."""
-    return transition @ state
+    """`(heads, K, K)` times `(heads, K, V)`. TF32 would lose what many transitions in a row add up to, so that they
+    compose in fp64, whatever torch is told."""
+    return (transition.double() @ state.double()).to(state.dtype)
 
 
 def by_number(transition: Tensor, state: Tensor) -> Tensor:
