@@ -102,14 +102,15 @@ class BurstConfig:
             How recurrent layers pass what they know over the ranks. By `"states"` every rank computes its own tokens,
             and the states at the ends of its runs of tokens travel. By `"heads"` tokens are exchanged for heads, as
             Ulysses does. `"auto"` takes for every batch the way that all recurrent layers of the model together are
-            predicted to take less time by. Mamba1 always exchanges channels, whatever is named: its kernels take no
-            states.
+            predicted to take less time by; where a layer has no price (MiniMax, RecurrentGemma, Zaya), states. Mamba1
+            always exchanges channels, whatever is named: its kernels take no states.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
             Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
             much of each half or quarter. Encoders keep all or nothing. What is kept stays on the device, also where
-            checkpointing offloads to the host. Of recurrent layers, what they received is kept, unless this is 0.0.
+            checkpointing offloads to the host. Received states and halos of recurrent layers are kept, unless it is
+            0.0.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):

@@ -98,7 +98,8 @@ class SequenceLayout:
             if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
                 raise ShardingError(
                     f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name "
-                    f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'zigzag' or 'contiguous'."
+                    f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'documents', 'zigzag' or "
+                    "'contiguous'."
                 )
         return cls(length + padding, owners, filled, padding, real, boundaries)
 

@@ -6,6 +6,7 @@ a group that is destroyed takes its resources along, and one that is made anew b
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from .calibrate import machine_for
 from .errors import ConfigError
 from .mesh import ContextGroup, group_by_name
-from .plan import Machine
+from .plan import Machine, Segments
 from .ring import Exchange, ExchangeClock, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
 
@@ -28,6 +29,7 @@ class GroupResources:
     def __init__(self, group: ContextGroup) -> None:
         self.group = group
         self.clock: ExchangeClock | None = None  # times the messages of all passes, while there is one
+        self.context: tuple[Segments, Any] | None = None  # of another library's context parallelism, for the last batch
         self._machines: dict[tuple[torch.device, str], Machine] = {}
         self._pools: dict[torch.device, SymmetricPool | str] = {}
 

@@ -199,7 +199,7 @@ def load_model(settings: ModelSettings, config: PreTrainedConfig, burst: BurstSe
             model = auto_class(config).from_pretrained(name, config=deepcopy(config), **options)
     if has_towers(config) and not settings.use_peft:  # no text reaches them; DDP would wait for their gradients
         model.requires_grad_(False)
-        for part in (model.get_decoder(), model.get_output_embeddings()):
+        for part in filter(None, (model.get_decoder(), model.get_output_embeddings())):
             part.requires_grad_(True)
     here = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = here & set(model._no_split_modules or ())  # FSDP2 looks for each of them

@@ -144,7 +144,7 @@ def test_adapters_of_hybrids(name: str) -> None:
 
     model_settings, model = tiny(name)
     linear = {path.rpartition(".")[2] for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    adapted = get_peft_model(model, models.adapter_config(model_settings, models.load_config(model_settings, 260)))
+    adapted = get_peft_model(model, models.adapter_config(model_settings, model.config))
     targets = {path.rpartition(".")[2] for path, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     assert targets == set(model_settings.lora_target_modules)
     assert linear - targets <= {"lm_head", "in_proj_a", "in_proj_b", "layer"}
@@ -180,7 +180,7 @@ def test_the_text_of_a_model_of_several_modalities(tmp_path: Path) -> None:
     model = models.load_model(named, models.load_config(named, 260), settings.BurstSettings(), 0)
     weights = whole.model.language_model.state_dict()
     assert weights
-    for path, weight in model.model.state_dict().items():
+    for path, weight in model.get_decoder().state_dict().items():
         torch.testing.assert_close(weight, weights[path], rtol=0, atol=0)
 
 

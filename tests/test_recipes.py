@@ -162,7 +162,7 @@ def test_a_file_of_settings_that_is_wrong(
     PartialState._reset_state()
 
 
-REFUSED = "recurrent_gemma"  # a model_type
+REFUSED = "xlstm"  # a model_type
 LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
 
 
@@ -196,7 +196,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         (
             "--model_config",
             f"{{{LLAMA.replace('llama', REFUSED)}}}",
-            "RecurrentGemmaForCausalLM has layers of type linear",
+            "xLSTMForCausalLM has no attention, and no recurrent layers",
         ),
         ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
         ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
@@ -337,9 +337,9 @@ def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: P
     done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert sum(line.startswith("RecurrentGemmaForCausalLM has layers of type linear_attention") for line in lines) == 1
+    assert sum(line.startswith("xLSTMForCausalLM has no attention, and no recurrent layers") for line in lines) == 1
     report = done.stderr.split("Root Cause")[1]  # where the launcher ends
-    assert "traceback : RecurrentGemmaForCausalLM has layers of type linear_attention" in report
+    assert "traceback : xLSTMForCausalLM has no attention, and no recurrent layers" in report
     assert 'recipes/finetune_long_document.py", line' not in done.stderr
 
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from tests.test_patch import group_mean
 from tests.test_recurrent_models import greatest_error
 
 Ranks = Callable[[int], RankPool]
+STATES = hf_burst.BurstConfig(recurrence="states", chunking="zigzag")  # exchanged heads do travel again
 
 
 @contextmanager
@@ -89,7 +91,7 @@ def gradients_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[list[torch
 def compare(rank: int, size: int, switch: str) -> tuple[float, int]:
     """The greatest error beside the same model without checkpoints, and how often the backward pass gathered."""
     name, turn_on = SWITCHES[switch]
-    batch, model = models.make_batch("packed"), models.patch(make(name))
+    batch, model = models.make_batch("packed"), models.patch(make(name), STATES)
     wanted, _ = gradients_of(model, batch)
     turn_on(model)
     functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
@@ -109,7 +111,7 @@ def test_a_layer_that_runs_again_receives_nothing_again(ranks: Ranks, switch: st
 
 def gather_again(rank: int, size: int) -> int:
     """How often the backward pass gathers where nothing is kept."""
-    model = models.patch(make("qwen3_5"), hf_burst.BurstConfig(attention_keep=0.0))
+    model = models.patch(make("qwen3_5"), replace(STATES, attention_keep=0.0))
     enable(model, reentrant=False)
     return len(gradients_of(model, models.make_batch("packed"))[1])
 
@@ -126,7 +128,7 @@ def alive() -> int:
 
 def accumulate(rank: int, size: int) -> None:
     """Several passes before their backward passes, which come in another order, and evaluations between."""
-    model = models.patch(models.make_model("qwen3_5").train())
+    model = models.patch(models.make_model("qwen3_5").train(), STATES)
     batches = [models.make_batch("packed", seed=seed) for seed in (0, 1)]
     wanted = [gradients_of(model, batch)[0] for batch in batches]
     enable(model, reentrant=False)

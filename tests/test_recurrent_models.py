@@ -1,7 +1,9 @@
 """Models with recurrent layers over ranks, beside one process that holds the whole sequence."""
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,8 @@ from hf_burst.check.compare import Double
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.errors import UnsupportedModelError
 from hf_burst.hf import doors, recurrent
+from hf_burst.hf.doors import recurrent_modules
+from hf_burst.hf.hybrid import recurrent_sizes
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Segments
 from hf_burst.recurrent import delta, diagonal, halo, own_heads
@@ -34,6 +38,7 @@ Ranks = Callable[[int], RankPool]
 edges_of = halo._edges_of
 KINDS = ("plain", "packed", "left", "right")
 WAYS = ("states", "heads")
+ACROSS = {"recurrence": "states", "chunking": "zigzag"}  # a cut by documents would leave nothing to pass
 
 
 def slowly(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -95,10 +100,10 @@ def test_loss_and_gradients_are_those_of_one_process(ranks: Ranks, name: str, si
 def compare_checkpointed(rank: int, size: int, name: str, reentrant: bool) -> float:
     """The greatest error of checkpointed layers, beside the same without checkpoints."""
     model, batch = slowly(name), models.make_batch("packed")
-    wanted = gradients_of(model, batch)
+    wanted = gradients_of(model, batch, **ACROSS)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    return greatest_error(gradients_of(model, batch), wanted)
+    return greatest_error(gradients_of(model, batch, **ACROSS), wanted)
 
 
 @pytest.mark.parametrize("name", models.RECURRENT)
@@ -236,8 +241,8 @@ def compile_and_compare(rank: int, size: int, name: str, checkpointing: bool) ->
     """The greatest error of a compiled model, beside itself before."""
     torch._dynamo.reset()
     model, batch = slowly(name), models.make_batch("packed")
-    wanted = gradients_of(model, batch)
-    models.patch(model)
+    wanted = gradients_of(model, batch, **ACROSS)
+    models.patch(model, hf_burst.BurstConfig(**ACROSS))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad()
@@ -282,7 +287,7 @@ def compute_in_bfloat16(rank: int, size: int, name: str) -> tuple[float, float]:
     exact = alone()
     with torch.autocast("cpu", torch.bfloat16):
         rough = alone()
-        ours = flat(gradients_of(model, batch)[1:])
+        ours = flat(gradients_of(model, batch, **ACROSS)[1:])
     return float((ours - exact).norm()), float((rough - exact).norm())
 
 
@@ -295,8 +300,8 @@ def test_autocast(ranks: Ranks, name: str) -> None:
 def compute_by_fsdp(rank: int, size: int, name: str) -> float:
     """The greatest error of gradients of weights that FSDP2 shards, of checkpointed layers."""
     model, batch = slowly(name), models.make_batch("packed")
-    wanted = gradients_of(model, batch)
-    hf_burst.patch_model(model)
+    wanted = gradients_of(model, batch, **ACROSS)
+    hf_burst.patch_model(model, hf_burst.BurstConfig(**ACROSS))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
@@ -312,3 +317,30 @@ def compute_by_fsdp(rank: int, size: int, name: str) -> float:
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
 def test_weights_that_fsdp_shards(ranks: Ranks, name: str) -> None:
     assert max(ranks(2).run(compute_by_fsdp, name)) < 1e-6
+
+
+def test_a_model_that_was_patched_is_freed() -> None:
+    model = slowly("qwen3_5")
+    kept = [weakref.ref(module) for module in recurrent_modules(model)]
+    sizes = recurrent_sizes(model)
+    models.patch(model)
+    hf_burst.unpatch_model(model)
+    del model
+    gc.collect()
+    assert sizes
+    assert [module() for module in kept] == [None] * len(kept)
+
+
+def test_activations_that_are_derived_by_their_output(ranks: Ranks) -> None:
+    """The convolution's first tokens are computed anew beside the others, and not in their place."""
+    assert max(ranks(2).run(relu_after_the_convolution)) < 1e-9
+
+
+def relu_after_the_convolution(rank: int, size: int) -> float:
+    with Double():
+        model, batch = slowly("granite", torch.float64), models.make_batch("packed")
+        for module in recurrent_modules(model):
+            module.activation, module.act = "relu", torch.nn.ReLU()
+        models.plain_loss(model, batch).backward()
+        wanted = [parameter.grad.clone() for parameter in model.parameters()]
+        return greatest_error(gradients_of(model, batch, **ACROSS)[1:], wanted)

@@ -77,7 +77,8 @@ def exchanges_heads(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> bool:
 
 def _size_of(module: Any) -> RecurrentSize | None:
     """The size of one recurrent module, by the attributes that all of its kind have in Transformers."""
-    functions = functions_of(module)
+    kind: Any = type(module)
+    functions = functions_of(kind)
     if not functions:  # it computes its states inside of its own forward, and is not priced
         return None
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..errors import UnsupportedModelError
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..plan import Segments
@@ -146,6 +147,11 @@ def _scan(original: Function, scope: Scope) -> Function:
     def mamba2_chunk_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **options: Any
     ) -> Tensor:
+        if any(options.get(name) is not None for name in ("z", "initial_states")):
+            raise UnsupportedModelError(
+                "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
+                "sequences that one GPU holds."
+            )
         group, segments, limit = scope.group, scope.segments, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}

@@ -4,7 +4,6 @@ Its kernels find what a shard does to a state by a pass of their own over keys a
 appended to the values.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments, pattern_of
+from ..resources import resources_of
 
 
 def cp_context(segments: Segments, group: ContextGroup, device: torch.device) -> Any:
@@ -30,14 +30,16 @@ def cp_context(segments: Segments, group: ContextGroup, device: torch.device) ->
     return _context(segments, group, device) if known and group.size > 1 and len(segments.documents) == 1 else None
 
 
-@lru_cache(maxsize=8)  # one for all layers of a pass: its tensors are copied to the device once
 def _context(segments: Segments, group: ContextGroup, device: torch.device) -> Any:
-    layout = pattern_of(segments.sharding)
+    """One for all layers of a pass: its tensors are copied to the device once."""
+    layout, resources = pattern_of(segments.sharding), resources_of(group)
     if layout is None:
         return None
-    from fla.ops.cp import build_cp_context
+    if resources.context is None or resources.context[0] is not segments:
+        from fla.ops.cp import build_cp_context
 
-    bounds = segments.documents[0]
-    return build_cp_context(
-        from_host(bounds, torch.int64, device), group.process_group, cu_seqlens_cpu=torch.tensor(bounds), layout=layout
-    )
+        bounds = segments.documents[0]
+        lengths = from_host(bounds, torch.int64, device)
+        made = build_cp_context(lengths, group.process_group, cu_seqlens_cpu=torch.tensor(bounds), layout=layout)
+        resources.context = segments, made
+    return resources.context[1]

@@ -37,7 +37,8 @@ def gather_slots(
     """
     mine = [own[index] for index in sorted(handing_on(segments, group))]
     mine += mine[:1] * (segments.most_slots - len(mine))  # nobody reads it
-    every = (received or Received()).all_gather(torch.stack(mine), group)
+    shards = (received or Received()).all_gather(torch.stack(mine), group)
+    every = [shard.unbind() for shard in shards]  # whose gradients are stacked once
     return {piece: every[piece[0]][place] for piece, place in segments.slots.items()}
 
 

@@ -55,8 +55,8 @@ def causal_convolution(
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
     right = anew.reshape(-1, channels).index_select(0, _index(edges.kept, x))
     where = _index(edges.replaced, x)
-    out.transpose(1, 2).index_put_((where // tokens, where % tokens), right)  # nothing is derived by what was there
-    return out
+    # not in place: some activations are derived by their own output
+    return out.transpose(1, 2).index_put((where // tokens, where % tokens), right).transpose(1, 2)
 
 
 @dataclass(frozen=True)

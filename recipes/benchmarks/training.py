@@ -187,7 +187,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="by default all that know such a model")
     parser.add_argument(
         "--longest",
         metavar="NAME=TOKENS",
@@ -210,6 +210,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
+    if arguments.contenders is None:
+        others = "hybrid" not in arguments.shape
+        arguments.contenders = [name for name, contender in CONTENDERS.items() if contender.hybrids is not others]
     count, arguments.lengths = len(arguments.rounds), sorted(arguments.lengths)
     if count not in (1, len(arguments.lengths)):
         parser.error(f"--rounds has {count} numbers for {len(arguments.lengths)} lengths; give one, or one each")

@@ -192,18 +192,20 @@ class Contender:
     Args:
         way (`Callable`): Makes a context that prepares the model, and gives the function that computes the loss.
         limit (`str`): The name of the limit with the same computations, as `limits` of training_limits.py has it.
+        hybrids (`bool`, *optional*): Whether it is for models with recurrent layers, or for others; `None` for both.
     """
 
     way: Way
     limit: str
+    hybrids: bool | None = False
 
 
 CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
 ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
 CONTENDERS = {
-    "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved"),
-    "hf_burst, states passed": Contender(partial(burst, keep=1.0, recurrence="states"), "attention saved"),
-    "hf_burst, heads exchanged": Contender(partial(burst, keep=1.0, recurrence="heads"), "attention saved"),
+    "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved", None),
+    "hf_burst, states passed": Contender(partial(burst, keep=1.0, recurrence="states"), "attention saved", True),
+    "hf_burst, heads exchanged": Contender(partial(burst, keep=1.0, recurrence="heads"), "attention saved", True),
     "hf_burst, half of it saved": Contender(partial(burst, keep=0.5), "half of attention saved"),
     "hf_burst, attention recomputed": Contender(partial(burst, keep=0.0), "all recomputed"),
     "accelerate context parallelism": Contender(stock, "all recomputed"),
@@ -211,7 +213,7 @@ CONTENDERS = {
     "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa"), "all recomputed"),
     "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4, "all recomputed"),
     "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa"), "all recomputed"),
-    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), "all recomputed"),
+    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), "all recomputed", None),
     "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG, "all recomputed"),
 }
 WITHOUT_CHECKPOINTS: dict[str, Way] = {

@@ -250,6 +250,13 @@ def _tell(layer: nn.Module, run: Run) -> None:
 
 
 @torch.compiler.disable
+def _forget(layer: nn.Module) -> None:
+    """Leaves nothing of the pass with the recurrent modules of a layer."""
+    for module in recurrent_modules(layer):
+        _scope_of(module).run = None
+
+
+@torch.compiler.disable
 def _check_told(layer: nn.Module) -> None:
     """Raises if a recurrent module of a layer that has run did not take up what it was told."""
     for module in recurrent_modules(layer):
@@ -275,8 +282,11 @@ def _telling_inside(function: Any) -> Any:
             if run is None:
                 return inner(self, *args, **kwargs)
             _tell(self, run)
-            out = inner(self, *args, **kwargs, **({CALL_KEY: run.call} if named else {}))
-            _check_told(self)
+            try:
+                out = inner(self, *args, **kwargs, **({CALL_KEY: run.call} if named else {}))
+                _check_told(self)
+            finally:
+                _forget(self)  # a recomputation may end before its last module
             return out
 
         return forward
