@@ -219,6 +219,7 @@ def test_drawn_documents_fill_the_sequence(shortest: int, longest: int, length: 
     assert bounds == Documents(shortest, longest).bounds(length, 8), "the same on every rank"
 
 
+@pytest.mark.full
 def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     script, out = tmp_path / "failing.py", tmp_path / "result.json"
     script.write_text(FAILING)
@@ -519,6 +520,7 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
     out, names = tmp_path / "training.json", ("hf_burst, attention saved", "hf_burst, everything saved")
     options = ["--shape", "tiny-tied", "--lengths", "131", "--rounds", "1", "--warmup", "0", "--contenders", *names]
@@ -740,10 +742,11 @@ def test_balance_is_measured(tmp_path: Path) -> None:
     "options",
     [
         ["--dtype", "float32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--documents", "8", "50"],
-        pytest.param(["--model", "tiny", "--layers", "1", "--width", "32"], marks=pytest.mark.full),
+        ["--model", "tiny", "--layers", "1", "--width", "32"],
     ],
     ids=["attention", "model"],
 )
+@pytest.mark.full
 def test_two_versions_take_turns(tmp_path: Path, options: list[str]) -> None:
     """The same checkout twice, so that all results are the same."""
     out = tmp_path / "versions.json"
