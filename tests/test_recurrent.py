@@ -1,8 +1,11 @@
 """Layers with a state over shards: beside one process that goes through every document token by token, in fp64."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +19,8 @@ from hf_burst.plan import Segments
 from hf_burst.recurrent import (
     Rule,
     causal_convolution,
+    context_parallel,
+    cp_context,
     delta_rule_by_heads,
     delta_rule_by_states,
     diagonal,
@@ -279,3 +284,28 @@ def test_numbers_of_blocks_follow_one_another(tokens: int) -> None:
         blocks = torch.autograd.grad(diagonal.recurrence(a, b).cos().sum(), (a, b))
     one_by_one = torch.autograd.grad(single_numbers(a, b).cos().sum(), (a, b))
     torch.testing.assert_close(blocks, one_by_one, rtol=1e-10, atol=1e-12)
+
+
+def test_another_context_parallelism_is_taken_where_it_was_compared() -> None:
+    """Of one document in equal contiguous or zigzag chunks; the others keep columns."""
+    device, resources = torch.device("cuda"), SimpleNamespace(context=None)
+    group: Any = SimpleNamespace(size=2, process_group=None)
+    made: list[str] = []
+    fla = SimpleNamespace(build_cp_context=lambda *_, layout, **__: made.append(layout) or layout)
+    room = {"resources_of": lambda _: resources, "from_host": lambda *_: None}
+    capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+    with mock.patch.dict(sys.modules, {"fla.ops.cp": fla}), mock.patch.multiple(context_parallel, **room), capability:
+
+        def context(documents: tuple[tuple[int, ...], ...], chunking: Any) -> Any:
+            segments = SequenceLayout.for_batch(documents, 2, chunking).segments
+            assert cp_context(segments, group, torch.device("cpu")) is None
+            assert cp_context(segments, ContextGroup(), device) is None
+            first, again = (cp_context(segments, group, device) for _ in range(2))
+            assert first is again
+            return first
+
+        assert [context(((0, 40),), chunking) for chunking in ("contiguous", "zigzag")] == ["contiguous", "zigzag"]
+        assert made == ["contiguous", "zigzag"], "once a batch"
+        assert context(((0, 11, 40),), "zigzag") is None, "packed"
+        assert context(((0, 40), (0, 40)), "zigzag") is None, "rows"
+        assert context(((0, 48),), (0, 1, 0, 1)) is None, "neither"

@@ -128,7 +128,8 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
-        context = None if scope.by_heads or not parallel else cp_context(scope.segments, scope.group, query.device)
+        known = parallel and g.ndim == 3 and not scope.by_heads  # KDA has decays of four dimensions, not compared
+        context = cp_context(scope.segments, scope.group, query.device) if known else None
         if context is not None:
             options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}
             return original(query, key, value, g=g, beta=beta, **options)[0], None

@@ -23,11 +23,12 @@ def cp_context(segments: Segments, group: ContextGroup, device: torch.device) ->
         device (`torch.device`): Where the tensors lie.
 
     Returns:
-        `fla.ops.cp.FLACPContext`, or `None` where that package cannot compute such shards: it takes one row, in equal
-        chunks that are contiguous or zigzag, on NVIDIA GPUs from Ampere on.
+        `fla.ops.cp.FLACPContext`, or `None` where that package cannot compute such shards, or was not compared: it
+        takes one document, in equal chunks that are contiguous or zigzag, on NVIDIA GPUs from Ampere on.
     """
     known = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-    return _context(segments, group, device) if known and group.size > 1 and len(segments.documents) == 1 else None
+    one_document = len(segments.documents) == 1 and len(segments.documents[0]) == 2
+    return _context(segments, group, device) if known and one_document and group.size > 1 else None
 
 
 def _context(segments: Segments, group: ContextGroup, device: torch.device) -> Any:
@@ -39,7 +40,8 @@ def _context(segments: Segments, group: ContextGroup, device: torch.device) -> A
         from fla.ops.cp import build_cp_context
 
         bounds = segments.documents[0]
-        lengths = from_host(bounds, torch.int64, device)
-        made = build_cp_context(lengths, group.process_group, cu_seqlens_cpu=torch.tensor(bounds), layout=layout)
+        with torch.inference_mode(False):  # a later pass over the same batch may train
+            lengths, on_host = from_host(bounds, torch.int64, device), torch.tensor(bounds)
+            made = build_cp_context(lengths, group.process_group, cu_seqlens_cpu=on_host, layout=layout)
         resources.context = segments, made
     return resources.context[1]

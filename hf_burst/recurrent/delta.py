@@ -46,19 +46,19 @@ def delta_rule_by_states(
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
     begin, nothing = torch.cat([zeros, identity], dim=-1), zeros.new_zeros(heads, keys, keys)
     outputs, handed = dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()
-    for later, ends in ((False, False), (False, True), (True, True)):
-        places = [
-            index for index, piece in enumerate(own) if piece.opens != later and (later or (index in hand_on) == ends)
-        ]
+    opening = [index for index, piece in enumerate(own) if piece.opens]
+    later = [index for index, piece in enumerate(own) if not piece.opens]
+    alone, begun = ([index for index in opening if (index in hand_on) == ends] for ends in (False, True))
+    for places, ends in ((alone, False), (begun, True), (later, True)):
         if not places:
             continue
         sizes, rows = [own[index].size for index in places], joined(inputs, [own[index] for index in places])
-        if later:
+        if places is later:
             rows[2] = torch.cat([rows[2], rows[2].new_zeros(*rows[2].shape[:2], keys)], dim=-1)
-        out, lasts = rule(rows, sizes, begin if later else None, ends)
+        out, lasts = rule(rows, sizes, begin if places is later else None, ends)
         outputs |= dict(zip(places, out.split(sizes), strict=True))
         for index, last in zip(places, lasts, strict=ends):
-            transition = last[..., width:] if later else nothing  # nothing comes in where a document opens
+            transition = last[..., width:] if places is later else nothing  # nothing comes in where a document opens
             handed[index] = last[..., :width].to(zeros.dtype), transition.to(zeros.dtype)
     with in_full_precision(value):
         incoming, slots = incoming_states(handed, by_matrix, segments, group, received)

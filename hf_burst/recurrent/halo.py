@@ -81,7 +81,7 @@ class _Edges:
     replaced: list[int]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _edges_of(segments: Segments, rank: int, reach: int) -> _Edges:
     """The edges of a rank: one object for all layers of a pass."""
     own, most = segments.by_rank[rank], segments.most_slots

@@ -43,8 +43,8 @@ class Rule:
         """
         states = None if begin is None else begin.expand(len(sizes), *begin.shape)
         bounds = [0, *accumulate(sizes)]
-        if self.packed and len(sizes) > 1:
-            on_device = from_host(bounds, torch.int32, rows[0].device)
+        if self.packed or len(sizes) == 1:
+            on_device = from_host(bounds, torch.int32, rows[0].device) if len(sizes) > 1 else None
             out, last = self.function([row[None] for row in rows], states, on_device, ends)
             return out[0], [] if last is None else list(last.unbind())
         outputs, lasts = dict[int, Tensor](), dict[int, Tensor]()
