@@ -5,7 +5,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("version", "errors", "cache", "config", "plan", "mesh", "collectives", "layout", "kernels", "ring", "calibrate"),
+    *(
+        "version",
+        "errors",
+        "cache",
+        "config",
+        "plan",
+        "mesh",
+        "collectives",
+        "layout",
+        "offload",
+        "kernels",
+        "ring",
+        "calibrate",
+    ),
     *("resources", "attention", "recurrent", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {

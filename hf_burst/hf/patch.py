@@ -24,7 +24,7 @@ from .cutting import CutPoint, bound_arguments, cut_point_of
 from .hybrid import attention_shapes, hybrid_of, recurrent_sizes
 from .parts.attention import Attention
 from .parts.base import ForwardPass, Part
-from .parts.checkpointing import SavedAttention
+from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
@@ -135,7 +135,7 @@ def make_parts(
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),
-        SavedAttention(config.attention_keep),
+        Checkpointing(config),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
