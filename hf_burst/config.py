@@ -113,6 +113,9 @@ class BurstConfig:
         activation_offloading (`float`, defaults to `0.0`):
             The share of the checkpointed layers, from the first one on, whose inputs and kept attention wait in
             page-locked host memory for the backward pass. Copies run beside computation. The last layer keeps its own.
+        tiled_mlp (`int`, defaults to 0):
+            MLPs, and experts behind a router, are computed so many tokens at a time, in both passes; 0 for all at once.
+            The backward pass computes them again, as a checkpointed layer does anyway.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
@@ -128,6 +131,7 @@ class BurstConfig:
     recurrence: Recurrence = "auto"
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
+    tiled_mlp: int = 0
     logits_limit_gib: float = 4.0
     gradients: Gradients = "averaged_by_wrapper"
 
@@ -153,6 +157,8 @@ class BurstConfig:
         share = self.activation_offloading
         if not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"BurstConfig.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
+        if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
+            raise ConfigError(f"BurstConfig.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
         if self.chunking == "documents" and self.stretches > 1:
             raise ConfigError(
                 f"BurstConfig(chunking='documents', attention_keep={self.attention_keep!r}): attention is kept in "

@@ -33,6 +33,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .sharded import is_sharded
@@ -136,6 +137,7 @@ def make_parts(
         Tokens(model, cut_point),
         LongestPosition(model),
         Checkpointing(config),
+        TiledMLP(model, config.tiled_mlp),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
