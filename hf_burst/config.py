@@ -9,6 +9,7 @@ from .errors import ConfigError
 Chunking = Literal["balanced", "zigzag", "contiguous", "documents"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
 Recurrence = Literal["auto", "states", "heads"]
+Memory = Literal["auto", "named"]
 Gradients = Literal["averaged_by_wrapper", "averaged_by_hand"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
@@ -104,6 +105,11 @@ class BurstConfig:
             Ulysses does. `"auto"` takes for every batch the way that all recurrent layers of the model together are
             predicted to take less time by; where a layer has no price (MiniMax, RecurrentGemma, Zaya), states. Mamba1
             always exchanges channels, whatever is named: its kernels take no states.
+        memory (`str`, defaults to `"auto"`):
+            By `"auto"`, a training step that is predicted not to fit into a GPU's memory is made to fit, at the least
+            cost of time: `tiled_mlp`, `head_groups`, `activation_offloading` and `attention_keep` are chosen for every
+            size of a batch, as far as they are not named here. The log says how, and warns if nothing fits. By
+            `"named"` all of them stay as they are.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
@@ -132,6 +138,7 @@ class BurstConfig:
     kernel: KernelName = "auto"
     transport: Transport = "auto"
     recurrence: Recurrence = "auto"
+    memory: Memory = "auto"
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
     tiled_mlp: int = 0
@@ -147,6 +154,7 @@ class BurstConfig:
             "kernel": KernelName,
             "transport": Transport,
             "recurrence": Recurrence,
+            "memory": Memory,
             "gradients": Gradients,
         }
         for name, kind in choices.items():

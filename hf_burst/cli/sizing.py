@@ -1,6 +1,7 @@
 """`hf-burst plan --model`: how long a training step takes, how the GPUs are best divided, and what memory it takes."""
 
 import argparse
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import get_args
@@ -13,17 +14,16 @@ from ..errors import ConfigError, ShardingError
 from ..plan import (
     DATA_SHEETS,
     HOST_ROOM,
+    KEEPS,
     ROOM,
+    SETTINGS,
     SHAPES,
     Fit,
     Machine,
     ModelSize,
     StepEstimate,
     Training,
-    estimate_memory,
-    estimate_step,
     fit,
-    fits,
     longest,
     name_of,
     named,
@@ -42,7 +42,6 @@ _LEGEND = (
     "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md).",
 )
 _PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "host_s", "optimizer_s")
-_SETTINGS = {"tiled_mlp": int, "head_groups": int, "activation_offloading": float, "attention_keep": float}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
     )
     chosen = "as in BurstConfig (default: what fits and takes the least time)"
-    for name, kind in _SETTINGS.items():
+    for name in SETTINGS:
+        kind = type(getattr(BurstConfig, name))
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
     group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     plain = "norms, rotary positions and SwiGLU without Liger"
@@ -75,12 +75,16 @@ def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) 
     machine, gpus = find_machine(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
     options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
-    settings = {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
+    settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = Training(length, gpus, gpus, documents, **options, **settings)
-    rows = divisions(model, training, machine, chooses=not settings)
+    rows = divisions(model, training, machine, settings)
     fitting = [row for row in rows if row.fits]
     best = max(fitting, key=lambda row: row.step.tokens_per_second, default=None)
-    print("\n".join(_table(model, machine, rows, best)))
+    lines = _table(model, machine, rows, best)
+    if not documents[2:]:
+        most = longest(model, rows[0].training, machine, settings, keeps_of(model))
+        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
+    print("\n".join(lines))
     return 0 if best else 1
 
 
@@ -119,15 +123,15 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, int]:
     return machine, gpus
 
 
-def divisions(model: ModelSize, training: Training, machine: Machine, chooses: bool) -> list[Fit]:
+def divisions(model: ModelSize, training: Training, machine: Machine, fixed: Collection[str]) -> list[Fit]:
     """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost:
-    each with the settings that suit it best, or with those that are given."""
+    each with the settings that suit it best, beside those that are `fixed`."""
     rows = []
     for size in range(training.gpus, 0, -1):
         if training.gpus % size == 0:
             divided = replace(training, burst_size=size)
             try:
-                rows.append(fit(model, divided, machine) if chooses else _as_asked(model, divided, machine))
+                rows.append(fit(model, divided, machine, fixed, keeps_of(model)))
             except ShardingError:  # too short for so many
                 continue
     if not rows:
@@ -135,9 +139,9 @@ def divisions(model: ModelSize, training: Training, machine: Machine, chooses: b
     return rows
 
 
-def _as_asked(model: ModelSize, training: Training, machine: Machine) -> Fit:
-    memory = estimate_memory(model, training, machine)
-    return Fit(training, estimate_step(model, training, machine), memory, fits(memory, machine))
+def keeps_of(model: ModelSize) -> Sequence[float]:
+    """The shares of its attention that a model can keep: an encoder all or nothing."""
+    return KEEPS if all(pattern.causal for pattern, _ in model.patterns) else (1.0, 0.0)
 
 
 def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None) -> list[str]:
@@ -181,14 +185,12 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
         )
         advice = "Give more --gpus, fewer tokens" + ("" if training.lora else " or --lora")
         lines.append(f"None fits into {limits}. {advice}.")
-    if not training.documents[2:]:
-        lines += [f"Longest sequence that fits: {longest(model, rows[0].training, machine):,} tokens, on all GPUs."]
     return lines
 
 
 def _settings(training: Training) -> str:
     """What its BurstConfig names beside the defaults."""
-    named, defaults = {name: getattr(training, name) for name in _SETTINGS}, BurstConfig()
+    named, defaults = {name: getattr(training, name) for name in SETTINGS}, BurstConfig()
     return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
 
 

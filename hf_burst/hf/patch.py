@@ -28,6 +28,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
+from .parts.memory import Memory
 from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
@@ -136,8 +137,9 @@ def make_parts(
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),
-        Checkpointing(config),
-        TiledMLP(model, config.tiled_mlp),
+        Memory(model, config),
+        Checkpointing(),
+        TiledMLP(model),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),

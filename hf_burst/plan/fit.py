@@ -1,7 +1,7 @@
 """Which settings let a training fit into memory and take the least time: tiles, groups of heads, offloading, and
 attention that is computed again."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from .step import StepEstimate, estimate_step
 ROOM = 0.92  # of a GPU's memory; the rest is for the allocator, NCCL and what CUDA itself takes
 HOST_ROOM = 0.85  # of the memory that its host has for it; data loaders and caches need some, too
 TILE = 16384  # tokens of a tile: products of matrices run at full speed, and little is there of it
+SETTINGS = ("tiled_mlp", "head_groups", "activation_offloading", "attention_keep")  # of BurstConfig
+KEEPS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of causal attention
 _GROUPS = 4  # of the heads: a quarter of what attention needs inside, and calls that are long enough
 _STEP = 1024  # tokens by which lengths differ
 
@@ -26,33 +28,53 @@ class Fit(NamedTuple):
     fits: bool
 
 
-def fits(memory: MemoryEstimate, machine: Machine, taken: float = 0.0) -> bool:
-    """Whether a GPU has room for it beside the bytes that others have `taken`, and its host for what is offloaded."""
-    return memory.total + taken <= ROOM * machine.memory and memory.host <= HOST_ROOM * machine.host_memory
+def fits(memory: MemoryEstimate, machine: Machine, held: float | None = None) -> bool:
+    """Whether a GPU has room for it, and its host for what is offloaded. `held` are bytes of weights, of the
+    optimizer and of all else that stays from step to step, if they are known better than by the estimate."""
+    total = memory.total if held is None else memory.total - memory.held + held
+    return total <= ROOM * machine.memory and memory.host <= HOST_ROOM * machine.host_memory
 
 
-def fit(model: ModelSize, training: Training, machine: Machine, taken: float = 0.0) -> Fit:
+def fit(
+    model: ModelSize,
+    training: Training,
+    machine: Machine,
+    fixed: Collection[str] = (),
+    keeps: Sequence[float] = KEEPS,
+    held: float | None = None,
+) -> Fit:
     """The settings with which a step fits and takes the least time, or those that take the least memory if none fits.
 
     Args:
         model ([`ModelSize`]): What is trained.
-        training ([`Training`]): How. Tiles, groups, offloading and the attention that is kept are chosen.
+        training ([`Training`]): How. Its [`SETTINGS`] are chosen.
         machine ([`Machine`]): On what.
-        taken (`float`, defaults to 0.0): Bytes of a GPU that are taken beside what [`estimate_memory`] knows.
+        fixed (collection of `str`): Settings that stay as they are.
+        keeps (sequence of `float`): What `attention_keep` may become.
+        held (`float`, *optional*): As in [`fits`].
     """
-    estimates = [(how, estimate_memory(model, how, machine)) for how in _candidates(model, training, machine, taken)]
-    able = [(how, memory) for how, memory in estimates if fits(memory, machine, taken)]
+    candidates = dict.fromkeys(_candidates(model, training, machine, fixed, keeps, held))
+    estimates = [(how, estimate_memory(model, how, machine)) for how in candidates]
+    able = [(how, memory) for how, memory in estimates if fits(memory, machine, held)]
     least = min(estimates, key=lambda entry: (entry[1].host > HOST_ROOM * machine.host_memory, entry[1].total))
     rows = [Fit(how, estimate_step(model, how, machine), memory, bool(able)) for how, memory in able or [least]]
     return min(rows, key=lambda row: row.step.total_s)  # the first of equals, which changes the least
 
 
-def longest(model: ModelSize, training: Training, machine: Machine, taken: float = 0.0) -> int:
+def longest(
+    model: ModelSize,
+    training: Training,
+    machine: Machine,
+    fixed: Collection[str] = (),
+    keeps: Sequence[float] = KEEPS,
+    held: float | None = None,
+) -> int:
     """Tokens of the longest sequence that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in [`fit`]."""
     unit = _STEP * training.burst_size
 
     def has_room(units: int) -> bool:
-        return fit(model, replace(training, length=units * unit, documents=()), machine, taken).fits
+        longer = replace(training, length=units * unit, documents=())
+        return fit(model, longer, machine, fixed, keeps, held).fits
 
     low, high = 0, 1
     while high < 2**20 and has_room(high):
@@ -63,29 +85,37 @@ def longest(model: ModelSize, training: Training, machine: Machine, taken: float
     return low * unit
 
 
-def _candidates(model: ModelSize, training: Training, machine: Machine, taken: float) -> Iterator[Training]:
+def _candidates(
+    model: ModelSize,
+    training: Training,
+    machine: Machine,
+    fixed: Collection[str],
+    keeps: Sequence[float],
+    held: float | None,
+) -> Iterator[Training]:
     """Settings in the order of what they change: as it is; MLPs in tiles, heads in groups, as many layers offloaded as
     need be; then with less and less of the attention kept."""
+    stays = {name: getattr(training, name) for name in fixed}
     plain = replace(training, attention_keep=1.0, activation_offloading=0.0, tiled_mlp=0, head_groups=1)
-    yield plain
-    tiled = replace(plain, tiled_mlp=TILE) if training.tokens > TILE else plain
-    parts = (1.0, 0.75, 0.5, 0.25, 0.0) if all(pattern.causal for pattern, _ in model.patterns) else (1.0, 0.0)
-    for keep in parts if training.checkpointing else (1.0,):
+    yield replace(plain, **stays)
+    tile = TILE if training.tokens > TILE else 0
+    for keep in keeps if training.checkpointing else (1.0,):
         for groups in sorted({1, min(_GROUPS, max(1, model.kv_heads))}):
-            part = replace(tiled, attention_keep=keep, head_groups=groups)
+            part = replace(plain, **{"tiled_mlp": tile, "attention_keep": keep, "head_groups": groups, **stays})
             yield part
-            yield _offloaded(model, part, machine, taken)
+            if "activation_offloading" not in fixed:
+                yield _offloaded(model, part, machine, held)
 
 
-def _offloaded(model: ModelSize, training: Training, machine: Machine, taken: float) -> Training:
+def _offloaded(model: ModelSize, training: Training, machine: Machine, held: float | None) -> Training:
     """With the fewest layers on the host with which the GPU has room, or as many as the host has room for."""
     chosen = training
-    for layer in range(1, model.layers):
+    for layer in range(1, model.layers if training.checkpointing else 1):
         more = replace(training, activation_offloading=layer / model.layers)
         memory = estimate_memory(model, more, machine)
         if memory.host > HOST_ROOM * machine.host_memory:
             break
         chosen = more
-        if fits(memory, machine, taken):
+        if fits(memory, machine, held):
             break
     return chosen

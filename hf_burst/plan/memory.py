@@ -46,6 +46,11 @@ class MemoryEstimate:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("host", "moment")}
 
     @property
+    def held(self) -> float:
+        """Those that stay from step to step: weights and the optimizer."""
+        return self.weights + self.optimizer
+
+    @property
     def total(self) -> float:
         """All of them."""
         return float(sum(self.items.values()))

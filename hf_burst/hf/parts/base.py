@@ -33,6 +33,7 @@ class ForwardPass:
     inputs: dict[str, Any] = field(default_factory=dict)  # the arguments that the model is given on this rank
     explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
+    settings: BurstConfig = field(init=False)  # the config, with what was chosen for this batch; from `begin` on
     hybrid: Hybrid | None = None  # of a model with recurrent layers over several ranks
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars that must be equal, too
@@ -40,6 +41,9 @@ class ForwardPass:
     labels: int = 0  # that count, on this rank
     tokens: int = 0  # labels that count over all ranks; known from `begin` on
     call: ForwardCall = field(init=False)  # travels to the layers; known from `begin` on
+
+    def __post_init__(self) -> None:
+        self.settings = self.config
 
     @property
     def device(self) -> torch.device:

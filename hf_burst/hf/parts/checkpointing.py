@@ -18,7 +18,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 from transformers import PreTrainedModel
 
 from ...attention import AttentionCache
-from ...config import BurstConfig
 from ...errors import BatchError, ConfigError
 from ...offload import HostMemory, Kept, KeptByLayer, kept_here
 from ..hybrid import attention_shapes
@@ -36,29 +35,39 @@ class Checkpointing(Part):
     `BurstConfig.activation_offloading` the first layers keep both on the host.
     """
 
-    def __init__(self, config: BurstConfig) -> None:
-        self.share, self.offloading = config.attention_keep, config.activation_offloading
+    def __init__(self) -> None:
+        self.share = 1.0
         self.under_way: dict[int, AttentionCache] = {}
         self.home: HostMemory | None = None
-        self.leaving = self.begun = 0  # layers that offload in this pass, and those that ran
+        self.reserved = 0  # bytes of the host, on all ranks
+        self.layers = self.leaving = self.begun = 0  # that checkpoint; that offload in this pass; that ran
         self.latest: KeptByLayer | None = None
 
     def prepare(self, run: ForwardPass) -> None:
+        share, offloading = run.config.attention_keep, run.config.activation_offloading
         wrapped = self.wrap(run.model)
-        if wrapped and 0 < self.share < 1 and run.layout.beginning(1 - self.share) is None:
+        if wrapped and 0 < share < 1 and run.layout.beginning(1 - share) is None:
             raise BatchError(
-                f"BurstConfig(attention_keep={self.share}) needs batches of which every rank holds as much of each "
+                f"BurstConfig(attention_keep={share}) needs batches of which every rank holds as much of each "
                 f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
-        if self.offloading and run.model.training and torch.is_grad_enabled():
-            self._prepare_host(run, len(wrapped))
-        keep = [function.options.get("use_reentrant") is False for function in wrapped if self.share]
+        if offloading and not wrapped and run.model.training and torch.is_grad_enabled():
+            raise ConfigError(
+                f"BurstConfig(activation_offloading={offloading}) offloads what checkpointed layers keep, and no "
+                "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
+                "model.gradient_checkpointing_enable()."
+            )
+        keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
         described = f"{len(wrapped)} modules, {sum(keep)} of which keep attention"
         run.facts["activation checkpointing"] = described if wrapped else None
+        self.layers = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
         run.call = replace(run.call, cache=self.cache)
+        self.share = run.settings.attention_keep
+        if self.layers and run.settings.activation_offloading and torch.is_grad_enabled():
+            self._prepare_host(run)
 
     def end(self) -> None:
         self.latest, self.begun, self.leaving = None, 0, 0
@@ -102,18 +111,20 @@ class Checkpointing(Part):
         first, again = theirs()
         return _Run(self, cache, None, first), _Run(self, cache, 0, again)
 
-    def _prepare_host(self, run: ForwardPass, layers: int) -> None:
-        """Makes room on the host for what layers keep. The last one keeps it: it is asked for at once."""
-        if not layers:
-            raise ConfigError(
-                f"BurstConfig(activation_offloading={self.offloading}) offloads what checkpointed layers keep, and no "
-                "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
-                "model.gradient_checkpointing_enable()."
-            )
+    def _prepare_host(self, run: ForwardPass) -> None:
+        """Makes room on the host for what layers keep, or raises on all ranks. The last layer keeps it: it is asked for
+        at once."""
         if self.home is None or self.home.device != run.device:
-            self.home = HostMemory(run.device)
-        self.leaving = min(round(self.offloading * layers), layers - 1)
-        self.home.reserve(round(self.leaving * _kept_bytes(run, self.share)))
+            self.home, self.reserved = HostMemory(run.device), 0
+        self.leaving = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
+        needed, error = round(self.leaving * _kept_bytes(run, self.share)), None
+        if needed > self.reserved:
+            try:
+                self.home.reserve(needed)
+            except Exception as problem:  # whatever it is, the other ranks must not wait for this one
+                error = problem
+            run.group.agree({}, error, run.device)
+            self.reserved = needed
 
 
 def _kept_bytes(run: ForwardPass, share: float) -> float:

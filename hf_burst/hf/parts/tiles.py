@@ -14,7 +14,7 @@ from ...errors import ConfigError
 from ...tiled import tiled
 from ..cutting import language_model_of
 from ..head import is_partitioned
-from .base import ForwardPass, Handles, Part
+from .base import ForwardPass, Part
 
 _NAMES = ("MLP", "Mlp", "FeedForward", "FFN")
 _INPUTS = {"x", "hidden_states", "residual"}  # of which each token has its own
@@ -29,21 +29,23 @@ class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
     and the experts behind a router, by `BurstConfig.tiled_mlp`."""
 
-    def __init__(self, model: PreTrainedModel, tokens: int) -> None:
-        self.tokens = tokens
-        self.modules = tokenwise_modules(language_model_of(model)) if tokens else []
-
-    def install(self, model: PreTrainedModel) -> Handles:
-        self._bind()
-        return ()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules = tokenwise_modules(language_model_of(model))
+        self.tokens = 0  # of a tile
 
     def prepare(self, run: ForwardPass) -> None:
-        self._bind()  # Liger may have put its own forward there since
-        if any(map(is_partitioned, self.modules)):
+        if run.config.tiled_mlp and any(map(is_partitioned, self.modules)):
             raise ConfigError(
-                f"BurstConfig(tiled_mlp={self.tokens}) runs MLPs again in the backward pass, where DeepSpeed ZeRO-3 "
-                "has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
+                f"BurstConfig(tiled_mlp={run.config.tiled_mlp}) runs MLPs again in the backward pass, where DeepSpeed "
+                "ZeRO-3 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
             )
+
+    def begin(self, run: ForwardPass) -> None:
+        self.tokens = run.settings.tiled_mlp
+        for module in self.modules if self.tokens else ():
+            own = vars(module).get("forward")
+            if not isinstance(own, _TiledForward):  # the first time, or Liger has put its own there since
+                module.forward = _TiledForward(module, own, self)
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in self.modules:
@@ -53,18 +55,12 @@ class TiledMLP(Part):
                 if forward.own is not None:
                     module.forward = forward.own
 
-    def _bind(self) -> None:
-        for module in self.modules:
-            own = vars(module).get("forward")
-            if not isinstance(own, _TiledForward):
-                module.forward = _TiledForward(module, own, self.tokens)
-
 
 class _TiledForward:
     """Stands for the `forward` of a module: its own one, of some tokens at a time."""
 
-    def __init__(self, module: Any, own: Any, tokens: int) -> None:
-        self.module, self.own, self.tokens = module, own, tokens
+    def __init__(self, module: Any, own: Any, part: TiledMLP) -> None:
+        self.module, self.own, self.part = module, own, part
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         def forward(*inputs: Tensor) -> Tensor:
@@ -76,7 +72,8 @@ class _TiledForward:
             )
             return out
 
-        return tiled(self.module, forward, self.tokens, *args, *kwargs.values())
+        inputs = *args, *kwargs.values()
+        return tiled(self.module, forward, self.part.tokens, *inputs) if self.part.tokens else forward(*inputs)
 
 
 def tokenwise_modules(model: nn.Module) -> list[Any]:

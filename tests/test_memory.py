@@ -1,0 +1,182 @@
+"""The choice of settings that let a step fit: on paper, and where a model is trained."""
+
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
+
+import hf_burst
+from hf_burst import offload
+from hf_burst.errors import ConfigError
+from hf_burst.hf.model_size import model_size, shape_named
+from hf_burst.hf.parts import memory
+from hf_burst.hf.parts.memory import Memory
+from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step, fit, fits, longest, named
+from hf_burst.resources import GroupResources
+from tests import models
+from tests.ranks import RankPool
+from tests.test_offload import SMALL
+from tests.test_patch import group_mean, part_of
+
+Ranks = Callable[[int], RankPool]
+LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
+H200 = named("h200")
+fitting = importlib.import_module("hf_burst.plan.fit")  # the package has a function of this name
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(10, 21).map(lambda power: 2**power),
+    st.sampled_from([(1, 1), (2, 2), (4, 2), (8, 8)]),
+    st.sampled_from([0, 16]),
+    st.sampled_from(["h200", "h100", "rtx4090"]),
+    st.booleans(),
+)
+def test_what_is_chosen_fits_and_nothing_faster_does(
+    length: int, gpus: tuple[int, int], lora: int, device: str, checkpointing: bool
+) -> None:
+    machine = named(device)
+    training = Training(length, *gpus, lora=lora, checkpointing=checkpointing)
+    chosen = fit(LLAMA, training, machine)
+    assert chosen.fits == fits(chosen.memory, machine)
+    assert chosen.memory == estimate_memory(LLAMA, chosen.training, machine)
+    plain = estimate_memory(LLAMA, training, machine)
+    if fits(plain, machine):
+        assert chosen.fits
+        assert chosen.step.total_s <= estimate_step(LLAMA, training, machine).total_s
+    for name, value in (("tiled_mlp", 4096), ("activation_offloading", 0.5), ("attention_keep", 0.0)):
+        asked = replace(training, **{name: value})
+        assert getattr(fit(LLAMA, asked, machine, {name}).training, name) == value
+    for share in (0.25, 1.0) if checkpointing else ():
+        for keep in (1.0, 0.0):
+            other = replace(chosen.training, activation_offloading=share, attention_keep=keep)
+            if fits(estimate_memory(LLAMA, other, machine), machine):
+                assert chosen.fits
+                assert chosen.step.total_s <= estimate_step(LLAMA, other, machine).total_s * (1 + 1e-9)
+
+
+def test_the_longest_sequence_is_the_longest() -> None:
+    training = Training(1, 2, 2)
+    most = longest(LLAMA, training, H200)
+    assert most % 2048 == 0
+    assert fit(LLAMA, replace(training, length=most), H200).fits
+    assert not fit(LLAMA, replace(training, length=most + 2048), H200).fits
+    assert most > 1.9 * longest(LLAMA, training, H200, SETTINGS)
+    assert longest(LLAMA, Training(1, 1, 1), named("rtx4090")) == 0
+    assert longest(LLAMA, training, replace(H200, host_memory=0)) < most
+    assert longest(LLAMA, training, H200, held=0.0) > most > longest(LLAMA, training, H200, held=60.0 * 2**30)
+
+
+def test_each_setting_takes_away_what_it_says() -> None:
+    training = Training(524288, 2, 2)
+    plain = estimate_memory(LLAMA, training, H200)
+    offloaded = estimate_memory(LLAMA, replace(training, activation_offloading=1.0), H200)
+    assert offloaded.layer_inputs == 3 * plain.layer_inputs / 32, "the last one stays, two are under way"
+    assert offloaded.host == 31 / 32 * (plain.layer_inputs + plain.attention)
+    tiles = estimate_memory(LLAMA, replace(training, tiled_mlp=16384), H200)
+    gone = 2 * (262144 - 16384) * 4 * 14336
+    assert plain.activations - tiles.activations == pytest.approx(gone - 4 * LLAMA.mlp)
+    assert pytest.approx(3 * 4096 * 14336, rel=0.01) == LLAMA.mlp
+    groups = estimate_memory(LLAMA, replace(training, head_groups=4), H200)
+    assert groups.exchange == pytest.approx(plain.exchange / 4, rel=0.01)
+    times = [estimate_step(LLAMA, how, H200) for how in (training, replace(training, activation_offloading=1.0))]
+    assert times[0].total_s == times[1].total_s, "copies hide"
+    slow = replace(H200, host_bandwidth=1e9)
+    assert estimate_step(LLAMA, replace(training, activation_offloading=1.0), slow).host_s > 50
+
+
+@contextmanager
+def small_gpu(room: float, held: Callable[[int], float], rank: int) -> Iterator[None]:
+    """As if ranks ran on GPUs with so many bytes, of which so many are held."""
+    machine = replace(H200, memory=int(room), host_memory=2**30)
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.multiple(offload, **SMALL),
+            mock.patch.multiple(fitting, TILE=5),
+            mock.patch.object(memory, "held_bytes", return_value=held(rank)),
+            mock.patch.object(GroupResources, "machine", return_value=machine),
+        ):
+            stack.enter_context(patch)
+        yield
+
+
+def train(rank: int, size: int, room: float, config: dict[str, Any]) -> tuple[list[str], float]:
+    """What is chosen for two lengths, as it reads, and the largest error of a gradient beside one process."""
+    model, error, chosen = models.make_model("llama").train(), 0.0, []
+    batches = [models.make_batch("plain", length) for length in (24, 80)]
+    expected = []
+    for batch in batches:
+        models.plain_loss(model, batch).backward()
+        expected.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(**config))
+    model.gradient_checkpointing_enable()
+    with small_gpu(room, lambda rank: 1000.0 * rank, rank):
+        with torch.no_grad():
+            model(**batches[1])
+        for batch, wanted in zip(batches, expected, strict=True):
+            torch.manual_seed(7)
+            model(**batch).loss.backward()
+            assert torch.initial_seed() == 7
+            for found, gradient in zip(group_mean(model), wanted, strict=True):
+                error = max(error, float((found - gradient).abs().max()))
+            model.zero_grad()
+            part = part_of(model, Memory)
+            latest = [*part.chosen.values()][-1:] or [hf_burst.BurstConfig(**config)]
+            chosen.append(str({name: getattr(latest[0], name) for name in SETTINGS}))
+    return chosen, error
+
+
+def rooms(ranks: int) -> list[float]:
+    """GPUs on which a batch of 80 tokens fits as it is, with something on the host, and never."""
+    size = model_size(LlamaForCausalLM, models.make_model("llama").config)
+    with mock.patch.multiple(fitting, TILE=5):
+        takes = [
+            estimate_memory(size, Training(160, ranks, ranks, sharded="ddp", **how), H200)
+            for how in ({}, {"activation_offloading": 0.5, "tiled_mlp": 5, "head_groups": 2})
+        ]
+    return [(memory.total - memory.held) * 1.01 / 0.92 + 1100 for memory in takes] + [1200.0]
+
+
+def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
+    roomy, tight, _ = rooms(2)
+    assert roomy > tight
+    plain = str({"tiled_mlp": 0, "head_groups": 1, "activation_offloading": 0.0, "attention_keep": 1.0})
+    for room, config in ((2 * roomy, {}), (tight, {"memory": "named"})):
+        for chosen, error in ranks(2).run(train, room, config):
+            assert chosen == [plain, plain]
+            assert error < 1e-5
+    results = ranks(2).run(train, tight, {})
+    assert results[0][0] == results[1][0], "the same on all ranks"
+    for (short, long), error in results:
+        assert short == plain
+        assert "'tiled_mlp': 5" in long
+        assert error < 1e-5
+    for (_, long), _ in ranks(2).run(train, tight, {"tiled_mlp": 3, "attention_keep": 0.0}):
+        assert "'tiled_mlp': 3" in long
+        assert "'attention_keep': 0.0" in long
+
+
+def test_one_process_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    _, tight, never = rooms(1)
+    with caplog.at_level(logging.INFO, "hf_burst"):
+        train(0, 1, tight, {})
+        told = [record for record in caplog.records if record.name.endswith("memory")]
+        assert told[-1].levelno == logging.INFO
+        assert "2 x 80 tokens with tiled_mlp=5" in told[-1].getMessage()
+        train(0, 1, never, {"activation_offloading": 1.0})
+    told = [record for record in caplog.records if record.name.endswith("memory")]
+    assert told[-1].levelno == logging.WARNING
+    assert "may run out of memory" in told[-1].getMessage()
+    assert "0 tokens fit" in told[-1].getMessage()
+    with pytest.raises(ConfigError, match="'auto', 'named'"):
+        hf_burst.BurstConfig(memory="little")
