@@ -4,7 +4,7 @@
     python recipes/benchmarks/predictions.py --check    # whether they are those of this version
 
 Predicted is every result of hf_burst in `results/training_*.json`, `results/attention_*.json` and those of
-`recipes/sft.py` in `recipes/results`, with the numbers of H200s that are built in (`hf_burst/plan/machine.py`). None of
+`recipes/sft.py` in `recipes/results`, with the numbers of GPUs that are built in (`hf_burst/plan/machine.py`). None of
 these numbers belongs to a case.
 """
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
@@ -25,19 +25,13 @@ from hf_burst.plan import Training, estimate, estimate_memory, estimate_step
 from hf_burst.plan.machine import h200
 from recipes.benchmarks.choice import layer_of, measured
 from recipes.benchmarks.training_job import SHAPES
+from recipes.benchmarks.training_plan import GIB, predict, settings_of
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[2] / "docs/sizing.md"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "hf_burst, attention saved": {},
-    "hf_burst, half of it saved": {"attention_keep": 0.5},
-    "hf_burst, attention recomputed": {"attention_keep": 0.0},
-    "hf_burst, everything saved": {"checkpointing": False},
-}
 WITHOUT_CASTS = ("sft_lora_64k_2xH200",)
 BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
-GIB = 2**30
 
 
 class Step(NamedTuple):
@@ -70,30 +64,26 @@ class Step(NamedTuple):
 def training_steps() -> Iterator[Step]:
     """All measured steps of hf_burst. Their memory is that of torch's allocator: symmetric buffers lie beside it, and
     the first step of a run ends before the optimizer has its states."""
-    machine = h200()
     for file in sorted(RESULTS.glob("training_*.json")):
         result = json.loads(file.read_text())
-        model_class, config_class, sizes = SHAPES[result["shape"]]
-        model, ranks = model_size(model_class, config_class(**sizes)), result["hardware"]["ranks"]
+        layers, adapters = result.get("layers"), ", QLoRA" if result.get("four_bits") else ", LoRA"
         rows = [row for row in result["results"] if "median_s" in row]
         for row in rows:
-            if row["contender"] not in SETTINGS:
+            if settings_of(row) is None:
                 continue
-            how = {"lora": 16 * result["lora"], "fused": bool(result.get("liger")), **SETTINGS[row["contender"]]}
-            training = Training(row["length"], ranks, ranks, **how)
-            memory, first = estimate_memory(model, training, machine), row is rows[0] and len(row["steps"]) == 1
-            allocated = memory.total - memory.exchange - (memory.optimizer if first else 0)
+            first = row is rows[0] and len(row["steps"]) == 1
+            predicted = predict(result, row, layers, first)
             yield Step(
                 file=file.stem,
-                gpus=ranks,
-                model=result["shape"] + (", LoRA" if result["lora"] else ""),
+                gpus=result["hardware"]["ranks"],
+                model=result["shape"] + (adapters if result["lora"] else "") + (f", {layers} layers" if layers else ""),
                 length=row["length"],
                 kept=row["contender"].removeprefix("hf_burst, "),
                 seconds=row["median_s"],
-                predicted_seconds=estimate_step(model, training, machine).total_s,
+                predicted_seconds=predicted["seconds"],
                 gib=row["peak_memory_gib"],
-                predicted_gib=allocated / GIB,
-                plain=not how["fused"],
+                predicted_gib=predicted["peak_memory_gib"],
+                plain=not result.get("liger"),
                 compiled=bool(result.get("compiled")),
                 first=first,
             )

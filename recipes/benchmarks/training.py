@@ -1,19 +1,21 @@
-"""Whole training steps: hf_burst beside other ways to share a sequence, interleaved in one run.
+"""Whole training steps: hf_burst beside other ways to train on long sequences, interleaved in one run.
 
     torchrun --nproc-per-node 4 recipes/benchmarks/training.py --shape llama-8b --lengths 32768 131072 \\
         --out outputs/training.json
+    torchrun --nproc-per-node 2 recipes/benchmarks/training.py --liger --lengths 524288 --rounds 1 --warmup 0 \\
+        --check-length 8192 --hf-burst tiled_mlp=16384,activation_offloading=0.6
+    python recipes/benchmarks/training.py --shape llama-8b --lora --liger --lengths 131072
     torchrun --nproc-per-node 2 recipes/benchmarks/training.py --device cpu --shape tiny --lengths 512 --rounds 2
 
-One model with random weights in bf16 is sharded by FSDP2 as accelerate does it. AdamW trains it on random tokens, with
-or without checkpoints. All contenders (training_contenders.py) train it in turns, a step each, so that they share
-weights, optimizer and memory. Before the first step their losses and gradient norms are compared. README.md beside this
-file says what is measured.
+One model with random weights in bf16 is sharded by FSDP2 as accelerate does it, over several ranks. AdamW trains it on
+random tokens, with or without checkpoints. All contenders (training_contenders.py, single_contenders.py) train it in
+turns, a step each, so that they share weights, optimizer and memory. Before the first step their losses and gradient
+norms are compared. README.md beside this file says what is measured.
 """
 
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,14 +31,20 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
+from hf_burst.cli.launch import launched
+from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.training_contenders import CONTENDERS, Way
+from recipes.benchmarks.single_contenders import SINGLE
+from recipes.benchmarks.training_contenders import CONTENDERS, REACH, Contender, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
+from recipes.benchmarks.training_plan import predict, settings_of
 from recipes.benchmarks.training_profile import profiled
+
+KNOWN = CONTENDERS | SINGLE | REACH
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
@@ -48,29 +56,51 @@ def first_gradients(job: Job, way: Way) -> dict[str, float]:
         value.backward()
     norm = nn.utils.clip_grad_norm_(job.model.parameters(), float("inf"))
     job.optimizer.zero_grad()
-    mean = sum(job.ranks.gather(float(value.detach()))) / job.ranks.size
-    return {"loss": mean, "gradient_norm": float(norm.full_tensor())}
+    return {"loss": mean_loss(job, value), "gradient_norm": float(getattr(norm, "full_tensor", lambda: norm)())}
+
+
+def mean_loss(job: Job, value: torch.Tensor) -> float:
+    """The loss of the whole sequence, from those of all ranks."""
+    return float(sum(job.ranks.gather(float(value.detach())))) / job.ranks.size
 
 
 def step(job: Job, way: Way) -> dict[str, float]:
-    """Makes one optimizer step: its seconds, from a barrier on, and its peak of memory, on the slowest rank."""
+    """Makes one optimizer step: its seconds, from a barrier on, and its peaks of memory, on the slowest rank."""
     with way(job) as loss:
         gc.collect()
         if job.ranks.cuda:
             torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_host_memory_stats()
+        locking = memory(job.ranks)["page_locking_s"]
         job.ranks.align()
         if job.ranks.cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss(job).backward()
+        value = loss(job)
+        value.backward()
         job.optimizer.step()
         job.optimizer.zero_grad()
         if job.ranks.cuda:
             torch.cuda.synchronize()
-        passed = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() if job.ranks.cuda else 0
-    slowest = job.ranks.largest(torch.tensor([passed, float(peak)], dtype=torch.float64))
-    return {"seconds": float(slowest[0]), "peak_bytes": float(slowest[1])}
+        own = {"seconds": time.perf_counter() - start, **memory(job.ranks)}
+    own["page_locking_s"] -= locking
+    slowest = job.ranks.largest(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+    return dict(zip(own, slowest, strict=True)) | {"loss": mean_loss(job, value)}
+
+
+def memory(ranks: Ranks) -> dict[str, float]:
+    """The peaks of this rank: bytes of its GPU that tensors take and that torch reserves, and bytes of page-locked host
+    memory that are in use. And the seconds that page-locking has taken."""
+    if not ranks.cuda:
+        return dict.fromkeys(("peak_bytes", "reserved_bytes", "host_bytes", "page_locking_s"), 0.0)
+    host = torch.cuda.host_memory_stats()
+    return {
+        "peak_bytes": float(torch.cuda.max_memory_allocated()),
+        "reserved_bytes": float(torch.cuda.max_memory_reserved()),
+        # versions of torch before 2.10 call the bytes in use allocated
+        "host_bytes": float(host.get("active_bytes.peak", host.get("allocated_bytes.peak", 0))),
+        "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6,
+    }
 
 
 def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
@@ -82,19 +112,23 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
     rows: dict[str, dict[str, Any]] = {}
     longest = dict(arguments.longest)
     for name in (name for name in arguments.contenders if length <= longest.get(name, length)):
-        way, graphs = CONTENDERS[name].way, compiled_graphs()
+        way, graphs = arguments.contenders[name].way, compiled_graphs()
         check, reason = job.ranks.attempt(partial(first_gradients, job, way))
         rows[name] = {"contender": name, "length": length, "status": "failed" if reason else "ok", "reason": reason}
-        rows[name] |= {"check": check and check | {"length": job.tokens.shape[1]}, "steps": []}
+        rows[name] |= {"settings": arguments.contenders[name].settings, "steps": []}
+        rows[name] |= {"check": check and check | {"length": job.tokens.shape[1]}}
         rows[name]["compiled_graphs"] = compiled_graphs() - graphs
         job.ranks.say(f"{length} tokens, {name}: {reason or check}")
         job.optimizer.zero_grad()
     job.tokens = tokens
+    yield list(rows.values())
     running = [name for name, row in rows.items() if row["status"] == "ok"]
     for index in range(arguments.warmup + rounds):
         turn = index % max(1, len(running))
         for name in [*running[turn:], *running[:turn]]:
-            timed, reason = job.ranks.attempt(partial(step, job, CONTENDERS[name].way))
+            timed, reason = job.ranks.attempt(partial(step, job, arguments.contenders[name].way))
+            if job.chosen:
+                rows[name]["settings"] = {**rows[name]["settings"], **job.chosen}
             if reason:
                 rows[name] |= {"status": "failed", "reason": reason}
                 running = [survivor for survivor in running if survivor != name]
@@ -104,7 +138,7 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
             yield list(rows.values())
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
     for name in running if arguments.profile else ():
-        profile, _ = job.ranks.attempt(partial(profiled, partial(step, job, CONTENDERS[name].way)))
+        profile, _ = job.ranks.attempt(partial(profiled, partial(step, job, arguments.contenders[name].way)))
         rows[name] |= profile or {}
         yield list(rows.values())
 
@@ -115,9 +149,9 @@ def compiled_graphs() -> int:
 
 
 def summary(
-    rows: Sequence[dict[str, Any]], work: float, limit_seconds: dict[str, float], ranks: Ranks
+    rows: Sequence[dict[str, Any]], work: float, result: dict[str, Any], arguments: argparse.Namespace, ranks: Ranks
 ) -> list[dict[str, Any]]:
-    """Adds medians, rates, and ratios to the other contenders to the rows."""
+    """Adds medians, rates, ratios to the other contenders and what the plan predicts to the rows."""
     medians = {
         row["contender"]: statistics.median(step["seconds"] for step in row["steps"]) for row in rows if row["steps"]
     }
@@ -126,30 +160,45 @@ def summary(
     for row in rows:
         name = row["contender"]
         if name in medians:
-            limit = limit_seconds[CONTENDERS[name].limit]
+            limit = result["limits"].get(str(row["length"]), {}).get(arguments.contenders[name].limit)
+            peaks = {
+                f"{kind}_memory_gib": max(step[f"{kind}_bytes"] for step in row["steps"]) / 2**30
+                for kind in ("peak", "reserved", "host")
+            }
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
                 "mfu": work / medians[name] / ranks.size / peak if peak else None,
-                "peak_memory_gib": max(step["peak_bytes"] for step in row["steps"]) / 2**30,
-                "share_of_limit": limit / medians[name],
+                **peaks,
+                "share_of_limit": limit and limit / medians[name],
                 "times_as_fast_as": {rival: medians[rival] / medians[name] for rival in medians if rival != name},
             }
+            if settings_of(row) is not None:
+                row["predicted"] = predict(result, row, arguments.layers)
+            if settings_of(row) is not None and arguments.layers:
+                row["predicted_of_all_layers"] = predict(result, row, None)
         summarized.append(row)
     return summarized
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = ["| tokens | contender | s a step | MFU | GiB | share of its limit |", "|---:|---|---:|---:|---:|---:|"]
+    lines = ["| tokens | contender | s a step | MFU | GiB | of the host | share of its limit | predicted |"]
+    lines.append("|---:|---|---:|---:|---:|---:|---:|---|")
     for row in result["results"]:
         if "median_s" not in row:
-            lines.append(f"| {row['length']} | {row['contender']} | {row['reason']} | | | |")
+            lines.append(f"| {row['length']} | {row['contender']} | {row['reason']} | | | | | |")
             continue
         shares = [row["mfu"], row["share_of_limit"]]
         mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
-        gib = f"{row['peak_memory_gib']:.1f}"
-        lines.append(f"| {row['length']} | {row['contender']} | {row['median_s']:.3f} | {mfu} | {gib} | {share} |")
+        gib = f"{row['peak_memory_gib']:.1f} | {row['host_memory_gib']:.1f}"
+        plan = (
+            "{seconds:.3f} s, {peak_memory_gib:.1f} and {host_memory_gib:.1f} GiB".format_map(row["predicted"])
+            if ("predicted" in row)
+            else ""
+        )
+        numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share} | {plan}"
+        lines.append(f"| {row['length']} | {row['contender']} | {numbers} |")
     for row in result["results"]:
         if row.get("profile"):
             parts = ", ".join(f"{kind} {seconds:.3f}" for kind, seconds in row["profile"].items())
@@ -160,9 +209,17 @@ def table(result: dict[str, Any]) -> str:
 def longest(text: str) -> tuple[str, int]:
     """Reads a contender and a length from the command line."""
     name, _, tokens = text.rpartition("=")
-    if name not in CONTENDERS or not tokens.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(CONTENDERS)}")
+    if name not in KNOWN or not tokens.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=TOKENS; the names are {', '.join(KNOWN)}")
     return name, int(tokens)
+
+
+def settings(text: str) -> tuple[str, Contender]:
+    """Reads a contender's settings from the command line."""
+    try:
+        return read_settings(text)
+    except ConfigError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -182,12 +239,22 @@ def read_arguments() -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=at_least(1), help="how many layers of that width (as many as the shape has)")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
+    parser.add_argument("--qlora", action="store_true", help="the same of weights in 4 bits, on one GPU")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="by default all that know such a model")
+    parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
+    parser.add_argument(
+        "--hf-burst",
+        metavar="NAME=VALUE,...",
+        type=settings,
+        action="append",
+        default=[],
+        help="one more contender: settings of BurstConfig, such as tiled_mlp=16384,activation_offloading=1.0",
+    )
     parser.add_argument(
         "--longest",
         metavar="NAME=TOKENS",
@@ -205,25 +272,41 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
+    parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one step may take")
     parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    return arguments
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Puts arguments into the form that the benchmark needs, and ends the process if that cannot be."""
+    size, hybrid = launched()[0], "hybrid" in arguments.shape
     if arguments.contenders is None:
-        others = "hybrid" not in arguments.shape
-        arguments.contenders = [name for name, contender in CONTENDERS.items() if contender.hybrids is not others]
+        known = {} if arguments.hf_burst else CONTENDERS | SINGLE
+        arguments.contenders = [
+            name
+            for name, contender in known.items()
+            if contender.hybrids in (None, hybrid) and contender.several in (None, size > 1)
+        ]
+    arguments.contenders = {name: KNOWN[name] for name in arguments.contenders} | dict(arguments.hf_burst)
     count, arguments.lengths = len(arguments.rounds), sorted(arguments.lengths)
     if count not in (1, len(arguments.lengths)):
         parser.error(f"--rounds has {count} numbers for {len(arguments.lengths)} lengths; give one, or one each")
     arguments.rounds *= len(arguments.lengths) // count
-    if "RANK" not in os.environ:
-        parser.error("start it as so many processes: torchrun --nproc-per-node 4 recipes/benchmarks/training.py ...")
+    for name in (name for name, contender in arguments.contenders.items() if contender.several is (size == 1)):
+        parser.error(f"{name!r} is no way to train on {size} {'process' if size == 1 else 'processes'}")
+    if arguments.qlora and size > 1:
+        parser.error("--qlora trains on one GPU: FSDP2 does not shard these weights")
     if arguments.liger and not find_spec("liger_kernel"):
         parser.error("--liger needs Liger-Kernel: pip install liger-kernel")
+    if arguments.qlora and not find_spec("bitsandbytes"):
+        parser.error("--qlora needs bitsandbytes: pip install bitsandbytes")
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out is {arguments.out}, a folder; give a file")
-    return arguments
 
 
 def main() -> int:
@@ -235,14 +318,18 @@ def main() -> int:
         longest=arguments.lengths[-1],
         ranks=ranks,
         liger=arguments.liger,
-        lora=arguments.lora,
+        weights="qlora" if arguments.qlora else "lora" if arguments.lora else "all",
         compiled=arguments.compile,
+        layers=arguments.layers,
     )
+    lora = arguments.lora or arguments.qlora
     native, _ = choose_native("auto", ranks, dtype, head_size(job.base), Mask(256))
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {
         "shape": arguments.shape,
-        "lora": arguments.lora,
+        "layers": arguments.layers,
+        "lora": lora,
+        "four_bits": arguments.qlora,
         "liger": arguments.liger,
         "compiled": arguments.compile,
         "kernel": native.name,
@@ -251,12 +338,12 @@ def main() -> int:
         "results": [],
     }
     for length, count in zip(arguments.lengths, arguments.rounds, strict=True):
-        parts = parts_of_limits(job, length, native, arguments.lora)
-        limit_seconds = limits(parts)
-        result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, limit_seconds
+        if not arguments.no_limits:
+            parts = parts_of_limits(job, length, native, lora)
+            result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, limits(parts)
         before = result["results"]
         for rows in measure(job, length, count, arguments):
-            result["results"] = [*before, *summary(rows, flops(job, length, arguments.lora), limit_seconds, ranks)]
+            result["results"] = [*before, *summary(rows, flops(job, length, lora), result, arguments, ranks)]
             if arguments.out is not None and ranks.rank == 0:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")

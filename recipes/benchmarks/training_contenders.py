@@ -1,6 +1,7 @@
-"""The contenders of training.py: contexts that prepare the model of a job for training over ranks."""
+"""The contenders of training.py: contexts that prepare the model of a job for training."""
 
-from collections.abc import Callable, Iterator
+import ast
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,7 +15,11 @@ from transformers import PreTrainedModel
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from recipes.benchmarks.training_job import Job, checkpoint_layers
+from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.parts.checkpointing import Checkpointing
+from hf_burst.hf.parts.memory import Memory
+from hf_burst.plan import SETTINGS
+from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 from recipes.benchmarks.training_limits import mixers_of
 
 Loss = Callable[[Job], torch.Tensor]
@@ -22,12 +27,17 @@ Way = Callable[[Job], AbstractContextManager[Loss]]
 
 
 @contextmanager
-def burst(job: Job, keep: float, **settings: Any) -> Iterator[Loss]:
+def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     """Patches the model with hf_burst, which takes the whole sequence."""
-    hf_burst.patch_model(job.model, hf_burst.BurstConfig(attention_keep=keep, **settings), job.mesh)
+    hf_burst.patch_model(job.model, hf_burst.BurstConfig.from_dict({"memory": "named", **settings}), job.mesh)
+    parts = {type(part): part for part in getattr(job.base, PATCH).parts}
+    parts[Checkpointing].home = job.home  # page-locked once, as for a model that stays patched
     try:
         yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens).loss
+        chosen = [*parts[Memory].chosen.values()][-1:]
+        job.chosen = {name: getattr(config, name) for config in chosen for name in SETTINGS}
     finally:
+        job.home = parts[Checkpointing].home
         hf_burst.unpatch_model(job.model)
 
 
@@ -40,9 +50,7 @@ def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    before = {module: set(module._forward_pre_hooks) for module in job.base.modules()}
     job.base.set_attn_implementation("sdpa")
-    _attach_context_parallel_hooks(job.base)
     set_rotate_method("allgather")
 
     def loss(job: Job) -> torch.Tensor:
@@ -50,14 +58,9 @@ def stock(job: Job, kernel: str = "default") -> Iterator[Loss]:
         inside.enter_context(context_parallel(job.mesh, buffers=buffers, buffer_seq_dims=[1] * 3))
         return shard_loss(job, *buffers)
 
-    try:
-        with on_cudnn(job, kernel), fused_loss(job), ExitStack() as inside:
-            yield loss
-    finally:
-        for module, known in before.items():
-            for key in set(module._forward_pre_hooks) - known:
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
+    with hooks_removed(job.base), on_cudnn(job, kernel), fused_loss(job), ExitStack() as inside:
+        _attach_context_parallel_hooks(job.base)
+        yield loss
 
 
 @contextmanager
@@ -193,35 +196,84 @@ class Contender:
         way (`Callable`): Makes a context that prepares the model, and gives the function that computes the loss.
         limit (`str`): The name of the limit with the same computations, as `limits` of training_limits.py has it.
         hybrids (`bool`, *optional*): Whether it is for models with recurrent layers, or for others; `None` for both.
+        several (`bool`, *optional*): Whether it is for several ranks, or for one; `None` for both.
+        settings (`dict`, *optional*): Those of hf_burst.
     """
 
     way: Way
-    limit: str
+    limit: str = "all recomputed"
     hybrids: bool | None = False
+    several: bool | None = True
+    settings: Mapping[str, Any] | None = None
 
 
+LIMITS = {1.0: "attention saved", 0.5: "half of attention saved", 0.0: "all recomputed"}
+
+
+def by_settings(settings: Mapping[str, Any], hybrids: bool | None = None) -> Contender:
+    """hf_burst with settings of `BurstConfig`."""
+    limit = LIMITS[settings.get("attention_keep", 1.0)]
+    return Contender(partial(burst, settings=settings), limit, hybrids, None, settings)
+
+
+def read_settings(text: str) -> tuple[str, Contender]:
+    """Reads a contender from `NAME=VALUE,NAME=VALUE`, settings of `BurstConfig`; `default` has none.
+
+    Raises:
+        ConfigError: If there is no such setting or value.
+    """
+    settings: dict[str, Any] = {}
+    for pair in text.split(",") if text != "default" else ():
+        name, _, value = pair.partition("=")
+        try:
+            settings[name] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):  # a word
+            settings[name] = value
+    hf_burst.BurstConfig.from_dict(settings)
+    if settings.get("attention_keep", 1.0) not in LIMITS:
+        raise ConfigError(f"There is no limit of attention_keep={settings['attention_keep']}; take 0.0, 0.5 or 1.0.")
+    return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
+
+
+OFFLOADED, TILED, GROUPED = {"activation_offloading": 1.0}, {"tiled_mlp": 16384}, {"head_groups": 4}
+HALF, RECOMPUTED = {"attention_keep": 0.5}, {"attention_keep": 0.0}
+BURST = {
+    "hf_burst, attention saved": by_settings({}),
+    "hf_burst, states passed": by_settings({"recurrence": "states"}, True),
+    "hf_burst, heads exchanged": by_settings({"recurrence": "heads"}, True),
+    "hf_burst, half of it saved": by_settings(HALF, False),
+    "hf_burst, attention recomputed": by_settings(RECOMPUTED, False),
+}
+# what takes less memory; run if it is named
+REACH = {
+    "hf_burst, offloaded": by_settings(OFFLOADED),
+    "hf_burst, tiled": by_settings(TILED),
+    "hf_burst, tiled and offloaded": by_settings({**TILED, **OFFLOADED}),
+    "hf_burst, heads in groups": by_settings(GROUPED),
+    "hf_burst, everything on": by_settings({**TILED, **OFFLOADED, **GROUPED}),
+    "hf_burst, everything on, attention recomputed": by_settings({**TILED, **OFFLOADED, **GROUPED, **RECOMPUTED}),
+    "hf_burst, chosen": by_settings({"memory": "auto"}),
+}
 CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
 ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
 CONTENDERS = {
-    "hf_burst, attention saved": Contender(partial(burst, keep=1.0), "attention saved", None),
-    "hf_burst, states passed": Contender(partial(burst, keep=1.0, recurrence="states"), "attention saved", True),
-    "hf_burst, heads exchanged": Contender(partial(burst, keep=1.0, recurrence="heads"), "attention saved", True),
-    "hf_burst, half of it saved": Contender(partial(burst, keep=0.5), "half of attention saved"),
-    "hf_burst, attention recomputed": Contender(partial(burst, keep=0.0), "all recomputed"),
-    "accelerate context parallelism": Contender(stock, "all recomputed"),
-    "accelerate context parallelism, cuDNN": Contender(CUDNN, "all recomputed"),
-    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa"), "all recomputed"),
-    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4, "all recomputed"),
-    "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa"), "all recomputed"),
-    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), "all recomputed", None),
-    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG, "all recomputed"),
+    **BURST,
+    "accelerate context parallelism": Contender(stock),
+    "accelerate context parallelism, cuDNN": Contender(CUDNN),
+    "DeepSpeed Ulysses, cuDNN": Contender(partial(deepspeed, kernel="sdpa")),
+    "DeepSpeed Ulysses, flash-attn 4": Contender(FLASH_4),
+    "ringmaster, cuDNN": Contender(partial(axolotl, kernel="sdpa")),
+    "ringmaster, flash-attn 4": Contender(partial(axolotl, kernel="flash_attention_4"), hybrids=None),
+    "ringmaster zigzag, flash-attn 2": Contender(ZIGZAG),
 }
-WITHOUT_CHECKPOINTS: dict[str, Way] = {
-    "hf_burst": partial(burst, keep=1.0),
-    "accelerate context parallelism, cuDNN": CUDNN,
-    "DeepSpeed Ulysses, flash-attn 4": FLASH_4,
+WITHOUT_CHECKPOINTS: dict[str, tuple[Way, bool | None, Mapping[str, Any] | None]] = {
+    "hf_burst": (partial(burst, settings={}), None, {}),
+    "accelerate context parallelism, cuDNN": (CUDNN, True, None),
+    "DeepSpeed Ulysses, flash-attn 4": (FLASH_4, True, None),
 }
 CONTENDERS |= {
-    f"{name}, everything saved": Contender(partial(everything_saved, way=way), "nothing recomputed")
-    for name, way in WITHOUT_CHECKPOINTS.items()
+    f"{name}, everything saved": Contender(
+        partial(everything_saved, way=way), "nothing recomputed", several=several, settings=settings
+    )
+    for name, (way, several, settings) in WITHOUT_CHECKPOINTS.items()
 }

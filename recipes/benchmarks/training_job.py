@@ -3,8 +3,9 @@
 This module needs nothing of hf_burst, so that it serves any version of it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -123,16 +124,20 @@ class Job:
         base (`PreTrainedModel`): The Transformers model inside of it.
         optimizer (`torch.optim.Optimizer`): Its optimizer.
         ranks ([`Ranks`]): The processes.
-        mesh (`DeviceMesh`): All of them.
+        mesh (`DeviceMesh`, *optional*): All of them; `None` for one process.
         tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
+        chosen (`dict`): Settings that hf_burst chose in the latest step.
+        home (`HostMemory`, *optional*): Where hf_burst offloads to.
     """
 
     model: nn.Module
     base: PreTrainedModel
     optimizer: torch.optim.Optimizer
     ranks: "Ranks"
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     tokens: torch.Tensor
+    chosen: dict[str, Any] = field(default_factory=dict)
+    home: Any = None
 
     @property
     def items(self) -> int:
@@ -177,18 +182,37 @@ def head_size(model: PreTrainedModel) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def make_job(shape: str, longest: int, ranks: "Ranks", liger: bool, lora: bool, compiled: bool) -> Job:
-    """A model on this rank, sharded as accelerate's FSDP2 does it.
+@contextmanager
+def hooks_removed(model: nn.Module) -> Iterator[None]:
+    """Forward hooks that are registered meanwhile are removed at the end."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    before = {(module, kind): set(getattr(module, kind)) for module in model.modules() for kind in kinds}
+    try:
+        yield
+    finally:
+        for (module, kind), known in before.items():
+            for key in set(getattr(module, kind)) - known:
+                for hooks in (getattr(module, kind), getattr(module, f"{kind}_with_kwargs")):
+                    hooks.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+
+
+def make_job(
+    shape: str, longest: int, ranks: "Ranks", liger: bool, weights: str, compiled: bool, layers: int | None = None
+) -> Job:
+    """A model on this rank. Several ranks shard it as accelerate's FSDP2 does it.
 
     Args:
         shape (`str`): A name of `SHAPES`.
         longest (`int`): Tokens of the longest sequence.
         ranks ([`Ranks`]): The processes.
         liger (`bool`): Whether it has Liger's norms, rotary positions and SwiGLU.
-        lora (`bool`): Whether adapters are trained, instead of all weights.
+        weights (`str`): Which of them are trained: `"all"`; or adapters, `"lora"` or, of weights in 4 bits, `"qlora"`.
         compiled (`bool`): Whether each layer is compiled.
+        layers (`int`, *optional*): How many layers it has; those of the shape by default.
     """
-    base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device)
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device, changes)
     model: nn.Module = base
     if liger:
         from liger_kernel.transformers import monkey_patch
@@ -196,22 +220,49 @@ def make_job(shape: str, longest: int, ranks: "Ranks", liger: bool, lora: bool, 
         kind = base.config.model_type.removesuffix("_text")
         apply, rope = getattr(monkey_patch, f"apply_liger_kernel_to_{kind}"), kind != "qwen3_5"
         apply(rope=rope, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
-    if lora:
+    if weights == "qlora":
+        quantise(base)
+    if weights != "all":
         from peft import LoraConfig, get_peft_model
 
-        adapters = LoraConfig(r=16, target_modules=list(LORA))
-        model = get_peft_model(base, adapters, autocast_adapter_dtype=False).to(base.dtype)
+        model = get_peft_model(base, LoraConfig(r=16, target_modules=list(LORA)), autocast_adapter_dtype=False)
+        for adapter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            adapter.data = adapter.data.to(base.model.norm.weight.dtype)
         base.enable_input_require_grads()
     checkpoint_layers(base)
     if compiled:
         torch._dynamo.config.recompile_limit = 64  # each contender is another model to the compiler
         for index, layer in enumerate(base.model.layers):
             base.model.layers[index] = torch.compile(layer)
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
-    shard(model, base, mesh)
+    mesh = None
+    if ranks.size > 1:
+        mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("cp",))
+        shard(model, base, mesh)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
     return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def quantise(model: PreTrainedModel) -> None:
+    """Puts the weights of all linear layers but the head into 4 bits, as `BitsAndBytesConfig(load_in_4bit=True)` with
+    NF4 and double quantisation loads them, one layer after another."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for layer in model.model.layers:
+        for name, linear in [*layer.named_modules()]:
+            if isinstance(linear, nn.Linear):
+                small = Linear4bit(
+                    *(linear.in_features, linear.out_features),
+                    bias=linear.bias is not None,
+                    compute_dtype=linear.weight.dtype,
+                    quant_type="nf4",
+                    device="meta",
+                )
+                small.bias = linear.bias
+                weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=small)
+                small.weight = weight.to(linear.weight.device)
+                layer.set_submodule(name, small)
+    model.is_loaded_in_4bit = True  # what peft asks for
 
 
 def shard(model: nn.Module, base: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -15,6 +15,8 @@ from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import Job, head_size
 
+_LONG = 2**18  # tokens of attention that takes seconds
+
 
 def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[str, float]:
     """Measures the seconds of all matrix products, of attention and of recurrent layers' functions in a step.
@@ -57,13 +59,13 @@ def parts_of_limits(job: Job, length: int, native: Native, lora: bool) -> dict[s
 
 def widths_of(layer: nn.Module) -> list[tuple[int, int]]:
     """The widths that the matrix products of a layer take in and give out, the last one last."""
-    weights = []
-    for name, module in layer.named_modules():
-        if hasattr(module, "base_layer"):  # with an adapter
-            weights.append(module.base_layer.weight)
-        elif isinstance(module, nn.Linear) and "lora_" not in name and "base_layer" not in name:
-            weights.append(module.weight)
-    return [(weight.shape[1], weight.shape[0]) for weight in weights]
+    linears = [
+        getattr(module, "base_layer", module)  # with an adapter
+        for name, module in layer.named_modules()
+        if hasattr(module, "base_layer")
+        or (isinstance(module, nn.Linear) and "lora_" not in name and "base_layer" not in name)
+    ]
+    return [(linear.in_features, linear.out_features) for linear in linears]
 
 
 def mixers_of(model: nn.Module) -> list[Any]:
@@ -72,18 +74,30 @@ def mixers_of(model: nn.Module) -> list[Any]:
 
 
 def attention_seconds(job: Job, length: int, native: Native) -> tuple[float, float]:
-    """Seconds of attention, forward and backward, on all tokens and a share of the heads."""
+    """Seconds of attention, forward and backward, on all tokens and a share of the heads. From 256K tokens on it is
+    called once, after one of 16K tokens."""
     config, ranks, size, dtype = job.base.config, job.ranks, head_size(job.base), job.base.dtype
     share, kv_share = config.num_attention_heads // ranks.size, max(1, config.num_key_value_heads // ranks.size)
-    q, k, v = (
-        torch.randn(1, length, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
-        for count in (share, kv_share, kv_share)
-    )
-    mask = Mask(length)
-    forward = _seconds(lambda: native.attend(q, k, v, mask), ranks)
-    out = native.attend(q, k, v, mask)
-    dout = torch.randn_like(out)
-    return forward, _seconds(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), ranks)
+
+    def timed(tokens: int, once: bool) -> tuple[float, float]:
+        q, k, v = (
+            torch.randn(1, tokens, count, size, dtype=dtype, device=ranks.device, requires_grad=True)
+            for count in (share, kv_share, kv_share)
+        )
+        mask, outs = Mask(tokens), dict[str, torch.Tensor]()
+
+        def attend() -> None:
+            outs.clear()
+            outs["out"] = native.attend(q, k, v, mask)
+
+        forward = _seconds(attend, ranks, once=once)
+        dout = torch.randn_like(outs["out"])
+        back = partial(torch.autograd.grad, outs["out"], (q, k, v), dout, retain_graph=True)
+        return forward, _seconds(back, ranks, once=once)
+
+    if length >= _LONG:
+        timed(2**14, once=False)
+    return timed(length, once=length >= _LONG)
 
 
 def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks) -> tuple[float, float]:
@@ -140,8 +154,9 @@ def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ran
     return _seconds(lambda: left @ right.T, ranks)
 
 
-def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2) -> float:
-    """Seconds of a call on the slowest rank, among calls in a row that take `at_least` seconds together.
+def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2, once: bool = False) -> float:
+    """Seconds of a call on the slowest rank, among calls in a row that take `at_least` seconds together, after one that
+    does not count; or of the first one.
 
     A busy device runs slower than one that was idle before.
     """
@@ -156,9 +171,11 @@ def _seconds(function: Callable[[], Any], ranks: Ranks, at_least: float = 0.2) -
             torch.cuda.synchronize()
         return (time.perf_counter() - start) / calls
 
-    run(1)
-    once = run(1)
-    mean = once if once >= at_least else run(max(3, math.ceil(at_least / once)))
+    if not once:
+        run(1)
+    mean = run(1)
+    if not once and mean < at_least:
+        mean = run(max(3, math.ceil(at_least / mean)))
     return float(ranks.largest(torch.tensor([mean], dtype=torch.float64))[0])
 
 
@@ -170,7 +187,7 @@ def flops(job: Job, length: int, lora: bool) -> float:
     """
     config = job.base.config
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = sum(parameter.numel() for parameter in job.base.parameters()) - table
+    weights = job.base.num_parameters() - table
     pairs, mixers = length * (length + 1) / 2, mixers_of(job.base)
     layers, width = config.num_hidden_layers - len(mixers), config.num_attention_heads * head_size(job.base)
     states = sum(mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim for mixer in mixers)

@@ -1,0 +1,66 @@
+"""What the plan of hf_burst predicts of a step that training.py measured."""
+
+from typing import Any
+
+from hf_burst.hf.model_size import model_size
+from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step
+from hf_burst.plan.machine import Machine, by_data_sheet, cpu, data_sheet
+from recipes.benchmarks.training_job import SHAPES
+
+GIB = 2**30
+# contenders of results that do not tell their settings, or whose way is none of them
+NAMED: dict[str, dict[str, Any]] = {
+    "hf_burst, attention saved": {},
+    "hf_burst, half of it saved": {"attention_keep": 0.5},
+    "hf_burst, attention recomputed": {"attention_keep": 0.0},
+    "hf_burst, everything saved": {"checkpointing": False},
+}
+
+
+def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What a row of a result was trained with, as [`Training`] has it; `None` if it cannot be predicted."""
+    if row["contender"] in NAMED:
+        return NAMED[row["contender"]]
+    settings = row.get("settings")
+    return None if settings is None else {name: settings[name] for name in SETTINGS if name in settings}
+
+
+def machine_of(result: dict[str, Any]) -> Machine:
+    """The built-in numbers of the device of a result."""
+    sheet = data_sheet(result["hardware"]["device"])
+    return by_data_sheet(sheet) if sheet else cpu()
+
+
+def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, float]:
+    """Predicts a step.
+
+    Args:
+        result (`dict`): A result of training.py.
+        row (`dict`): One of its rows, of hf_burst.
+        layers (`int`, *optional*): How many the model has; those of its shape by default.
+        first (`bool`, defaults to `False`): Whether the step ends before the optimizer has its states.
+
+    Returns:
+        `dict`: Its `seconds`, `peak_memory_gib` of torch's allocator (symmetric buffers lie beside it) and
+        `host_memory_gib`.
+    """
+    model_class, config_class, sizes = SHAPES[result["shape"]]
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    model, ranks = model_size(model_class, config_class(**{**sizes, **changes})), result["hardware"]["ranks"]
+    training = Training(
+        row["length"],
+        ranks,
+        ranks,
+        lora=16 * result["lora"],
+        weights="4bit" if result.get("four_bits") else "bf16",
+        fused=bool(result.get("liger")),
+        **(settings_of(row) or {}),
+    )
+    machine = machine_of(result)
+    memory = estimate_memory(model, training, machine)
+    allocated = memory.total - memory.exchange - (memory.optimizer if first else 0)
+    return {
+        "seconds": estimate_step(model, training, machine).total_s,
+        "peak_memory_gib": allocated / GIB,
+        "host_memory_gib": memory.host / GIB,
+    }
