@@ -29,11 +29,12 @@ from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
 from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, row_products
-from recipes.benchmarks import attention
+from recipes.benchmarks import attention, host_copies, reach, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native, exact_attention
 from recipes.benchmarks.peers import flex_attention_over
+from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import table
 
 ROOT = Path(__file__).parents[1]
@@ -520,6 +521,120 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
     assert picture.stat().st_size > 10_000
 
 
+def test_training_on_one_gpu(tmp_path: Path) -> None:
+    """One process needs no launcher, and trains as Transformers does by any settings."""
+    out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"
+    options = ["--device", "cpu", "--shape", "tiny", "--layers", "3", "--lora", "--lengths", "131", "--rounds", "1"]
+    options += ["--warmup", "0", "--no-limits", "--contenders", "Transformers, cuDNN", "hf_burst, chosen"]
+    script = [sys.executable, "recipes/benchmarks/training.py", *options, "--hf-burst", words, "--out", str(out)]
+    subprocess.run(script, cwd=ROOT, check=True, timeout=120)
+    result = json.loads(out.read_text())
+    theirs, chosen, ours = result["results"]
+    assert result["layers"] == 3
+    assert result["limits"] == {}
+    assert theirs["settings"] is None
+    assert chosen["settings"] == {"memory": "auto"}
+    assert ours["settings"] == {"tiled_mlp": 16, "activation_offloading": 1.0, "head_groups": 2}
+    assert ours["contender"] == "hf_burst, tiled_mlp=16, activation_offloading=1.0, head_groups=2"
+    assert ours["check"] == pytest.approx(theirs["check"], rel=1e-5)
+    assert ours["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
+    assert ours["predicted"]["host_memory_gib"] > ours["predicted_of_all_layers"]["host_memory_gib"] > 0
+    assert training_plan.settings_of(ours) == ours["settings"]
+    assert training_plan.settings_of(chosen) == {}
+    assert training_plan.settings_of(theirs) is None
+
+
+def test_the_longest_sequence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, tried = tmp_path / "reach.json", list[tuple[str, int]]()
+    ends = {"A": ["step", "out of memory"], "B": ["step"] * 3, "C": ["step", "failed"]}
+
+    def attempt(choice: list[str], length: int, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
+        tried.append((choice[1], length))
+        ended = ends[choice[1]].pop(0)
+        numbers = {"median_s": 1.0, "peak_memory_gib": 2.0} if ended == "step" else {"reason": "why"}
+        late = 1e6 if choice[1] == "C" else 1.0
+        return {"ended": ended, "wall_s": late, "common": {"shape": "tiny"}, **numbers}
+
+    words = ["--contenders", "A", "B", "C", "--shortest", "64", "--longest", "256", "--lora", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["reach.py", *words])
+    with mock.patch.object(reach, "attempt", attempt):
+        assert reach.main() == 0
+    assert tried == [("A", 64), ("A", 128), ("B", 64), ("B", 128), ("B", 256), ("C", 64)]
+    result = json.loads(out.read_text())
+    assert result["shape"] == "tiny"
+    assert {row["contender"]: row["longest"] for row in result["results"]} == {"A": 64, "B": 256, "C": 64}
+    assert result["results"][2]["attempts"][-1]["ended"] == "not tried"
+
+
+def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"contender": "A", "steps": [], "reason": "OutOfMemoryError: CUDA out of memory. Tried to allocate"}
+    assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
+    row["reason"] = "ConfigError: Activation offloading needs 90.0 GiB of host memory"
+    assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
+    assert reach.ending({"results": [row | {"reason": "ValueError: no"}]}, 1, "")["ended"] == "failed"
+    assert reach.ending({"results": []}, None, "")["ended"] == "out of time"
+    assert reach.ending({"results": []}, -9, "Killed")["ended"] == "out of memory"
+    assert reach.ending({"results": []}, 1, "Traceback\nKeyError: 3")["reason"].endswith("KeyError: 3")
+    monkeypatch.setattr(sys, "argv", ["reach.py", "--device", "cpu", "--shape", "tiny"])
+    arguments = reach.read_arguments()
+    trained = reach.attempt(["--contenders", "Transformers, cuDNN"], 64, arguments, 100.0)
+    assert trained["ended"] == "step"
+    assert trained["steps"][0]["loss"] == pytest.approx(6.2, abs=0.2)
+    assert reach.attempt(["--hf-burst", "default"], 64, arguments, 0.05)["ended"] == "out of time"
+
+
+def test_copies_to_the_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "copies.json"
+    words = ["--device", "cpu", "--mebibytes", "5", "--pages", "2", "4", "--rounds", "1", "--lock-gib", "0.25"]
+    monkeypatch.setattr(sys, "argv", ["host_copies.py", *words, "--out", str(out)])
+    assert host_copies.main() == 0
+    result = json.loads(out.read_text())
+    assert [(row["page_mib"], row["way"]) for row in result["copies"]] == [
+        (page, way) for page in (2, 4) for way in ("out", "in", "both")
+    ]
+    for row in result["copies"]:
+        assert row["bytes_per_s"] == pytest.approx(5 * 2**20 / row["seconds"][0])
+        assert 0 < row["share_of_best"] <= 1
+    assert result["page_locking"]["gib_of_each_process"] == 0.25
+    copies = host_copies.Copies(Ranks("cpu"), 5)
+    copies.host[1].fill_(7)
+    copies.device[0].fill_(9)
+    copies.run("both", 2)
+    assert copies.device[1].tolist() == [7] * 5
+    assert copies.host[0].tolist() == [9] * 5
+
+
+def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.benchmarks import single_contenders, training_job
+    from tests import models
+
+    liger = types.ModuleType("liger_kernel.ops.tiled_mlp")
+    calls = []
+
+    def apply_tiled_mlp(function: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(module)
+        return torch.cat([function(module, part) for part in x.chunk(3, 1)], 1)
+
+    liger.apply_tiled_mlp = apply_tiled_mlp
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.tiled_mlp", liger)
+    model, tokens = models.make_model("llama"), torch.arange(20)[None]
+    expected = model(tokens).logits
+    with single_contenders.tiled_mlps(types.SimpleNamespace(base=model)):
+        torch.testing.assert_close(model(tokens).logits, expected)
+    assert len(calls) == 2
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.lm_head.register_forward_hook(lambda *_: calls.append("ours"))
+    with training_job.hooks_removed(model):
+        model.lm_head.register_forward_hook(lambda *_, **__: calls.append("theirs"), with_kwargs=True, always_call=True)
+        model.register_forward_pre_hook(lambda *_: calls.append("theirs"))
+        model(tokens)
+    assert calls[2:] == ["theirs", "ours", "theirs"]
+    model(tokens)
+    assert calls[5:] == ["ours"]
+
+
 @pytest.mark.full
 def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
     out, names = tmp_path / "training.json", ("hf_burst, attention saved", "hf_burst, everything saved")
@@ -538,6 +653,11 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--check-length", "1"], "from 2 on"),
         (["--rounds", "1", "2", "--lengths", "64"], "give one, or one each"),
         (["--longest", "nobody=3"], "is no NAME=TOKENS"),
+        (["--hf-burst", "tiles=3"], "BurstConfig has no setting tiles"),
+        (["--hf-burst", "tiled_mlp=few"], "tokens of a tile"),
+        (["--hf-burst", "attention_keep=0.25"], "There is no limit of attention_keep=0.25"),
+        (["--contenders", "accelerate context parallelism"], "is no way to train on 1 process"),
+        (["--layers", "0"], "from 1 on"),
         (["--out", "."], "a folder; give a file"),
         ([], "torchrun --nproc-per-node"),
     ],
@@ -552,9 +672,10 @@ def test_settings_of_training_that_cannot_be_used(
     else:
         monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["training.py", *options])
-    with pytest.raises(SystemExit):
-        training.read_arguments()
-    assert sentence in capsys.readouterr().err
+    if options:
+        with pytest.raises(SystemExit):
+            training.read_arguments()
+        assert sentence in capsys.readouterr().err
     if options in ([], ["--out", "."]):
         with pytest.raises(SystemExit):
             losses.main()

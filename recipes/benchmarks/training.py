@@ -126,6 +126,7 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
     for index in range(arguments.warmup + rounds):
         turn = index % max(1, len(running))
         for name in [*running[turn:], *running[:turn]]:
+            job.chosen = {}
             timed, reason = job.ranks.attempt(partial(step, job, arguments.contenders[name].way))
             if job.chosen:
                 rows[name]["settings"] = {**rows[name]["settings"], **job.chosen}

@@ -1,0 +1,315 @@
+"""On GPUs: what lets long sequences fit. Offloading changes no bit, also under load. Tiles and groups of heads are as
+exact as the whole. Memory falls by about what the plan says. And recurrent layers over ranks, in bf16."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GraniteMoeHybridForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import hf_burst
+from hf_burst.check.compare import Double
+from hf_burst.hf.model_size import model_size
+from hf_burst.kernels import KernelRequest, explain_kernels
+from hf_burst.offload import HostMemory, KeptByLayer
+from hf_burst.plan import MaskPattern, Training, estimate_memory
+from hf_burst.plan.machine import h200
+from hf_burst.tiled import tiled
+from tests import models
+from tests.test_gpu import (
+    GPUS,
+    Ranks,
+    documents_of,
+    exact_attention,
+    gathered_on_gpu,
+    gpus,  # noqa: F401
+    relative,
+    ways,
+)
+from tests.test_patch import group_mean
+from tests.test_tiled import results
+from tests.test_wrappers import flat
+
+pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+Settings = dict[str, Any]
+
+
+def keep_busy(device: torch.device) -> None:
+    """Lets the device compute for about 10 ms, so that copies which wait for nothing come too early."""
+    if device.type == "cuda":
+        torch.cuda._sleep(20_000_000)
+
+
+def offload_under_load(rank: int, size: int, device: str, elements: int, layers: int = 12, steps: int = 3) -> list[str]:
+    """Which tensors did not come back as they left: each has numbers of its own, memory is written again as soon as it
+    is let go of, and the last step is given up halfway."""
+    place, wrong = torch.device(device, rank if device == "cuda" else None), list[str]()
+    home, numbers = HostMemory(place), torch.arange(elements, device=place, dtype=torch.int32)
+    for step in range(steps):
+        kept, latest = list[Callable[[], torch.Tensor]](), None
+        for index in range(layers):
+            latest = KeptByLayer(home, index < layers - 1, latest)
+            keep_busy(place)
+            kept.append(latest.keep(numbers + (step * layers + index)))
+            torch.full_like(numbers, -1)
+        for index in reversed(range(layers // 2 if step == steps - 1 else 0, layers)):
+            back = kept[index]()
+            if index % 2:
+                keep_busy(place)
+            if not torch.equal(back, numbers + (step * layers + index)):
+                wrong.append(f"step {step}, layer {index}")
+            back.fill_(-1)  # its memory is the caller's
+            del back
+            torch.full_like(numbers, -1)
+    del kept, latest  # what began to come back for layers that nobody asks for
+    others = [numbers + index for index in range(4)]
+    keep_busy(place)
+    home.settle()
+    wrong += [f"tensor {index}" for index, tensor in enumerate(others) if not torch.equal(tensor, numbers + index)]
+    return wrong
+
+
+def test_what_is_offloaded_comes_back_under_load(gpus: Ranks) -> None:  # noqa: F811
+    """64 MiB and a bit: five pages, the last one not full."""
+    assert gpus(min(GPUS, 2)).run(offload_under_load, "cuda", 2**24 + 7) == [[]] * min(GPUS, 2)
+
+
+def llama(hidden: int, layers: int, vocabulary: int, dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": hidden // 256, "vocab_size": vocabulary}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=2**20)).to(dtype).train()
+
+
+def train_under_load(rank: int, size: int, device: str, settings: Settings, hidden: int, length: int) -> list[Any]:
+    """Losses of three steps, and all weights."""
+    place = torch.device(device, rank if device == "cuda" else None)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = llama(hidden, 8, 1024, dtype).to(place)
+    model.gradient_checkpointing_enable()
+    models.patch(model, hf_burst.BurstConfig(memory="named", **settings))
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: keep_busy(place))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, 1024, (1, length), generator=torch.Generator().manual_seed(1)).to(place)
+    losses = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            for parameter, mean in zip(model.parameters(), group_mean(model), strict=True):
+                parameter.grad.copy_(mean)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [losses, float(flat([parameter.detach().double() for parameter in model.parameters()]).sum())]
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+def test_offloading_changes_no_bit_under_load(gpus: Ranks, keep: float) -> None:  # noqa: F811
+    def train(share: float) -> list[Any]:
+        settings = {"activation_offloading": share, "attention_keep": keep}
+        return gpus(min(GPUS, 2)).run(train_under_load, "cuda", settings, 1024, 16384)
+
+    expected = train(0.0)
+    assert train(0.0) == expected, "runs are alike"
+    assert expected[0][0][-1] < expected[0][0][0], "it learns"
+    for share in (1.0, 0.5):
+        assert train(share) == expected, share
+
+
+def tile_errors(rank: int, size: int, device: str, autocast: bool, hidden: int, tokens: int, tile: int) -> list[list]:
+    """Errors against fp64 of the output and all gradients, at once and in tiles."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "num_attention_heads": 2}
+    reference = LlamaMLP(LlamaConfig(**sizes)).double().to(device)
+    low = LlamaMLP(LlamaConfig(**sizes)).to(device, torch.float32 if autocast else torch.bfloat16)
+    low.load_state_dict(reference.state_dict())
+    reference.load_state_dict(low.state_dict())  # the same weights, rounded
+    x = torch.randn(1, tokens, hidden, dtype=torch.float64, device=device).bfloat16()
+    exact = results(reference, x.double().requires_grad_(), reference.forward, False)
+    errors = []
+    for forward in (low.forward, partial(tiled, low, low.forward, tile)):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            found = results(low, x.to(low.up_proj.weight.dtype).requires_grad_(), forward, True)
+        errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)])
+    return errors
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_tiles_are_as_exact_as_the_whole(gpus: Ranks, autocast: bool) -> None:  # noqa: F811
+    """Tokens that no tile divides. Outputs are rounded alike, so that only chance differs: at most 5 %."""
+    whole, tiles = gpus(1).run(tile_errors, "cuda", autocast, 1024, 4099, 512)[0]
+    assert max(whole) < 0.02
+    assert all(error <= 1.05 * least for error, least in zip(tiles, whole, strict=True)), (whole, tiles)
+
+
+def attend_in_groups(rank: int, size: int, kind: str) -> None:
+    """Of every kernel, schedule and transport: heads in groups, beside all heads at once and beside fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    length, heads, device = 1027, (8, 4), torch.device("cuda", rank)
+    generator = torch.Generator(device).manual_seed(7)
+    q, k, v, dout = (
+        torch.randn(2, length, count, 64, device=device, generator=generator).bfloat16()
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    )
+    documents, pattern = documents_of(kind, length), MaskPattern(kind != "full")
+    wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    out = exact_attention(*wide, documents, kind != "full", None)
+    exact = [out.detach(), *torch.autograd.grad(out, wide, dout.float())]
+    group = hf_burst.ContextGroup.from_mesh(None)
+    layout = hf_burst.SequenceLayout.for_batch([documents] * 2, size)
+    known = explain_kernels(KernelRequest("cuda", torch.bfloat16, 64, 64))
+    kernels = [name for name, refusal in known if refusal is None and name != "reference"]
+    assert kernels
+    for kernel, (schedule, transport) in product(kernels, ways(size, heads)):
+        errors = []
+        for groups in (1, 2, 4):
+            request = hf_burst.AttentionRequest(
+                group, pattern, kernel=kernel, schedule=schedule, transport=transport, head_groups=groups
+            )
+            leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
+            out, _ = hf_burst.burst_attention(*leaves, layout, request)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
+            errors.append([relative(layout.unshard(gathered_on_gpu(a)), b) for a, b in zip(found, exact, strict=True)])
+        for name, whole, *grouped in zip(("out", "dq", "dk", "dv"), *errors, strict=True):
+            assert max(grouped) <= 1.05 * whole < 0.02, (kernel, schedule, transport, name, whole, grouped)
+
+
+@pytest.mark.parametrize("size", [size for size in (1, 2, 4) if size <= GPUS])
+@pytest.mark.parametrize("kind", ["causal", "full", "packed"])
+def test_groups_of_heads_are_as_exact_as_all(gpus: Ranks, size: int, kind: str) -> None:  # noqa: F811
+    gpus(size).run(attend_in_groups, kind)
+
+
+SIZES = {"hidden": 2048, "layers": 6, "vocabulary": 4096, "dtype": torch.bfloat16}
+LENGTH = 65536
+SAVING: list[Settings] = [
+    {"tiled_mlp": 8192},
+    {"activation_offloading": 1.0},
+    {"attention_keep": 0.0},
+    {"tiled_mlp": 8192, "activation_offloading": 1.0},
+    {"tiled_mlp": 8192, "activation_offloading": 1.0, "head_groups": 4},
+    {"head_groups": 4},
+]
+
+
+def peaks_of_steps(rank: int, size: int, every: list[Settings]) -> list[int]:
+    """The most memory that tensors take in a second step, with each of the settings."""
+    place, peaks = torch.device("cuda", rank), []
+    model = llama(**SIZES).to(place)
+    model.gradient_checkpointing_enable()
+    tokens = torch.randint(0, 4096, (1, LENGTH), device=place, generator=torch.Generator(place).manual_seed(1))
+    for settings in every:
+        models.patch(model, hf_burst.BurstConfig(memory="named", transport="auto" if size == 1 else "p2p", **settings))
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            peaks_of_step = torch.cuda.max_memory_allocated()
+            model.zero_grad()
+        peaks.append(peaks_of_step)
+        hf_burst.unpatch_model(model)
+    return peaks
+
+
+@pytest.mark.parametrize("size", [size for size in (1, 2) if size <= GPUS])
+def test_memory_falls_by_about_what_the_plan_says(gpus: Ranks, size: int) -> None:  # noqa: F811
+    model = llama(**{**SIZES, "dtype": torch.bfloat16})
+    sizes, machine = model_size(type(model), model.config), replace(h200(), symmetric=None)
+
+    def predicted(settings: Settings) -> float:
+        training = Training(LENGTH, size, size, sharded="ddp", fused=False, **settings)
+        memory = estimate_memory(sizes, training, machine)
+        return memory.total - memory.optimizer
+
+    every: list[Settings] = [{}, *SAVING]
+    measured = gpus(size).run(peaks_of_steps, every)[0]
+    report = [
+        (settings, peak / 2**30, predicted(settings) / 2**30) for settings, peak in zip(every, measured, strict=True)
+    ]
+    for settings, peak in zip(SAVING, measured[1:], strict=True):
+        falls, should = measured[0] - peak, predicted({}) - predicted(settings)
+        assert peak <= 1.01 * measured[0], report
+        if should > 0.05 * predicted({}):
+            assert 0.7 < falls / should < 1.5, (settings, report)
+
+
+def recurrent_model(name: str) -> nn.Module:
+    """With heads and channels as kernels for GPUs take them, and states that last."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 128, "intermediate_size": 256}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    if name == "qwen3_5":
+        delta |= {"linear_value_head_dim": 64, "head_dim": 64, "num_hidden_layers": 3, "layer_types": kinds}
+        model: nn.Module = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **delta))
+    elif name == "lfm2":
+        convolutions = ["conv", "full_attention", "conv"]
+        model = Lfm2ForCausalLM(Lfm2Config(**sizes, num_hidden_layers=3, layer_types=convolutions))
+    else:
+        config = models.make_model("granite").config
+        config.mamba_d_state, config.mamba_d_head, config.mamba_n_heads, config.hidden_size = 16, 32, 8, 128
+        config.mamba_chunk_size = 64
+        model = GraniteMoeHybridForCausalLM(config)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("A_log"):
+                parameter.fill_(-4)
+    return model.train()
+
+
+def recurrent_errors(rank: int, size: int, device: str, name: str, kind: str) -> dict[str, tuple[float, float]]:
+    """Of the loss and of all gradients against fp64: in bf16 on one GPU, and over all of them by each way."""
+    place = torch.device(device, rank if device == "cuda" else None)
+    batch = models.make_batch(kind, 1021)
+    with Double():
+        model = recurrent_model(name).double()
+        loss = models.plain_loss(model, batch)
+        loss.backward()
+    exact, gradients = float(loss.detach()), flat([parameter.grad for parameter in model.parameters()])
+    model, batch = recurrent_model(name).to(place, torch.bfloat16), {key: batch[key].to(place) for key in batch}
+    errors = {}
+    for way in ("alone", "states", "heads"):
+        model.zero_grad()
+        if way == "alone":
+            loss = models.plain_loss(model, batch)
+        else:
+            models.patch(model, hf_burst.BurstConfig(recurrence=way, chunking="zigzag"))
+            loss = model(**batch).loss
+        loss.backward()
+        found = [parameter.grad for parameter in model.parameters()] if way == "alone" else group_mean(model)
+        mine = flat([gradient.double().cpu() for gradient in found])
+        errors[way] = abs(float(loss.detach()) - exact), float((mine - gradients).norm() / gradients.norm())
+        if way != "alone":
+            hf_burst.unpatch_model(model)
+    return errors
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite", "lfm2"])
+def test_recurrent_models_are_as_close_as_one_gpu(gpus: Ranks, name: str, kind: str) -> None:  # noqa: F811
+    """With flash-linear-attention's and Mamba's kernels, where they are installed."""
+    for errors in gpus(2).run(recurrent_errors, "cuda", name, kind, timeout=400):
+        alone = errors.pop("alone")
+        for way, (loss, gradients) in errors.items():
+            assert loss <= 2 * alone[0] + 2e-3, (way, loss, alone)
+            assert gradients <= 2 * alone[1] < 0.5, (way, gradients, alone)
