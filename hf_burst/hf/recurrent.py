@@ -67,7 +67,7 @@ class Scope:
     @property
     def by_heads(self) -> bool:
         """Whether heads are exchanged, and states do not pass."""
-        return self.call.by_heads
+        return self.call.way == "heads"
 
     @property
     def segments(self) -> Segments:
@@ -128,7 +128,8 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
-        known = parallel and g.ndim == 3 and not scope.by_heads  # KDA has decays of four dimensions, not compared
+        # KDA has decays of four dimensions, not compared
+        known = parallel and g.ndim == 3 and scope.call.way == "states"
         context = cp_context(scope.segments, scope.group, query.device) if known else None
         if context is not None:
             options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}

@@ -113,7 +113,7 @@ class Tokens(Part):
             "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
             "labels": run.inputs.get("labels") is not None,
             "sharded already": run.explicit,
-            "heads exchanged": run.by_heads,
+            "recurrent layers by": run.way,
         }
 
     def begin(self, run: ForwardPass) -> None:
@@ -131,7 +131,7 @@ class Tokens(Part):
             positions=run.inputs.get("position_ids"),
             fully_masked=None if fully_masked is None else fully_masked.to(device),
             real=None if real is None else real.to(device),
-            by_heads=run.by_heads,
+            way=run.way,
         )
         self.run = run
 
