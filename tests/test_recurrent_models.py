@@ -123,22 +123,25 @@ def dropped(*arguments: Any) -> Any:
     return {index: 0 * state for index, state in states.items()}, slots
 
 
-def without_halos(segments: Segments, rank: int, reach: int) -> Any:
+def without_halos(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
     """Edges before which there are zeros."""
-    edges = edges_of(segments, rank, reach)
-    return replace(edges, halos=[segments.sharding.ranks * segments.most_slots * reach] * len(edges.halos))
+    edges = edges_of(segments, rank, reach, device)
+    nowhere = segments.sharding.ranks * segments.most_slots * reach
+    return replace(edges, halos=torch.full_like(edges.halos, nowhere))
 
 
-def one_token_off(segments: Segments, rank: int, reach: int) -> Any:
+def one_token_off(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
     """Edges whose halos end one token too early."""
-    edges = edges_of(segments, rank, reach)
+    edges = edges_of(segments, rank, reach, device)
     last = segments.sharding.ranks * segments.most_slots * reach
-    return replace(edges, halos=[place if place in (0, last) else place - 1 for place in edges.halos])
+    moved = (edges.halos > 0) & (edges.halos < last)
+    return replace(edges, halos=edges.halos - moved.long())
 
 
-def of_rows(segments: Segments, rank: int, reach: int) -> Any:
+def of_rows(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
     """The edges of segments that know of rows only."""
-    return edges_of(replace(segments, documents=tuple((0, row[-1]) for row in segments.documents)), rank, reach)
+    rows = replace(segments, documents=tuple((0, row[-1]) for row in segments.documents))
+    return edges_of(rows, rank, reach, device)
 
 
 def of_the_next(x: torch.Tensor, group: ContextGroup) -> torch.Tensor:

@@ -25,7 +25,7 @@ __all__ = [
     "RecurrentSize", "RuleRate", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile", "Traffic",
     "Training", "Transfer", "assign", "built_in", "candidates", "cheapest_cut", "choose", "choose_recurrence",
     "chunks_per_rank", "cut", "cuts", "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices",
-    "imbalance", "imbalance_of_steps", "make_plan", "make_sharding", "name_of", "named", "pattern", "pattern_of", "rank_traffic",
-    "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
+    "imbalance", "imbalance_of_steps", "make_plan", "make_sharding", "name_of", "named", "pattern", "pattern_of",
+    "rank_traffic", "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
 ]
 # fmt: on

@@ -362,6 +362,7 @@ class _PassCost:
             self._scan()
             incoming = runs.later_pieces * state * _WIDE
             self.kept = incoming + self.segments.most_slots * (size.slot_bytes - state * _WIDE)
+            self.memory += 3 * self.segments.most_slots * size.slot_bytes  # known, as it leaves, and as it comes
         else:
             self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
             self._touch(0.0, _SLOT_CALLS * slots)

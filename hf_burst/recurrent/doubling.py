@@ -1,9 +1,9 @@
 """States that come to segments in as many steps as the logarithm of the longest chain of them.
 
-A segment tells what it knows to the one behind it, twice as far in each step (Hillis and Steele 1986): what all segments
-from some earlier one up to itself do to a state, or once it knows of all before, the state itself. The backward pass is
-such a scan from the end. With `s' = A s + b` and the whole gradient G' of s', that of s is `G = A^T G' + g`, where g is
-what outputs say of s; those of b and A are G' and `G' s^T`.
+In each step a segment tells what it knows to one behind it, twice as far as before (Hillis and Steele 1986). It
+knows what a run of segments up to itself does to a state; once the run begins with the document, the state itself. The
+backward pass is such a scan from the end. If `s' = A s + b`, and G' is the whole gradient of s', that of s is
+`G = A^T G' + g` with what outputs add, that of b is G', and that of A is `G' s^T`.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ class _Scan(torch.autograd.Function):
         if kept is None:
             before = _scan(own, (states[0], transitions[0]), "forward", *ctx.settings)
             came = [before[index] for index in _later(segments, group)]
-            incoming = torch.stack(came) if came else states[:0].detach()
+            incoming = torch.stack(came) if came else states.new_empty(0, *states.shape[1:])
         else:
             incoming = kept.detach()
         ctx.save_for_backward(transitions, incoming)
@@ -71,9 +71,9 @@ class _Scan(torch.autograd.Function):
         (transitions, incoming), (_, segments, group) = ctx.saved_tensors, ctx.settings
         handing, later = sorted(handing_on(segments, group)), _later(segments, group)
         steps = dict(zip(handing, transitions, strict=True))
-        came, own = dict(zip(later, incoming, strict=True)), dict(zip(later, gradient, strict=True))
-        back = {index: (own[index], _transposed(steps[index])) for index in later if index in steps}
-        back |= {index: (own[index],) for index in later if index not in steps}  # the last ones of their documents
+        came, own = (dict(zip(later, tensor, strict=True)) for tensor in (incoming, gradient))
+        back: dict[int, Known] = {index: (added,) for index, added in own.items()}
+        back |= {index: (own[index], _transposed(steps[index])) for index in later if index in steps}
         like = incoming.new_empty(incoming.shape[1:]), _transposed(transitions[0])
         behind = _scan(back, like, "backward", *ctx.settings)
         nothing = incoming.new_zeros(incoming.shape[1:])  # of a rank that hands on to nobody
