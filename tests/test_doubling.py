@@ -241,7 +241,9 @@ def stale(after: Any, first: Any, advance: Any) -> Any:
 
 
 def over_documents(segments: Segments, rank: int, direction: Any) -> Any:
-    """The steps of segments that know of rows only."""
+    """Forward, the steps of segments that know of rows only."""
+    if direction == "backward":
+        return steps_of(segments, rank, direction)
     pieces = sorted(
         (piece.row, piece.start, rank, index)
         for rank, own in enumerate(segments.by_rank)
@@ -255,7 +257,6 @@ def over_documents(segments: Segments, rank: int, direction: Any) -> Any:
 
 steps_of = doubling._steps_of
 BROKEN = {
-    "a first step dropped": ("_steps_of", without_a_step(0)),
     "a step dropped": ("_steps_of", without_a_step(2)),
     "the last step dropped": ("_steps_of", without_a_step(-1)),
     "A in place of A^T": ("_transposed", lambda transition: transition),
@@ -268,19 +269,10 @@ BROKEN = {
 def test_what_is_broken_on_purpose_is_found(name: str) -> None:
     attribute, broken = BROKEN[name]
     with mock.patch.object(doubling, attribute, broken):
-        try:
-            error = greatest_error(CASES["documents"].segments, True)
-        except (AssertionError, KeyError):
-            return
-    assert error > 1e-6
+        assert greatest_error(CASES["documents"].segments, True) > 1e-6
 
 
 def test_a_state_that_passes_the_end_of_a_document_is_found() -> None:
-    """Every segment hands on, so that nothing else fails."""
     segments = Case(8, ((0, 40, 80),), "contiguous").segments
     with mock.patch.object(doubling, "_steps_of", over_documents):
-        try:
-            error = greatest_error(segments, True)
-        except (AssertionError, KeyError):
-            return
-    assert error > 1e-6
+        assert greatest_error(segments, True) > 1e-6
