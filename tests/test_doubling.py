@@ -201,7 +201,7 @@ def test_every_rank_sends_as_often_and_what_is_planned(name: str) -> None:
     state, transition = HEADS * KEYS * WIDTH * 8, HEADS * KEYS * KEYS * 8
     for rank, sent in enumerate(ranks.sent):
         planned = [
-            state + (0 if hop.complete else transition)
+            state + (transition if hop.tensors == 2 else 0)
             for direction in ("forward", "backward", "backward")
             for step in segments.hops[direction]
             for hop in step
@@ -217,10 +217,10 @@ def test_segments_come_to_know_all_before(layout: SequenceLayout) -> None:
         chains = [chain if direction == "forward" else chain[::-1] for chain in segments.chains]
         known = {place: (place,) for chain in chains for place in chain}
         for step in hops:
-            told = [(hop.target, known[hop.source], hop.complete) for hop in step]
-            for target, run, complete in told:
+            told = [(hop.target, known[hop.source], hop.tensors) for hop in step]
+            for target, run, tensors in told:
                 (chain,) = (chain for chain in chains if target in chain)
-                assert complete == (run[0] == chain[0])
+                assert (tensors == 1) == (run[0] == chain[0])
                 known[target] = (*run, *known[target])
         for chain in chains:
             assert [known[place] for place in chain] == [chain[: end + 1] for end in range(len(chain))]
@@ -234,10 +234,10 @@ def without_a_step(number: int) -> Any:
     return steps
 
 
-def stale(after: Any, first: Any, advance: Any) -> Any:
-    """What the first run does is applied in the wrong sequence."""
+def swapped(scan: doubling.Scan, after: Any, first: Any) -> Any:
+    """Two runs, the transitions of which are applied in the wrong sequence."""
     state, transition = after
-    return advance(transition, first[0]) + state, *(advance(past, transition) for past in first[1:])
+    return scan.advance(transition, first[0]) + state, *(scan.advance(past, transition) for past in first[1:])
 
 
 def over_documents(segments: Segments, rank: int, direction: Any) -> Any:
@@ -256,19 +256,18 @@ def over_documents(segments: Segments, rank: int, direction: Any) -> Any:
 
 
 steps_of = doubling._steps_of
-BROKEN = {
-    "a step dropped": ("_steps_of", without_a_step(2)),
-    "the last step dropped": ("_steps_of", without_a_step(-1)),
-    "A in place of A^T": ("_transposed", lambda transition: transition),
-    "the wrong sequence": ("_composed", stale),
-    "a gradient of A without the state": ("_outer", lambda gradients, states, transitions: 0 * transitions),
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "a step dropped": (doubling, "_steps_of", without_a_step(2)),
+    "the last step dropped": (doubling, "_steps_of", without_a_step(-1)),
+    "A in place of A^T": (doubling, "_transposed", lambda transition: transition),
+    "the wrong sequence": (doubling.Scan, "composed", swapped),
+    "a gradient of A without the state": (doubling, "_outer", lambda gradients, states, transitions: 0 * transitions),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_on_purpose_is_found(name: str) -> None:
-    attribute, broken = BROKEN[name]
-    with mock.patch.object(doubling, attribute, broken):
+    with mock.patch.object(*BROKEN[name]):
         assert greatest_error(CASES["documents"].segments, True) > 1e-6
 
 

@@ -75,15 +75,15 @@ def contiguous(length: int, ranks: int, documents: tuple[int, ...] = ()) -> Segm
 
 
 def test_bytes_and_seconds_by_hand() -> None:
-    """One document over two ranks: rank 0 hands one slot on to one peer, and gets its gradient."""
+    """One document over two ranks: rank 0 hands one slot on to one peer; gloo sums its gradient on both."""
     slot, halo = 48 * 128 * 256 * 4, 10240 * 3 * 2
     assert (DELTA.slot_bytes, DELTA.halo_bytes) == (slot, halo)
     cost = recurrence_cost("states", DELTA, contiguous(64, 2), PAPER)
-    assert (cost.sent_bytes, cost.halo_bytes, cost.kept_bytes) == (2 * slot, 2 * halo, 2 * slot)
+    assert (cost.sent_bytes, cost.halo_bytes, cost.kept_bytes) == (3 * slot, 3 * halo, 2 * slot)
     assert cost.forward_s == pytest.approx(2 + slot + halo)
-    assert cost.backward_s == pytest.approx(2 + slot + halo)
-    gathered = recurrence_cost("states", DELTA, contiguous(64, 2), replace(PAPER, device="GPU"))
-    assert gathered.sent_bytes == 2 * slot, "by flash-linear-attention's own kernels"
+    assert cost.backward_s == pytest.approx(2 + 2 * (slot + halo))
+    summed_at_home = recurrence_cost("states", DELTA, contiguous(64, 2), replace(PAPER, device="GPU"))
+    assert (summed_at_home.sent_bytes, summed_at_home.halo_bytes) == (2 * slot, 2 * halo)
     # a token's q and k of 16 heads, v of 48, decays in fp32 and beta go there; outputs come back; half stays at home
     there, back = 2 * (2 * 16 * 128 + 48 * 128 + 48) + 4 * 48, 2 * 48 * 128
     assert DELTA.exchanged(2) == (there, back)
@@ -92,6 +92,34 @@ def test_bytes_and_seconds_by_hand() -> None:
     assert cost.forward_s == pytest.approx(1 + halo + 2 + 16 * (there + back))
     assert SCAN.slot_bytes == 128 * (128 * 64 + 1) * 4
     assert SELECTIVE.slot_bytes == CONVOLUTION.slot_bytes == 0
+
+
+def test_a_scan_by_hand() -> None:
+    """Four runs: in the first step the middle ones send all they know, in the second one the first two send a state."""
+    state, slot, halo = 48 * 128 * 128 * 4, 48 * 128 * 256 * 4, 10240 * 3 * 2
+    segments = contiguous(64, 4)
+    assert [[(*hop.source, *hop.target, hop.tensors) for hop in step] for step in segments.hops["forward"]] == [
+        [(0, 0, 1, 0, 1), (1, 0, 2, 0, 2), (2, 0, 3, 0, 2)],
+        [(0, 0, 2, 0, 1), (1, 0, 3, 0, 1)],
+    ]
+    cost = recurrence_cost("scanned states", DELTA, segments, PAPER)
+    assert (cost.sent_bytes, cost.kept_bytes) == (2 * (slot + state), slot)
+    assert cost.forward_s == pytest.approx((1 + 3 * halo) + (1 + slot) + (1 + state))
+    assert cost.backward_s == pytest.approx((1 + 6 * halo) + (1 + slot) + (1 + state))
+    hosts = replace(PAPER, ranks_per_host=2, between_hosts=Link(5.0, 1.0))
+    cost = recurrence_cost("scanned states", DELTA, segments, hosts)
+    assert cost.forward_s == pytest.approx((5 + 2 * halo) + (5 + slot) + (5 + state))
+
+
+@pytest.mark.parametrize("size", [DELTA, SCAN], ids=["delta", "scan"])
+def test_many_ranks_scan(size: RecurrentSize) -> None:
+    """On H200s: a gather sends as much more as there are ranks, a scan little more for twice as many."""
+    for ranks in (2, 4, 8, 32, 64, 256):
+        segments = Segments(cut(8192 * ranks, pattern(ranks, "zigzag")), ((0, 8192 * ranks),))
+        assert (choose_recurrence([size], segments, h200(), "states").way == "scanned states") == (ranks > 8)
+    gathered, scanned = (recurrence_cost(way, size, segments, h200()) for way in ("states", "scanned states"))
+    assert scanned.sent_bytes < gathered.sent_bytes / 25
+    assert scanned.kept_bytes < gathered.kept_bytes / 200
 
 
 def test_heads_that_ranks_do_not_divide() -> None:
@@ -190,7 +218,7 @@ def bytes_of(rank: int, size: int, kind: str, chunking: str, scans: bool) -> tup
         return gather(into, tensor, **options)
 
     def reduce_scatter(total: torch.Tensor, tensors: Any, **options: Any) -> Any:
-        Wire.total += (size - 1) * total.nbytes
+        Wire.total += 2 * (size - 1) * total.nbytes  # gloo reduces all of them on all ranks
         return reduce(total, tensors, **options)
 
     def all_to_all(landing: Any, tensor: torch.Tensor, came: Any, sizes: list[int], **options: Any) -> Any:

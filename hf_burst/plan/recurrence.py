@@ -266,6 +266,7 @@ class _PassCost:
         self.size, self.segments, self.machine, self.direction = size, segments, machine, direction
         self.backward = direction == "backward"
         self.times = 2 if self.backward else 1  # operations and calls of the backward pass
+        self.summed = self.times if machine.device == "CPU" else 1  # gloo sums gradients on every rank
         self.ranks, self.rows = segments.sharding.ranks, len(segments.documents)
         self.tokens = self.rows * segments.sharding.most_tokens
         self.seconds = self.sent = self.halos = self.memory = self.kept = 0.0
@@ -301,7 +302,7 @@ class _PassCost:
     def _gather(self, size: float) -> float:
         """A slot of so many bytes for each piece that hands on is gathered; its gradients are summed at home. The bytes
         that a rank sends."""
-        slots = self.segments.most_slots
+        slots = self.summed * self.segments.most_slots
         if not slots or not size:
             return 0.0
         self.seconds += self._spread(slots * size, self.machine.p2p)
@@ -314,8 +315,8 @@ class _PassCost:
         total = Counter[int]()
         for step in self.segments.hops[self.direction]:
             composed, inside, outside = Counter[int](), Counter[int](), Counter[int]()
-            for (rank, _), (peer, _), complete in step:
-                size = state if complete else self.size.slot_bytes
+            for (rank, _), (peer, _), tensors in step:
+                size = state if tensors == 1 else self.size.slot_bytes
                 composed[rank] += size
                 if peer != rank:
                     (inside if rank // per_host == peer // per_host else outside)[rank] += size
@@ -385,7 +386,7 @@ class _PassCost:
         self.seconds += self._spread(moved / self.ranks / strided, inside) + (messages - 1) * inside.latency
         self.seconds += (2 if direct else 4) * moved / self.machine.memory_bandwidth
         self.seconds += 4 * messages * self.machine.launch
-        shared = self.tokens * size.shared_bytes
+        shared = self.summed * self.tokens * size.shared_bytes
         self.seconds += self._spread(shared, self.machine.p2p)
         self.sent = (moved / self.ranks + shared) * (self.ranks - 1)
-        self.memory = 2.0 * moved + self.times * self.ranks * shared
+        self.memory = 2.0 * moved + self.times * self.ranks * self.tokens * size.shared_bytes

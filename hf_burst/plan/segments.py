@@ -45,12 +45,12 @@ class Hop(NamedTuple):
 
     Args:
         source, target (`tuple[int, int]`): Both, by their rank and their place in `by_rank`.
-        complete (`bool`): Whether it knows of all segments before, so that it tells a state and no transition.
+        tensors (`int`): 2 for a state and a transition; 1 for a state alone, once it knows of all segments before.
     """
 
     source: tuple[int, int]
     target: tuple[int, int]
-    complete: bool
+    tensors: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ def _hops(chains: Sequence[tuple[tuple[int, int], ...]]) -> tuple[tuple[Hop, ...
     steps = (max(map(len, chains), default=1) - 1).bit_length()
     return tuple(
         tuple(
-            Hop(source, target, place < distance)
+            Hop(source, target, 1 if place < distance else 2)
             for chain in chains
             for place, (source, target) in enumerate(zip(chain, chain[distance:], strict=False))
         )

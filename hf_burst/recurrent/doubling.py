@@ -7,6 +7,8 @@ backward pass is such a scan from the end. If `s' = A s + b`, and G' is the whol
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,139 +22,118 @@ from ..plan.traffic import Pass
 from .gather import handing_on
 from .received import Received
 
-Advance = Callable[[Tensor, Tensor], Tensor]
 Known = tuple[Tensor, ...]  # a state, and a transition unless all segments before are known
-Steps = tuple[tuple[tuple[Hop, ...], tuple[Hop, ...]], ...]  # what leaves a rank, and what comes, by peers
 
 
-def scan_states(
-    handed: Mapping[int, tuple[Tensor, Tensor]],
-    advance: Advance,
-    segments: Segments,
-    group: ContextGroup,
-    received: Received,
-) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
-    """The states that come to the segments of this rank; arguments and results as in [`incoming_states`]."""
-    pairs = zip(*(handed[index] for index in sorted(handing_on(segments, group))), strict=True)
-    states, transitions = map(torch.stack, pairs)
-    came = received.exchange(
-        states, lambda kept: (_Scan.apply(states, transitions, advance, segments, group, kept and kept[0]),)
-    )
-    return dict(zip(_later(segments, group), came[0].unbind(), strict=True)), came
+@dataclass(frozen=True)
+class Scan:
+    """The part of one rank in a scan.
+
+    Args:
+        advance (callable): Applies a transition to a state, or to an earlier transition.
+        segments ([`Segments`]): Those of all ranks.
+        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+    """
+
+    advance: Callable[[Tensor, Tensor], Tensor]
+    segments: Segments
+    group: ContextGroup
+
+    def incoming(self, handed: Mapping[int, Known], received: Received) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
+        """The states that come to the segments of this rank; arguments and results as in [`incoming_states`]."""
+        states, transitions = map(torch.stack, zip(*(handed[index] for index in self.handing), strict=True))
+        came = received.exchange(states, lambda kept: (_Incoming.apply(states, transitions, self, kept and kept[0]),))
+        return dict(zip(self.later, came[0].unbind(), strict=True)), came
+
+    @property
+    def handing(self) -> list[int]:
+        """The segments of this rank that hand something on, see [`handing_on`]."""
+        return sorted(handing_on(self.segments, self.group))
+
+    @property
+    def later(self) -> list[int]:
+        """The segments of this rank to which a state comes."""
+        return [index for index, piece in enumerate(self.segments.by_rank[self.group.rank]) if not piece.opens]
+
+    def run(self, own: Mapping[int, Known], like: Known, direction: Pass) -> dict[int, Tensor]:
+        """The states that come to segments in a pass, of what each of them does itself. `like` are a state and a
+        transition. All ranks send as often, possibly nothing."""
+        known, before = dict(own), dict[int, Known]()
+        for leaving, coming in self.segments.once(_steps_of, self.group.rank, direction):
+            for hop in leaving:
+                index = hop.source[1]
+                if index not in known:
+                    known[index] = self.composed(own[index], before[index])
+            parts = [part.flatten() for hop in leaving for part in known[hop.source[1]][: hop.tensors]]
+            outgoing = torch.cat(parts) if parts else like[0].new_empty(0)
+            to, since = self._sizes(leaving, "target", like), self._sizes(coming, "source", like)
+            landing = outgoing.new_empty(sum(since))
+            dist.all_to_all_single(landing, outgoing, since, to, group=self.group.process_group)
+            shapes = [tensor.shape for hop in coming for tensor in like[: hop.tensors]]
+            pieces = landing.split([shape.numel() for shape in shapes])
+            landed = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+            for hop in coming:
+                index, run = hop.target[1], tuple(islice(landed, hop.tensors))
+                before[index] = self.composed(before[index], run) if index in before else run
+                known.pop(index, None)
+        return {index: state for index, (state, *_) in before.items()}
+
+    def composed(self, after: Known, first: Known) -> Known:
+        """What two runs do, one after another."""
+        state, transition = after
+        return self.advance(transition, first[0]) + state, *(self.advance(transition, past) for past in first[1:])
+
+    def _sizes(self, hops: tuple[Hop, ...], end: str, like: Known) -> list[int]:
+        """How many numbers go to, or come from, each rank."""
+        sizes = [0] * self.group.size
+        for hop in hops:
+            sizes[getattr(hop, end)[0]] += sum(tensor.numel() for tensor in like[: hop.tensors])
+        return sizes
 
 
-class _Scan(torch.autograd.Function):
+class _Incoming(torch.autograd.Function):
     """From what the segments of this rank hand on, to the states that come to those that open no document."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        states: Tensor,
-        transitions: Tensor,
-        advance: Advance,
-        segments: Segments,
-        group: ContextGroup,
-        kept: Tensor | None,
-    ) -> Tensor:
-        ctx.settings = advance, segments, group
-        own = dict(zip(sorted(handing_on(segments, group)), zip(states, transitions, strict=True), strict=True))
-        if kept is None:
-            before = _scan(own, (states[0], transitions[0]), "forward", *ctx.settings)
-            came = [before[index] for index in _later(segments, group)]
+    def forward(ctx: Any, states: Tensor, transitions: Tensor, scan: Scan, kept: Tensor | None) -> Tensor:
+        ctx.scan, incoming = scan, kept
+        if incoming is None:
+            own = dict(zip(scan.handing, zip(states, transitions, strict=True), strict=True))
+            before = scan.run(own, (states[0], transitions[0]), "forward")
+            came = [before[index] for index in scan.later]
             incoming = torch.stack(came) if came else states.new_empty(0, *states.shape[1:])
-        else:
-            incoming = kept.detach()
         ctx.save_for_backward(transitions, incoming)
-        return incoming
+        return incoming.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         refuse_second_derivative()
-        (transitions, incoming), (_, segments, group) = ctx.saved_tensors, ctx.settings
-        handing, later = sorted(handing_on(segments, group)), _later(segments, group)
-        steps = dict(zip(handing, transitions, strict=True))
+        transitions, incoming = ctx.saved_tensors
+        handing, later = ctx.scan.handing, ctx.scan.later
+        steps = dict(zip(handing, _transposed(transitions), strict=True))
         came, own = (dict(zip(later, tensor, strict=True)) for tensor in (incoming, gradient))
-        back: dict[int, Known] = {index: (added,) for index, added in own.items()}
-        back |= {index: (own[index], _transposed(steps[index])) for index in later if index in steps}
-        like = incoming.new_empty(incoming.shape[1:]), _transposed(transitions[0])
-        behind = _scan(back, like, "backward", *ctx.settings)
-        nothing = incoming.new_zeros(incoming.shape[1:])  # of a rank that hands on to nobody
+        back = {index: (own[index], steps[index]) if index in steps else (own[index],) for index in later}
+        nothing = incoming.new_zeros(incoming.shape[1:])  # of a rank that hands on to nobody, or opens a document
+        behind = ctx.scan.run(back, (nothing, _transposed(transitions)[0]), "backward")
         states = torch.stack([behind.get(index, nothing) for index in handing])
         before = torch.stack([came.get(index, nothing) for index in handing])
-        return states, _outer(states, before, transitions), None, None, None, None
+        return states, _outer(states, before, transitions), None, None
 
 
-def _scan(
-    own: Mapping[int, Known],
-    like: tuple[Tensor, Tensor],
-    direction: Pass,
-    advance: Advance,
-    segments: Segments,
-    group: ContextGroup,
-) -> dict[int, Tensor]:
-    """The states that come to segments in a pass, of what each of them does itself. `like` is a state and a transition.
-    All ranks send as often, possibly nothing."""
-    known, before = dict(own), dict[int, Known]()
-    for leaving, coming in segments.once(_steps_of, group.rank, direction):
-        for hop in leaving:
-            index = hop.source[1]
-            if index not in known:
-                known[index] = _composed(own[index], before[index], advance)
-        parts = [part for hop in leaving for part in known[hop.source[1]][: 1 if hop.complete else 2]]
-        for hop, landed in zip(coming, _exchanged(parts, leaving, coming, like, group), strict=True):
-            index = hop.target[1]
-            before[index] = _composed(before[index], landed, advance) if index in before else landed
-            known.pop(index, None)
-    return {index: state for index, (state, *_) in before.items()}
-
-
-def _composed(after: Known, first: Known, advance: Advance) -> Known:
-    """What two runs do, one after another."""
-    state, transition = after
-    return advance(transition, first[0]) + state, *(advance(transition, past) for past in first[1:])
-
-
-def _exchanged(
-    parts: list[Tensor],
-    leaving: tuple[Hop, ...],
-    coming: tuple[Hop, ...],
-    like: tuple[Tensor, Tensor],
-    group: ContextGroup,
-) -> list[Known]:
-    """The states and transitions that come in one step, in the sequence of `coming`."""
-    sizes = [tensor.numel() for tensor in like]
-    counts = [[0] * group.size, [0] * group.size]
-    for hop in leaving:
-        counts[0][hop.target[0]] += sizes[0] if hop.complete else sum(sizes)
-    for hop in coming:
-        counts[1][hop.source[0]] += sizes[0] if hop.complete else sum(sizes)
-    outgoing = torch.cat([like[0].new_empty(0), *(part.flatten() for part in parts)])
-    landing = outgoing.new_empty(sum(counts[1]))
-    dist.all_to_all_single(landing, outgoing, counts[1], counts[0], group=group.process_group)
-    shapes = [like[:1] if hop.complete else like for hop in coming]
-    pieces = iter(landing.split([tensor.numel() for shape in shapes for tensor in shape]))
-    return [tuple(next(pieces).view(tensor.shape) for tensor in shape) for shape in shapes]
-
-
-def _steps_of(segments: Segments, rank: int, direction: Pass) -> Steps:
-    """The hops that leave a rank, by their targets, and those that come, by their sources."""
-    return tuple(
+def _steps_of(segments: Segments, rank: int, direction: Pass) -> list[tuple[tuple[Hop, ...], ...]]:
+    """What leaves a rank in each step, by where it goes, and what comes, by where it comes from."""
+    return [
         (
             tuple(sorted((hop for hop in step if hop.source[0] == rank), key=lambda hop: hop.target[0])),
             tuple(sorted((hop for hop in step if hop.target[0] == rank), key=lambda hop: hop.source[0])),
         )
         for step in segments.hops[direction]
-    )
+    ]
 
 
-def _later(segments: Segments, group: ContextGroup) -> list[int]:
-    """The segments of this rank to which a state comes."""
-    return [index for index, piece in enumerate(segments.by_rank[group.rank]) if not piece.opens]
-
-
-def _transposed(transition: Tensor) -> Tensor:
-    """Of the matrix of each head; a number of each head is as it was."""
-    return transition.mT if transition.ndim > 1 else transition
+def _transposed(transitions: Tensor) -> Tensor:
+    """Of a matrix for each head; a number for each head is as it was."""
+    return transitions.mT if transitions.ndim > 2 else transitions
 
 
 def _outer(gradients: Tensor, states: Tensor, transitions: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .doubling import scan_states
+from .doubling import Scan
 from .gather import gather_slots
 from .received import Received
 
@@ -41,7 +41,7 @@ def incoming_states(
         [`take_part`].
     """
     if received is not None and received.scans:
-        return scan_states(handed, advance, segments, group, received)
+        return Scan(advance, segments, group).incoming(handed, received)
     own, transition = next(iter(handed.values()))
     flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
     slots, incoming = gather_slots(flat, segments, group, received), dict[int, Tensor]()
