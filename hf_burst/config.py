@@ -108,9 +108,14 @@ class BurstConfig:
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
             Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
-            much of each half or quarter. Encoders keep all or nothing. What is kept stays on the device, also where
-            checkpointing offloads to the host. Received states and halos of recurrent layers are kept, unless it is
-            0.0.
+            much of each half or quarter. Encoders keep all or nothing. Received states and halos of recurrent layers
+            are kept, unless it is 0.0.
+        activation_offloading (`float`, defaults to `0.0`):
+            The share of the checkpointed layers, from the first one on, whose inputs and kept attention wait in
+            page-locked host memory for the backward pass. Copies run beside computation. The last layer keeps its own.
+        tiled_mlp (`int`, defaults to 0):
+            MLPs, and experts behind a router, are computed so many tokens at a time, in both passes; 0 for all at once.
+            The backward pass computes them again, as a checkpointed layer does anyway.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
@@ -125,6 +130,8 @@ class BurstConfig:
     transport: Transport = "auto"
     recurrence: Recurrence = "auto"
     attention_keep: float = 1.0
+    activation_offloading: float = 0.0
+    tiled_mlp: int = 0
     logits_limit_gib: float = 4.0
     gradients: Gradients = "averaged_by_wrapper"
 
@@ -147,6 +154,11 @@ class BurstConfig:
         if self.attention_keep not in _KEEP:
             keeps = ", ".join(map(str, _KEEP))
             raise ConfigError(f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
+        share = self.activation_offloading
+        if not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ConfigError(f"BurstConfig.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
+        if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
+            raise ConfigError(f"BurstConfig.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
         if self.chunking == "documents" and self.stretches > 1:
             raise ConfigError(
                 f"BurstConfig(chunking='documents', attention_keep={self.attention_keep!r}): attention is kept in "

@@ -33,6 +33,10 @@ class GroupResources:
         self._machines: dict[tuple[torch.device, str], Machine] = {}
         self._pools: dict[torch.device, SymmetricPool | str] = {}
 
+    def knows(self, device: torch.device, kernel: str) -> bool:
+        """Whether the ranks have agreed on their machine, so that [`GroupResources.machine`] sends nothing."""
+        return (device, kernel) in self._machines
+
     def machine(self, device: torch.device, kernel: str) -> Machine:
         """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]."""
         machine = self._machines.get((device, kernel))

@@ -21,6 +21,8 @@ from hf_burst.errors import (
     RankMismatchError,
     UnsupportedModelError,
 )
+from hf_burst.mesh import ContextGroup
+from hf_burst.resources import resources_of
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -396,6 +398,12 @@ def negative_items(rank: int, size: int) -> None:
     models.patch(models.make_model("llama").train())(**good(rank), num_items_in_batch=-1)
 
 
+def recurrent_layers_on_one_rank(rank: int, size: int) -> None:
+    """The rank with them needs to know the machine before it cuts the batch."""
+    resources_of(ContextGroup.from_mesh(torch.distributed.group.WORLD)).close()
+    models.patch(models.make_model(("llama", "qwen3_5")[rank]).train())(**good(rank))
+
+
 def shards_drift_apart(rank: int, size: int) -> None:
     model = models.patch(models.make_model("llama").train())
     for _ in range(20):
@@ -424,6 +432,11 @@ def two_groups(rank: int, size: int) -> None:
         (partial(other_outputs, output_hidden_states=True), RankMismatchError, "hidden states: rank 0 has True"),
         (partial(other_outputs, fused_lm_head=True), RankMismatchError, "fused_lm_head: rank 0 has True"),
         (dropout, UnsupportedModelError, "config.attn_pdrop is 0.1"),
+        (
+            recurrent_layers_on_one_rank,
+            RankMismatchError,
+            "recurrent layers: rank 0 has none, rank 1 has 1 recurrent layer",
+        ),
         (missing_kernel, KernelError, "torch_flash"),
         (large_logits, BatchError, "logits_to_keep"),
         (learned_positions_run_out, BurstError, "position_ids holds 512; this model takes 0 to 511"),

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from hf_burst import linear_loss
 from hf_burst.attention import AttentionCache
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf.parts import checkpointing
-from hf_burst.hf.parts.checkpointing import SavedAttention
+from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.kernels import Scores
 from hf_burst.ring import ShardedAttention
 from tests import models
@@ -68,7 +69,7 @@ def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings
                 assert sum(queries) - whole == whole * (1 - keep), (schedule, keep, queries)
                 for found, gradient in zip(group_mean(model), wanted, strict=True):
                     torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
-            assert not part_of(model, SavedAttention).under_way
+            assert not part_of(model, Checkpointing).under_way
             hf_burst.unpatch_model(model)
 
 
@@ -95,7 +96,7 @@ def odd_uses(rank: int, size: int) -> None:
     wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
     models.patch(model, hf_burst.BurstConfig(attention_keep=0.5))
     model.gradient_checkpointing_enable()
-    saved = part_of(model, SavedAttention)
+    saved = part_of(model, Checkpointing)
 
     def check(index: int, times: int = 1) -> None:
         for found, gradient in zip(group_mean(model), wanted[index], strict=True):
@@ -306,8 +307,8 @@ def test_what_is_remembered_lives_as_long_as_the_graph() -> None:
     model.gradient_checkpointing_enable()
     made: list[weakref.ref[AttentionCache]] = []
 
-    def make(share: float) -> AttentionCache:
-        cache = AttentionCache(share)
+    def make(*arguments: Any) -> AttentionCache:
+        cache = AttentionCache(*arguments)
         made.append(weakref.ref(cache))
         return cache
 

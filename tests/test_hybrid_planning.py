@@ -41,6 +41,7 @@ from hf_burst.plan import (
 from hf_burst.plan.cuts import by_documents
 from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.sharding import pattern
+from hf_burst.resources import GroupResources
 from hf_burst.ring import PeerToPeer
 from tests import models
 from tests.ranks import RankPool
@@ -384,7 +385,7 @@ def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
     slow_link = replace(h200(), symmetric=None, p2p=link)
     slow_call = replace(h200(), symmetric=None, rule=replace(rule, call=1.0))
     for machine in (slow_state, slow_link, slow_call):
-        with mock.patch("hf_burst.hf.hybrid.machine_of_group", lambda *_, machine=machine: machine):
+        with mock.patch.object(GroupResources, "machine", lambda *_, machine=machine: machine):
             models.patch(model)
             hook = model.model.register_forward_pre_hook(
                 lambda module, args, kwargs: calls.append(kwargs["burst_call"]), with_kwargs=True

@@ -5,7 +5,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
 ORDER = [
-    *("version", "errors", "cache", "config", "plan", "mesh", "collectives", "layout", "kernels", "ring", "calibrate"),
+    *(
+        "version",
+        "errors",
+        "cache",
+        "config",
+        "plan",
+        "mesh",
+        "collectives",
+        "layout",
+        "offload",
+        "tiled",
+        "kernels",
+        "ring",
+        "calibrate",
+    ),
     *("resources", "attention", "recurrent", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
@@ -79,6 +93,7 @@ WITHIN = {
             "tokens",
             "rope",
             "checkpointing",
+            "tiles",
             "recurrence",
             "experts",
             "loss",

@@ -1,5 +1,6 @@
 """What checkpointed layers keep of their attention, so that the backward pass does not compute it a second time."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from ..errors import KernelError
 from ..layout import SequenceLayout
+from ..offload import Kept, kept_here
 from ..resources import resources_of
 from .operator import TrackedAttention
 from .prepare import InputKind, sharded_attention
@@ -16,18 +18,17 @@ from .request import AttentionRequest
 class CachedAttention(NamedTuple):
     """The results of an attention: all of them, or the last rows of every rank."""
 
-    out: Tensor  # (B, rows, Hq, Dv)
-    lse: Tensor  # (B, rows, Hq)
+    out: Kept  # (B, rows, Hq, Dv)
+    lse: Kept  # (B, rows, Hq)
     beginning: SequenceLayout | None  # of the tokens whose rows are missing
     shape: torch.Size  # of q
     request: AttentionRequest
-    version: int  # how often the outputs had been changed in place by then
 
     def recall(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
-        request, out, lse = self.request, self.out.detach(), self.lse.detach()
+        request, out, lse = self.request, self.out(), self.lse()
         if self.beginning is not None:
             rows = q.shape[1] - out.shape[1]
             first = (tensor[:, :rows] for tensor in (q, k, v))
@@ -49,10 +50,11 @@ class AttentionCache:
 
     Args:
         share (`float`): How much is kept, from the end of the sequence; see [`BurstConfig`].
+        keep (callable): From a tensor to what returns it again.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float, keep: Callable[[Tensor], Kept] = kept_here) -> None:
+        self.share, self.keep = share, keep
         self.entries: list[CachedAttention] = []
         self.position: int | None = None  # of the next entry where the region runs again
 
@@ -77,7 +79,8 @@ class AttentionCache:
             if beginning is not None:
                 rows = beginning.length // beginning.ranks
                 kept_out, kept_lse = kept_out[:, rows:].clone(), kept_lse[:, rows:].clone()
-            self.entries.append(CachedAttention(kept_out, kept_lse, beginning, q.shape, request, kept_out._version))
+            kept = self.keep(kept_out), self.keep(kept_lse)
+            self.entries.append(CachedAttention(*kept, beginning, q.shape, request))
         return out
 
 
@@ -87,9 +90,4 @@ def _check_unchanged(entry: CachedAttention, q: Tensor, request: AttentionReques
         raise KernelError(
             "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "
             "BurstConfig(attention_keep=0.0)."
-        )
-    if entry.out._version != entry.version:
-        raise KernelError(
-            "A checkpointed layer changed what its attention returned in place, so that it is not there when "
-            "the layer runs again. Change a copy, or keep nothing: BurstConfig(attention_keep=0.0)."
         )

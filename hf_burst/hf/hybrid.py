@@ -9,11 +9,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..attention import machine_of_group
 from ..config import BurstConfig
 from ..layout import SequenceLayout
-from ..mesh import ContextGroup
-from ..plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
+from ..plan import Hybrid, Machine, RecurrentSize, Shapes, choose_recurrence
 from ..plan.recurrence import Way
 from .doors import recurrent_modules
 from .recurrent import functions_of
@@ -50,17 +48,10 @@ def head_size(layer: PreTrainedConfig) -> int:
 
 
 def hybrid_of(
-    sizes: tuple[RecurrentSize, ...], shapes: Shapes | None, group: ContextGroup, device: Any, config: BurstConfig
+    sizes: tuple[RecurrentSize, ...], shapes: Shapes | None, machine: Machine, config: BurstConfig
 ) -> Hybrid | None:
-    """What batches are cut for; `None` for models without recurrent layers, and in one process.
-
-    All ranks call it at the same time: at the first call of a group they agree on their machine.
-    """
-    if not sizes or group.size == 1:
-        return None
-    machine = machine_of_group(group, device, config.kernel)
-    assert machine is not None, "of several ranks"
-    return Hybrid(sizes, shapes, machine, config.recurrence, config.schedule)
+    """What batches are cut for; `None` for models without recurrent layers."""
+    return Hybrid(sizes, shapes, machine, config.recurrence, config.schedule) if sizes else None
 
 
 @lru_cache(maxsize=64)

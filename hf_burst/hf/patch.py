@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import ConfigError
 from ..mesh import ContextGroup
+from ..resources import resources_of
 from .accelerate import PATCH, check_joined, resolve_group
 from .attention import CALL_KEY
 from .cutting import CutPoint, bound_arguments, cut_point_of
 from .hybrid import attention_shapes, hybrid_of, recurrent_sizes
 from .parts.attention import Attention
 from .parts.base import ForwardPass, Part
-from .parts.checkpointing import SavedAttention
+from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
@@ -32,6 +33,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
+from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .sharded import is_sharded
@@ -134,7 +136,8 @@ def make_parts(
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),
-        SavedAttention(config.attention_keep),
+        Checkpointing(config),
+        TiledMLP(model, config.tiled_mlp),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
@@ -201,7 +204,7 @@ class _Patch:
             return (), batch
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
         run.facts["served by"] = self.verdict
-        run.hybrid = hybrid_of(self.recurrent, self.shapes, run.group, run.device, self.config)
+        self.meet(run, error)
         try:
             check_joined()
             for part in self.parts if error is None else ():
@@ -213,6 +216,18 @@ class _Patch:
         for part in self.parts:
             part.begin(run)
         return (), {**run.inputs, CALL_KEY: run.call}
+
+    def meet(self, run: ForwardPass, error: Exception | None) -> None:
+        """At the first pass over a group its ranks agree on their machine, for which batches of some models are cut.
+        All of them have come so far, or none goes on."""
+        if run.group.size == 1:
+            return
+        resources = resources_of(run.group)
+        if not resources.knows(run.device, self.config.kernel):
+            facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
+            run.group.agree(facts, error, run.device)
+        machine = resources.machine(run.device, self.config.kernel)
+        run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
 
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

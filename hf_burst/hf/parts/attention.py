@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...attention import machine_of_group
 from ...errors import ConfigError, UnsupportedModelError
 from ...resources import resources_of
 from ..attention import CALL_KEY, NAME, LazyMask, register
@@ -70,7 +69,6 @@ class Attention(Part):
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
-        machine_of_group(run.group, run.device, run.config.kernel)
         self.under_way = True
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""Activation checkpointing that does not compute attention a second time.
+"""Activation checkpointing that does not compute attention a second time, and whose layers keep things on the host.
 
 A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. Its
 first output, and one number a row and head, are kept instead: `torch.utils.checkpoint`, by which everyone checkpoints,
-is given contexts for both runs.
+is given contexts for both runs. Hooks on saved tensors offload them and the inputs of layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,33 +18,50 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 from transformers import PreTrainedModel
 
 from ...attention import AttentionCache
-from ...errors import BatchError
+from ...config import BurstConfig
+from ...errors import BatchError, ConfigError
+from ...offload import HostMemory, Kept, KeptByLayer, kept_here
+from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
 
 # under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
 
 
-class SavedAttention(Part):
-    """What the checkpointed layers of a model keep of their attention, by `BurstConfig.attention_keep`. Each run of a
-    layer has an [`AttentionCache`] of its own, which lives as long as the graph of that run."""
+class Checkpointing(Part):
+    """What the checkpointed layers of a model keep for the backward pass, and where.
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    They keep their inputs, and attention by `BurstConfig.attention_keep`: each run of a layer has an
+    [`AttentionCache`] of its own, which lives as long as the graph of that run. By
+    `BurstConfig.activation_offloading` the first layers keep both on the host.
+    """
+
+    def __init__(self, config: BurstConfig) -> None:
+        self.share, self.offloading = config.attention_keep, config.activation_offloading
         self.under_way: dict[int, AttentionCache] = {}
+        self.home: HostMemory | None = None
+        self.leaving = self.begun = 0  # layers that offload in this pass, and those that ran
+        self.latest: KeptByLayer | None = None
 
     def prepare(self, run: ForwardPass) -> None:
-        modules = self.wrap(run.model) if run.model.training else None
-        if modules and 0 < self.share < 1 and run.layout.beginning(1 - self.share) is None:
+        wrapped = self.wrap(run.model)
+        if wrapped and 0 < self.share < 1 and run.layout.beginning(1 - self.share) is None:
             raise BatchError(
                 f"BurstConfig(attention_keep={self.share}) needs batches of which every rank holds as much of each "
                 f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
-        run.facts["activation checkpointing"] = modules
+        if self.offloading and run.model.training and torch.is_grad_enabled():
+            self._prepare_host(run, len(wrapped))
+        keep = [function.options.get("use_reentrant") is False for function in wrapped if self.share]
+        described = f"{len(wrapped)} modules, {sum(keep)} of which keep attention"
+        run.facts["activation checkpointing"] = described if wrapped else None
 
     def begin(self, run: ForwardPass) -> None:
         run.call = replace(run.call, cache=self.cache)
+
+    def end(self) -> None:
+        self.latest, self.begun, self.leaving = None, 0, 0
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in model.modules():
@@ -53,52 +70,82 @@ class SavedAttention(Part):
                 if isinstance(function, _Remembering):
                     setattr(module, name, function.function)
 
-    def wrap(self, model: nn.Module) -> str | None:
-        """Sees to all modules that checkpoint by now, and returns how many they are; `None` for none."""
-        wrapped = [
-            (module, name)
-            for module in model.modules()
-            for name in (_OF_LAYERS, _OF_WRAPPERS)
-            if name in vars(module) and (name == _OF_WRAPPERS or module.gradient_checkpointing)
-        ]
-        for module, name in wrapped:
-            if self.share and not isinstance(vars(module)[name], _Remembering):
-                setattr(module, name, _Remembering(vars(module)[name], self))
-        keep = [vars(module)[name].options.get("use_reentrant") is False for module, name in wrapped if self.share]
-        return f"{len(wrapped)} modules, {sum(keep)} of which keep attention" if wrapped else None
+    def wrap(self, model: nn.Module) -> list["_Remembering"]:
+        """Sees to all modules that checkpoint by now, and returns the functions by which they do."""
+        functions = []
+        for module in model.modules():
+            for name in (_OF_LAYERS, _OF_WRAPPERS):
+                own = vars(module)
+                if name in own and (name == _OF_WRAPPERS or (module.gradient_checkpointing and module.training)):
+                    if not isinstance(own[name], _Remembering):
+                        setattr(module, name, _Remembering(own[name], self))
+                    functions.append(own[name])
+        return functions
+
+    def layer(self) -> KeptByLayer | None:
+        """What the layer keeps that begins to run; `None` inside of another one, and if nothing is offloaded."""
+        if not self.leaving or self.home is None or self.cache() is not None or torch.compiler.is_compiling():
+            return None
+        self.begun += 1
+        self.latest = KeptByLayer(self.home, self.begun <= self.leaving, self.latest)
+        return self.latest
 
     def cache(self) -> AttentionCache | None:
         """That of the layer that this thread runs, if it is checkpointed."""
         return self.under_way.get(get_ident())
 
-    def contexts(self, theirs: Callable[[], Sequence[AbstractContextManager[Any]]]) -> tuple["_Run", "_Run"]:
+    def contexts(
+        self, keep: Callable[[torch.Tensor], Kept], theirs: Callable[[], Sequence[AbstractContextManager[Any]]]
+    ) -> tuple["_Run", "_Run"]:
         """The contexts of a layer's forward pass and of its later runs, inside of those of another `context_fn`."""
-        cache = AttentionCache(self.share)
+        cache = AttentionCache(self.share, keep)
         first, again = theirs()
         return _Run(self, cache, None, first), _Run(self, cache, 0, again)
+
+    def _prepare_host(self, run: ForwardPass, layers: int) -> None:
+        """Makes room on the host for what layers keep. The last one keeps it: it is asked for at once."""
+        if not layers:
+            raise ConfigError(
+                f"BurstConfig(activation_offloading={self.offloading}) offloads what checkpointed layers keep, and no "
+                "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
+                "model.gradient_checkpointing_enable()."
+            )
+        if self.home is None or self.home.device != run.device:
+            self.home = HostMemory(run.device)
+        self.leaving = min(round(self.offloading * layers), layers - 1)
+        self.home.reserve(round(self.leaving * _kept_bytes(run, self.share)))
+
+
+def _kept_bytes(run: ForwardPass, share: float) -> float:
+    """Bytes that a layer keeps: its input, what attention returns, and the log-sum-exp of its rows."""
+    width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
+    embeddings: Any = run.model.get_input_embeddings()
+    itemsize = embeddings.weight.element_size()
+    attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * itemsize + shapes.accumulator_itemsize)
+    return run.layout.batch_size * run.layout.sharding.most_tokens * (width * itemsize + share * attention)
 
 
 class _Run:
     """The context in which a layer runs; may be entered again. No generator can."""
 
     def __init__(
-        self, saved: SavedAttention, cache: AttentionCache, start: int | None, outer: AbstractContextManager[Any]
+        self, part: Checkpointing, cache: AttentionCache, start: int | None, outer: AbstractContextManager[Any]
     ) -> None:
-        self.saved, self.cache, self.start, self.outer = saved, cache, start, outer
+        self.part, self.cache, self.start, self.outer = part, cache, start, outer
         self.before: list[AttentionCache | None] = []
 
     def __enter__(self) -> None:
         self.outer.__enter__()
-        self.before.append(self.saved.cache())
+        self.before.append(self.part.cache())
         self.cache.position = self.start
-        self.saved.under_way[get_ident()] = self.cache
+        self.part.under_way[get_ident()] = self.cache
 
     def __exit__(self, *error: Any) -> Any:
         before = self.before.pop()
         if before is None:
-            del self.saved.under_way[get_ident()]
+            del self.part.under_way[get_ident()]
         else:
-            self.saved.under_way[get_ident()] = before
+            self.part.under_way[get_ident()] = before
         return self.outer.__exit__(*error)
 
 
@@ -106,15 +153,20 @@ class _Remembering:
     """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`, with contexts. A reentrant
     one takes none."""
 
-    def __init__(self, function: Callable[..., Any], saved: SavedAttention) -> None:
-        self.function, self.saved, self.options = function, saved, getattr(function, "keywords", {})
+    def __init__(self, function: Callable[..., Any], part: Checkpointing) -> None:
+        self.function, self.part, self.options = function, part, getattr(function, "keywords", {})
         # in a compiled graph the operator's results are kept, those of other operators are not
         self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options = {**self.options, **kwargs}
-        if options.get("use_reentrant") is False and not torch.compiler.is_compiling():
-            kwargs["context_fn"] = partial(self.saved.contexts, options.get("context_fn", noop_context_fn))
-        elif options.get("use_reentrant") is False and self.saved.share == 1 and "context_fn" not in options:
-            kwargs["context_fn"] = self.in_graphs
-        return self.function(run, *args, **kwargs)
+        options, layer = {**self.options, **kwargs}, self.part.layer()
+        if options.get("use_reentrant") is False and self.part.share:
+            if not torch.compiler.is_compiling():
+                keep = kept_here if layer is None else layer.keep
+                kwargs["context_fn"] = partial(self.part.contexts, keep, options.get("context_fn", noop_context_fn))
+            elif self.part.share == 1 and "context_fn" not in options:
+                kwargs["context_fn"] = self.in_graphs
+        if layer is None:
+            return self.function(run, *args, **kwargs)
+        with layer.hooks():
+            return self.function(run, *args, **kwargs)

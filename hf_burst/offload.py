@@ -1,0 +1,239 @@
+"""Activation offloading: tensors that wait in host memory until the backward pass asks for them.
+
+Copies run on streams of their own, in both directions at a time, and host memory is page-locked and used again. What a
+layer keeps leaves while the layer computes, and comes back while the layer after it is computed again.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .errors import ConfigError, KernelError
+
+_PAGE = 2**24  # bytes; a tensor takes whole pages
+_GROWTH = 2**28  # bytes that are page-locked at a time
+_SMALL = 2**20  # bytes; smaller tensors stay
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+Kept = Callable[[], Tensor]  # the tensor that is kept, wherever it is
+
+
+class Page:
+    """A page of host memory, and the event behind which it may be written again."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # uint8
+        self.read: Any = None
+
+
+class HostMemory:
+    """Host memory for the tensors of one device, and the streams on which they are copied. A copy of it is empty.
+
+    Memory is made in pages of one size, so that tensors of any size use again what others gave back.
+
+    Args:
+        device (`torch.device`): Where the tensors come from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
+        self.free: list[Page] = []
+        self.size = 0  # bytes of all pages
+        self.leaving: list[tuple[Tensor, int, Any]] = []  # with their version, and the event of the copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostMemory, (self.device,)
+
+    @property
+    def computing(self) -> Any:
+        """The stream on which the device computes."""
+        return self.module.current_stream(self.device)
+
+    def reserve(self, size: int) -> None:
+        """Sees to it that so many bytes are there in all.
+
+        Raises:
+            ConfigError: If the host has not as many.
+        """
+        missing = size - self.size
+        if missing > 0 and missing > (room := host_memory()):
+            raise ConfigError(
+                f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each process of this host, of "
+                f"which {self.size / 2**30:.1f} are taken and {room / 2**30:.1f} are left. Lower "
+                "BurstConfig(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
+            )
+        self._grow(missing)
+
+    def take(self, size: int) -> list[Page]:
+        """Pages for so many bytes."""
+        count = -(-size // _PAGE)
+        self._grow((count - len(self.free)) * _PAGE)
+        return [self.free.pop() for _ in range(count)]
+
+    def settle(self) -> None:
+        """Waits, on the device, for the tensors that left so far, whose memory there may then be used again."""
+        for tensor, version, copied in self.leaving:
+            self.computing.wait_event(copied)
+            _check_unchanged(tensor, version)
+        self.leaving.clear()
+
+    def _grow(self, size: int) -> None:
+        """Makes pages of so many bytes or more."""
+        for _ in range(-(-size // _GROWTH)):
+            memory = torch.empty(_GROWTH, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+            self.free.extend(Page(page) for page in memory.split(_PAGE))
+            self.size += _GROWTH
+
+
+class OffloadedTensor:
+    """A tensor that begins to leave for host memory now, and can be fetched as often as it is asked for.
+
+    Args:
+        tensor (`torch.Tensor`): Not to be changed before [`HostMemory.settle`].
+        home ([`HostMemory`]): Where it goes.
+    """
+
+    def __init__(self, tensor: Tensor, home: HostMemory) -> None:
+        self.home, self.pages = home, list[Page]()
+        self.coming: tuple[Tensor, Any] | None = None
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        left = tensor.detach() if dense else tensor.detach().contiguous()
+        self.form = left.shape, left.stride(), left.dtype
+        self.pages = home.take(left.nbytes)
+        self.copied = home.module.Event()
+        home.outward.wait_stream(home.computing)
+        with home.module.stream(home.outward):
+            for page, part in zip(self.pages, _bytes(left).split(_PAGE), strict=True):
+                if page.read is not None:
+                    home.outward.wait_event(page.read)
+                page.memory[: len(part)].copy_(part, non_blocking=True)
+            self.copied.record(home.outward)
+        home.leaving.append((left, left._version, self.copied))
+
+    def prefetch(self) -> None:
+        """Starts to bring the tensor back, behind what the device has been given to do so far."""
+        if self.coming is not None:
+            return
+        home, (shape, stride, dtype) = self.home, self.form
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=home.device)
+        arrived = home.module.Event()
+        home.inward.wait_stream(home.computing)
+        home.inward.wait_event(self.copied)
+        with home.module.stream(home.inward):
+            for page, part in zip(self.pages, _bytes(tensor).split(_PAGE), strict=True):
+                part.copy_(page.memory[: len(part)], non_blocking=True)
+            arrived.record(home.inward)
+        for page in self.pages:
+            page.read = arrived
+        self.coming = tensor, arrived
+
+    def fetch(self) -> Tensor:
+        """The tensor on its device again. It belongs to the caller."""
+        self.prefetch()
+        assert self.coming is not None
+        (tensor, arrived), self.coming = self.coming, None
+        self.home.computing.wait_event(arrived)
+        return tensor
+
+    def __del__(self) -> None:
+        if self.coming is not None:  # memory that is still written to must not be used again
+            self.home.computing.wait_event(self.coming[1])
+        self.home.free.extend(self.pages)
+
+
+class KeptByLayer:
+    """What one run of a checkpointed layer keeps for its backward pass, on the host or where it is.
+
+    When the layer runs again, what the layer before it keeps begins to come back.
+
+    Args:
+        home ([`HostMemory`]): Where it leaves for.
+        leaves (`bool`): Whether it does.
+        before ([`KeptByLayer`], *optional*): That of the layer which ran before.
+    """
+
+    def __init__(self, home: HostMemory, leaves: bool, before: "KeptByLayer | None") -> None:
+        home.settle()
+        self.home, self.leaves, self.before = home, leaves, before
+        self.offloaded: list[OffloadedTensor] = []
+        self.comes = False
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Hooks that keep the layer's inputs. One without a gradient may be an input of other layers, and stays."""
+        return saved_tensors_hooks(
+            lambda tensor: self.keep(tensor) if tensor.requires_grad else kept_here(tensor), lambda kept: kept()
+        )
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Keeps a tensor, on the host if the layer `leaves` and the tensor is not small."""
+        if not self.leaves or tensor.nbytes < _SMALL or tensor.device != self.home.device:
+            return _Kept(self, kept_here(tensor))
+        self.offloaded.append(OffloadedTensor(tensor, self.home))
+        return _Kept(self, self.offloaded[-1].fetch)
+
+    def prefetch(self) -> None:
+        """Everything begins to come back, once."""
+        if not self.comes:
+            self.comes = True
+            for tensor in self.offloaded:
+                tensor.prefetch()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What [`KeptByLayer`] hands out: where the layer runs again, its tensor."""
+
+    layer: KeptByLayer
+    fetch: Kept
+
+    def __call__(self) -> Tensor:
+        self.layer.home.settle()
+        self.layer.prefetch()
+        tensor = self.fetch()
+        if self.layer.before is not None:
+            self.layer.before.prefetch()
+        return tensor
+
+
+def kept_here(tensor: Tensor) -> Kept:
+    """Keeps a tensor where it is, and raises when it is asked for if it was changed in place meanwhile."""
+    version, tensor = tensor._version, tensor.detach()
+
+    def kept() -> Tensor:
+        _check_unchanged(tensor, version)
+        return tensor
+
+    return kept
+
+
+def _check_unchanged(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise KernelError(
+            f"A tensor of shape {tuple(tensor.shape)} that a checkpointed layer keeps was changed in place. Change a "
+            "copy. If it is what attention returned, BurstConfig(attention_keep=0.0) keeps nothing of it."
+        )
+
+
+def host_memory() -> int:
+    """Bytes of host memory that one more tensor may take: what is available, also inside of a container, shared by the
+    processes of this host as torchrun counts them."""
+    available = psutil.virtual_memory().available
+    for limit, usage in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            limits = [int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, usage)]
+            available = min(available, limits[0] - limits[1])
+    return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,188 @@
+"""Activation offloading: what comes back is what left, and training is as without, bit by bit."""
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hf_burst
+from hf_burst import offload
+from hf_burst.errors import ConfigError, KernelError, RankMismatchError
+from hf_burst.hf.parts.checkpointing import Checkpointing
+from hf_burst.offload import HostMemory, KeptByLayer, OffloadedTensor
+from tests import models
+from tests.ranks import RankError, RankPool
+from tests.test_checkpointing import SWITCHES
+from tests.test_patch import part_of
+
+Ranks = Callable[[int], RankPool]
+CPU, LENGTH = torch.device("cpu"), 43
+
+
+@pytest.fixture
+def small_pages() -> Iterator[None]:
+    with mock.patch.multiple(offload, **SMALL):
+        yield
+
+
+SMALL = {"_PAGE": 64, "_GROWTH": 256, "_SMALL": 0}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.permutations(range(4)), st.data())
+def test_tensors_come_back_as_they_left(sizes: list[int], order: list[int], data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+    with mock.patch.multiple(offload, **SMALL):
+        home = HostMemory(CPU)
+        tensor = torch.randn(sizes).to(dtype)
+        tensor = tensor.permute([axis for axis in order if axis < tensor.ndim])
+        if data.draw(st.booleans()):
+            tensor = tensor.repeat_interleave(2, 0)[::2]  # with gaps
+        left = OffloadedTensor(tensor, home)
+        for _ in range(2):
+            back = left.fetch()
+            assert torch.equal(back, tensor)
+            assert back.data_ptr() != tensor.data_ptr()
+        taken = home.size // 64 - len(home.free)
+        assert taken == -(-tensor.nbytes // 64)
+        del left
+        assert len(home.free) == home.size // 64
+
+
+def test_pages_are_used_again(small_pages: None) -> None:
+    home = HostMemory(CPU)
+    home.reserve(700)
+    assert home.size == 768
+    for size in (80, 8, 40, 80):
+        left = [OffloadedTensor(torch.arange(size) + start, home) for start in range(1)]
+        assert torch.equal(left[0].fetch(), torch.arange(size))
+        del left
+    assert home.size == 768
+    assert copy.deepcopy(home).size == pickle.loads(pickle.dumps(home)).size == 0
+
+
+def test_a_tensor_that_changes_is_noticed(small_pages: None) -> None:
+    home, tensor = HostMemory(CPU), torch.ones(8)
+    layer = KeptByLayer(home, True, None)
+    kept = layer.keep(tensor)
+    tensor.add_(1)
+    with pytest.raises(KernelError, match="in place"):
+        kept()
+    home.leaving.clear()
+    stays = KeptByLayer(home, False, None).keep(tensor)
+    tensor.add_(1)
+    with pytest.raises(KernelError, match="in place"):
+        stays()
+
+
+def test_the_layer_before_comes_back_meanwhile(small_pages: None) -> None:
+    home, layers = HostMemory(CPU), list[KeptByLayer]()
+    for index in range(4):
+        layers.append(KeptByLayer(home, index < 3, layers[-1] if layers else None))
+    kept = [[layer.keep(torch.full((8,), index + part)) for part in (0, 10)] for index, layer in enumerate(layers)]
+
+    def coming() -> list[int]:
+        return [sum(tensor.coming is not None for tensor in layer.offloaded) for layer in layers]
+
+    states = []
+    for tensors in reversed(kept):
+        for tensor in tensors:
+            tensor()
+            states.append(coming())
+    assert states[0] == [0, 0, 2, 0]
+    assert states[2:4] == [[0, 2, 1, 0], [0, 2, 0, 0]]
+    assert states[-1] == [0, 0, 0, 0]
+    again = [[int(tensor()[0]) for tensor in tensors] for tensors in kept]
+    assert again == [[index, index + 10] for index in range(4)]
+
+
+def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, switch: str = "wrapped") -> list[bool]:
+    """Whether the loss and all gradients are as without offloading; no page is lost."""
+    results, batch = [], models.make_batch(kind, LENGTH)
+    with mock.patch.multiple(offload, **SMALL):
+        for share in (0.0, 1.0, 0.5):
+            model = models.make_model(name).train()
+            models.patch(model, hf_burst.BurstConfig(activation_offloading=share, attention_keep=keep))
+            SWITCHES[switch][0](model)
+            results.append(gradients(model, batch))
+            home = part_of(model, Checkpointing).home
+            if share == 1.0:
+                full, again = home.size, gradients(model, batch)
+                assert all(map(torch.equal, again, results[-1]))
+        gc.collect()
+        assert len(home.free) == home.size // 64, "all pages are free again"
+        assert 0 < home.size <= full
+    return [all(map(torch.equal, results[0], result)) for result in results]
+
+
+@pytest.mark.parametrize("switch", [switch for switch in SWITCHES if switch != "none"])
+def test_one_process_trains_as_without(switch: str) -> None:
+    assert all(bit_equal(0, 1, "llama", "packed", switch=switch))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind", "keep"),
+    [("qwen3_5", 2, "packed", 1.0), ("llama", 3, "left", 0.5), ("mistral", 2, "plain", 0.0)],
+)
+def test_ranks_train_as_without(ranks: Ranks, name: str, size: int, kind: str, keep: float) -> None:
+    assert all(map(all, ranks(size).run(bit_equal, name, kind, keep)))
+
+
+def test_graphs_that_run_twice_and_passes_that_fail(small_pages: None) -> None:
+    batch = models.make_batch("plain", LENGTH)
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=1.0))
+    model.gradient_checkpointing_enable()
+    wanted = gradients(model, batch)[1:]
+    model.zero_grad()
+    losses = [model(**batch).loss for _ in range(2)]
+    broken = mock.patch.object(type(model.model.norm), "forward", side_effect=KeyboardInterrupt)
+    with broken, pytest.raises(KeyboardInterrupt):
+        model(**batch)
+    with torch.no_grad():
+        model(**batch)
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    losses[0].backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, 3 * gradient)
+    home = part_of(model, Checkpointing).home
+    del losses, loss
+    gc.collect()
+    home.settle()
+    assert len(home.free) == home.size // 64
+
+
+def short_host(rank: int, size: int) -> None:
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=1.0))
+    model.gradient_checkpointing_enable()
+    with mock.patch.object(offload, "host_memory", return_value=2**40 if rank else 100):
+        model(**models.make_batch("plain"))
+
+
+def test_what_cannot_be_is_said_on_every_rank(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="GiB of host memory") as caught:
+        ranks(2).run(short_host)
+    first, second = caught.value.errors
+    assert isinstance(first, ConfigError)
+    assert isinstance(second, RankMismatchError)
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=True))
+    with pytest.raises(ConfigError, match="gradient_checkpointing_enable"):
+        model(**models.make_batch("plain"))
+    model.eval()(**models.make_batch("plain"))
+    for share in (-0.1, 1.5, "all", float("nan")):
+        with pytest.raises(ConfigError, match="share from"):
+            hf_burst.BurstConfig(activation_offloading=share)
+    assert 0 < offload.host_memory() < 2**45

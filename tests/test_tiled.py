@@ -1,0 +1,232 @@
+"""Modules in tiles: outputs and all gradients are those of the whole, and a tile's memory is there once."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import hf_burst
+from hf_burst import offload
+from hf_burst.errors import ConfigError, KernelError
+from hf_burst.hf.parts.tiles import TiledMLP, tokenwise_modules
+from hf_burst.tiled import tiled
+from recipes.tiny_models import tiny_model
+from tests import models
+from tests.ranks import RankPool
+from tests.test_offload import SMALL
+from tests.test_patch import group_mean, part_of
+
+Ranks = Callable[[int], RankPool]
+HIDDEN, INNER, TILE = 16, 40, 8
+
+
+class Dropping(nn.Module):
+    """An MLP with dropout, and a weight that no linear layer multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
+        self.scale, self.dropout = nn.Parameter(torch.rand(INNER)), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(self.scale * self.dropout(self.up(x)).sin()))
+
+
+def gated(bias: bool = False, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 2}
+    return LlamaMLP(LlamaConfig(**sizes, mlp_bias=bias)).to(dtype)
+
+
+def results(module: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor], checkpoints: bool) -> list[Tensor]:
+    """The output of a layer around a module, and all gradients."""
+    module.zero_grad()
+    leaf = x.detach().requires_grad_(x.requires_grad)
+
+    def layer(inner: Tensor) -> Tensor:
+        return inner + forward(inner.cos())
+
+    out = checkpoint(layer, leaf, use_reentrant=False) if checkpoints else layer(leaf)
+    out.float().sin().sum().backward()
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return [out.detach(), *([leaf.grad] if x.requires_grad else []), *gradients]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("shape", [(1, 8), (1, 9), (1, 31), (3, 13), (13,), (2, 1, 11)])
+def test_all_is_as_of_the_whole(shape: tuple[int, ...], checkpoints: bool) -> None:
+    module = gated(bias=True)
+    for learns in (True, False):
+        x = torch.randn(*shape, HIDDEN, dtype=torch.float64, requires_grad=learns)
+        whole = results(module, x, module.forward, checkpoints)
+        tiles = results(module, x, lambda inner: tiled(module, module.forward, TILE, inner), checkpoints)
+        for found, expected in zip(tiles, whole, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_weights_and_adapters() -> None:
+    module = gated()
+    module.requires_grad_(False)
+    adapted = get_peft_model(module, LoraConfig(target_modules=["gate_proj", "down_proj"], init_lora_weights=False))
+    x = torch.randn(2, 13, HIDDEN, dtype=torch.float64, requires_grad=True)
+    whole = results(adapted, x, module.forward, False)
+    assert len(whole) == 6
+    for found, expected in zip(
+        results(adapted, x, lambda inner: tiled(module, module.forward, TILE, inner), True), whole, strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_dropout_is_drawn_once() -> None:
+    module = Dropping().double()
+    x = torch.randn(2, 11, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return tiled(module, module.forward, TILE, x)
+
+    assert torch.autograd.gradcheck(run, (x, *module.parameters()))
+    state = torch.get_rng_state()
+    out = run(x)
+    after = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_weights_are_not_less_exact(autocast: bool) -> None:
+    """Beside fp64, in the mean over weights: a tile's share of a gradient is not rounded to bf16."""
+    reference = gated()
+    low = gated(dtype=torch.float32 if autocast else torch.bfloat16)
+    x = torch.randn(1, 512, HIDDEN, dtype=torch.float64, requires_grad=True)
+    exact = results(reference, x.bfloat16().double().requires_grad_(), reference.forward, False)[2:]
+    errors = []
+    for forward in (low.forward, lambda inner: tiled(low, low.forward, TILE, inner)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = results(low, x.to(low.up_proj.weight.dtype).requires_grad_(), forward, False)[2:]
+        errors.append([float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)])
+    assert all(tiles <= 1.02 * whole for whole, tiles in zip(*errors, strict=True)), errors
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.linear.default}
+
+
+class Operators(TorchDispatchMode):
+    """How many products of matrices run, and the most elements of a tensor that an operator returns."""
+
+    products = largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.products += function in PRODUCTS
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_nothing_is_computed_twice_and_nothing_is_large() -> None:
+    module, tiles = gated(), 4
+    x = torch.randn(1, tiles * TILE, HIDDEN, dtype=torch.float64, requires_grad=True)
+    with Operators() as operators:
+        out = checkpoint(lambda inner: inner + tiled(module, module.forward, TILE, inner.cos()), x, use_reentrant=False)
+        assert operators.products == 3 * tiles
+        out.sum().backward()
+    again, gradients = 2, 6  # each tile once more, without the last product; and not for the checkpoint, too
+    assert operators.products == (3 + again + gradients) * tiles
+    assert operators.largest == max(tiles * TILE * HIDDEN, HIDDEN * INNER)
+    assert operators.largest < tiles * TILE * INNER
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    module = gated()
+    x = torch.randn(1, 20, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out = tiled(module, module.forward, TILE, x)
+    with torch.no_grad():
+        module.up_proj.weight.add_(1)
+    with pytest.raises(KernelError, match="changed between"):
+        out.sum().backward()
+    out = tiled(module, module.forward, TILE, x)
+    with pytest.raises(KernelError, match="second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(ConfigError, match="tokens of a tile"):
+        hf_burst.BurstConfig(tiled_mlp=-1)
+    with pytest.raises(ConfigError, match="tokens of a tile"):
+        hf_burst.BurstConfig(tiled_mlp=0.5)
+
+
+def with_tiles(
+    rank: int, size: int, make: Callable[..., PreTrainedModel], name: str, config: dict[str, Any], kind: str = "packed"
+) -> tuple[float, int]:
+    """The largest error of the loss and of a gradient beside one process, and how many modules run in tiles."""
+    batch, model = models.make_batch(kind, 43), make(name).train()
+    model.set_attn_implementation("eager")
+    model.zero_grad()
+    loss = models.plain_loss(model, batch)
+    loss.backward()
+    expected = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+    model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(**config))
+    model.gradient_checkpointing_enable()
+    with mock.patch.multiple(offload, **SMALL):
+        loss = model(**batch).loss
+        loss.backward()
+    found = [loss.detach(), *group_mean(model)]
+    count = len(part_of(model, TiledMLP).modules)
+    hf_burst.unpatch_model(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), count
+
+
+ALL_ON = {"tiled_mlp": 7, "activation_offloading": 1.0}
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("gpt2", 3), ("qwen3_5", 2), ("granite", 2)])
+def test_ranks_train_in_tiles_as_one_process(ranks: Ranks, name: str, size: int) -> None:
+    for error, count in ranks(size).run(with_tiles, models.make_model, name, ALL_ON):
+        assert error < 2e-5
+        assert count == {"qwen3_5": 2, "granite": 8}.get(name, 2)
+
+
+def make_tiny(name: str) -> PreTrainedModel:
+    return tiny_model(name).float()
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+def test_experts_in_tiles(name: str) -> None:
+    error, count = with_tiles(0, 1, make_tiny, name, {"tiled_mlp": 7})
+    assert error < 2e-5
+    assert count == 4
+
+
+def test_a_forward_that_was_replaced_is_tiled_again() -> None:
+    """As Liger's kernels are put there, by Trainer, after the model was patched."""
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(tiled_mlp=7))
+    batch, calls = models.make_batch("plain", 43), list[int]()
+    expected = float(model(**batch).loss)
+    for module in tokenwise_modules(model):
+
+        def forward(x: Tensor, module: Any = module) -> Tensor:
+            calls.append(x.shape[1])
+            return type(module).forward(module, x)
+
+        module.forward = forward
+    assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-6)
+    assert set(calls) == {3, 1}
+    hf_burst.unpatch_model(model)
+    assert all(vars(module)["forward"].__name__ == "forward" for module in tokenwise_modules(model))
+
+
+def test_weights_that_are_taken_apart_are_refused() -> None:
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(tiled_mlp=7))
+    model.model.layers[0].mlp.up_proj.weight.ds_id = 3
+    with pytest.raises(ConfigError, match="ZeRO-3"):
+        model(**models.make_batch("plain"))
