@@ -20,7 +20,7 @@ import hf_burst
 from hf_burst import collectives
 from hf_burst.errors import ConfigError
 from hf_burst.hf.doors import recurrent_modules
-from hf_burst.recurrent import Received
+from hf_burst.recurrent import Received, halo
 from recipes.tiny_models import tiny_model
 from tests import models
 from tests.ranks import RankPool
@@ -152,6 +152,26 @@ def alive() -> int:
     """How many layers keep something."""
     gc.collect()
     return sum(isinstance(item, Received) and bool(item.kept) for item in gc.get_objects())
+
+
+def edges_alive() -> int:
+    """How many batches have edges of convolutions on a device."""
+    gc.collect()
+    return sum(type(item) is halo._Edges for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma"])
+def test_edges_go_with_the_pass(name: str) -> None:
+    """Layouts are kept for long, what layers make of them is not; a checkpoint holds it until it has run again."""
+    model = models.patch(models.make_model(name).train())
+    enable(model, reentrant=False)
+    before = edges_alive()
+    for kind in ("packed", "left"):
+        loss = model(**models.make_batch(kind)).loss
+        assert edges_alive() == before + 1, "one for all layers"
+        loss.backward()
+        del loss
+        assert edges_alive() == before
 
 
 def accumulate(rank: int, size: int) -> None:

@@ -19,7 +19,7 @@ from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
-from ..plan import MaskPattern
+from ..plan import MaskPattern, Segments
 from ..plan.recurrence import Way
 
 NAME = "hf_burst"
@@ -41,6 +41,7 @@ class ForwardCall:
     """What the layers of a model know of one sharded forward pass; the keyword argument `burst_call`."""
 
     layout: SequenceLayout
+    segments: Segments  # of this pass alone: what layers keep with them is freed when it ends
     group: ContextGroup
     config: BurstConfig
     encoded: torch.Tensor  # the layout as the operator takes it

@@ -1,7 +1,7 @@
 """The life cycle of a part, and the forward pass that the parts prepare together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,7 @@ class ForwardPass:
     def way(self) -> Way:
         """How recurrent layers pass what they know; for layers without prices by the number of ranks."""
         if self.hybrid is not None:
-            return chosen_way(self.hybrid, replace(self.layout), self.group.rank)  # a copy: the choice is kept for long
+            return chosen_way(self.hybrid, self.layout, self.group.rank)
         states: Way = "states" if self.group.size < SCANNED_FROM else "scanned states"
         return "heads" if self.config.recurrence == "heads" else states
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
+from ...plan import Segments
 from ..attention import CALL_KEY, ForwardCall
 from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
 from ..documents import BOUNDARY_KEYS, tokens_of
@@ -124,6 +125,7 @@ class Tokens(Part):
         real = run.layout.counted(run.group.rank) if run.layout.real else None
         run.call = ForwardCall(
             layout=run.layout,
+            segments=Segments(run.layout.sharding, run.layout.documents),
             group=run.group,
             config=run.config,
             encoded=encoded,
