@@ -19,6 +19,7 @@ from .cache import cache_file, write_whole
 from .errors import RankMismatchError
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
+from .offload import host_memory
 from .plan import KernelRate, Link, Machine, built_in
 from .ring import PeerToPeer
 from .ring.exchange import Incoming, Outgoing, Round
@@ -63,6 +64,7 @@ def machine_for(group: ContextGroup, device: torch.device, kernel: str | None = 
     first, memory = reports[0], min(report["memory"] for report in reports)
     per_host = ranks_per_host([report["host"] for report in reports])
     machine = _known(first["name"], first["kernel"], memory, per_host, first["profiles"])
+    machine = replace(machine, host_memory=min(report["host_memory"] for report in reports) // per_host)
     return machine if all(report["reaches"] for report in reports) else replace(machine, symmetric=None)
 
 
@@ -70,7 +72,8 @@ def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | No
     """The machine that a group of so many ranks, in all and on one host, would run on, as [`machine_for`] has it. Asks
     no other process, and assumes that GPUs of one host read each other's memory."""
     name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
-    return _known(name, kernel, _memory(device), per_host, _profiles(name, kernel, ranks))
+    known = _known(name, kernel, _memory(device), per_host, _profiles(name, kernel, ranks))
+    return replace(known, host_memory=host_memory()[0] // per_host)
 
 
 def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Machine:
@@ -96,6 +99,7 @@ def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Mach
     reports = _gather(group, {**_report(device), "day": time.strftime("%Y-%m-%d")})
     per_host, peer_memory = ranks_per_host([report["host"] for report in reports]), all(r["reaches"] for r in reports)
     known = _known(name, kernel.capabilities.name, min(report["memory"] for report in reports), per_host, {})
+    known = replace(known, host_memory=min(report["host_memory"] for report in reports) // per_host)
     links = _measure_links(group, device, kernel, sizes, per_host, peer_memory)
     source = f"measured on {reports[0]['day']}"
     machine = _slowest(_gather(group, replace(known, **alone, **links, source=source)))
@@ -166,7 +170,10 @@ def _measure_alone(kernel: Kernel, sizes: _Sizes, device: torch.device) -> dict[
     rows, width = sizes.rows[-1], sizes.q_heads * sizes.head_dim
     left, right = (torch.randn(size, width, dtype=sizes.dtype, device=device) for size in (rows, 4 * width))
     products = 8 * rows * width**2 / _seconds(lambda: left @ right.T, device)
-    return {"rates": tuple(rates), "launch": launch, "memory_bandwidth": bandwidth, "products": products}
+    on_host = torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    to_host = sizes.copied / _seconds(lambda: on_host.copy_(source, non_blocking=True), device)
+    measured = {"launch": launch, "memory_bandwidth": bandwidth, "products": products, "host_bandwidth": to_host}
+    return {"rates": tuple(rates), **measured}
 
 
 def _kernel_calls(
@@ -304,13 +311,15 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
     )
     links: dict[str, Any] = {name: slowest(name) for name in ("p2p", "between_hosts", "symmetric")}
     launch = max(machine.launch for machine in machines)
-    speeds = {name: min(getattr(machine, name) for machine in machines) for name in ("memory_bandwidth", "products")}
+    names = ("memory_bandwidth", "products", "host_bandwidth")
+    speeds = {name: min(getattr(machine, name) for machine in machines) for name in names}
     return replace(machines[0], rates=rates, launch=launch, **speeds, **links)
 
 
 def _report(device: torch.device) -> dict[str, Any]:
     """What the ranks tell each other of the place where they run."""
-    return {"host": socket.gethostname(), "memory": _memory(device), "reaches": reaches_peers(device)}
+    own = {"memory": _memory(device), "host_memory": host_memory()[0], "reaches": reaches_peers(device)}
+    return {"host": socket.gethostname(), **own}
 
 
 def _memory(device: torch.device) -> int:

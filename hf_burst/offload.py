@@ -64,11 +64,11 @@ class HostMemory:
         Raises:
             ConfigError: If the host has not as many.
         """
-        missing = size - self.size
-        if missing > 0 and missing > (room := host_memory()):
+        missing, processes = size - self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if missing > 0 and missing > (room := host_memory()[1] // processes):
             raise ConfigError(
-                f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each process of this host, of "
-                f"which {self.size / 2**30:.1f} are taken and {room / 2**30:.1f} are left. Lower "
+                f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes} processes, "
+                f"of which {self.size / 2**30:.1f} are taken and {room / 2**30:.1f} are left. Lower "
                 "BurstConfig(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
             )
         self._grow(missing)
@@ -223,15 +223,15 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
         )
 
 
-def host_memory() -> int:
-    """Bytes of host memory that one more tensor may take: what is available, also inside of a container, shared by the
-    processes of this host as torchrun counts them."""
-    available = psutil.virtual_memory().available
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory that there are, and that are available, also inside of a container."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
     for limit, usage in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # "max" where there is none
-            limits = [int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, usage)]
-            available = min(available, limits[0] - limits[1])
-    return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            most, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, usage))
+            total, available = min(total, most), min(available, most - used)
+    return total, max(0, available)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

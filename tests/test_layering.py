@@ -39,7 +39,7 @@ WITHIN = {
             "balance",
             "cost",
         ),
-        *("choose", "cuts", "step", "memory", "__init__"),
+        *("choose", "cuts", "step", "memory", "fit", "__init__"),
     ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),

@@ -11,21 +11,25 @@ from ..calibrate import machine_of
 from ..errors import ConfigError, ShardingError
 from ..plan import (
     DATA_SHEETS,
+    HOST_ROOM,
+    ROOM,
     SHAPES,
+    Fit,
     Machine,
-    MemoryEstimate,
     ModelSize,
     StepEstimate,
     Training,
     estimate_memory,
     estimate_step,
+    fit,
+    fits,
+    longest,
     name_of,
     named,
 )
 from ..plan.model import Sharded, Weights
 from .recurrence import describe_laid_out
 
-_ROOM = 0.92  # of the memory; the rest is for the allocator, NCCL and what CUDA itself takes
 _HELP = f"a name on the hub, a folder or config.json of a model, a class of Transformers, or one of {', '.join(SHAPES)}"
 _PRECISION = {
     "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
@@ -36,8 +40,8 @@ _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
     "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md).",
 )
-_PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "optimizer_s")
-Row = tuple[Training, StepEstimate, MemoryEstimate]
+_PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "host_s", "optimizer_s")
+_SETTINGS = ("attention_keep", "activation_offloading", "tiled_mlp")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="RANK", help="(rank 16 by default)")
     group.add_argument("--weights", choices=get_args(Weights), default="bf16", help="(default %(default)s)")
     group.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
-    group.add_argument("--attention-keep", type=float, default=1.0, help="as in BurstConfig (default %(default)s)")
+    group.add_argument(
+        "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
+    )
+    chosen = "as in BurstConfig (default: what fits and takes the least time)"
+    for name, kind in zip(_SETTINGS, (float, float, int), strict=True):
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
     group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     plain = "norms, rotary positions and SwiGLU without Liger"
     group.add_argument("--plain-kernels", dest="fused", action="store_false", help=plain)
@@ -65,10 +74,11 @@ def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) 
     machine, gpus = find_machine(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
     options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
-    training = Training(length, gpus, gpus, documents, attention_keep=arguments.attention_keep, **options)
-    rows = divisions(model, training, machine)
-    fitting = [row for row in rows if fits(row[2], machine)]
-    best = max(fitting, key=lambda row: row[1].tokens_per_second, default=None)
+    settings = {name: value for name in _SETTINGS if (value := getattr(arguments, name)) is not None}
+    training = Training(length, gpus, gpus, documents, **options, **settings)
+    rows = divisions(model, training, machine, chooses=not settings)
+    fitting = [row for row in rows if row.fits]
+    best = max(fitting, key=lambda row: row.step.tokens_per_second, default=None)
     print("\n".join(_table(model, machine, rows, best)))
     return 0 if best else 1
 
@@ -98,18 +108,25 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, int]:
     if gpus > per_host and gpus % per_host:
         raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
     if arguments.machine or not here:
-        return replace(named(arguments.machine or "h200"), ranks_per_host=per_host), gpus
-    return machine_of(torch.device("cuda", 0), gpus, min(per_host, gpus)), gpus
+        machine = replace(named(arguments.machine or "h200"), ranks_per_host=per_host)
+    else:
+        machine = machine_of(torch.device("cuda", 0), gpus, min(per_host, gpus))
+    if arguments.host_memory is not None:
+        if not 0 <= arguments.host_memory < 2**30:
+            raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
+        machine = replace(machine, host_memory=int(arguments.host_memory * 2**30))
+    return machine, gpus
 
 
-def divisions(model: ModelSize, training: Training, machine: Machine) -> list[Row]:
-    """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost."""
+def divisions(model: ModelSize, training: Training, machine: Machine, chooses: bool) -> list[Fit]:
+    """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost:
+    each with the settings that suit it best, or with those that are given."""
     rows = []
     for size in range(training.gpus, 0, -1):
         if training.gpus % size == 0:
             divided = replace(training, burst_size=size)
             try:
-                rows.append((divided, estimate_step(model, divided, machine), estimate_memory(model, divided, machine)))
+                rows.append(fit(model, divided, machine) if chooses else _as_asked(model, divided, machine))
             except ShardingError:  # too short for so many
                 continue
     if not rows:
@@ -117,52 +134,62 @@ def divisions(model: ModelSize, training: Training, machine: Machine) -> list[Ro
     return rows
 
 
-def fits(memory: MemoryEstimate, machine: Machine) -> bool:
-    """Whether a GPU has room for it."""
-    return memory.total <= _ROOM * machine.memory
+def _as_asked(model: ModelSize, training: Training, machine: Machine) -> Fit:
+    memory = estimate_memory(model, training, machine)
+    return Fit(training, estimate_step(model, training, machine), memory, fits(memory, machine))
 
 
-def _table(model: ModelSize, machine: Machine, rows: list[Row], best: Row | None) -> list[str]:
+def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None) -> list[str]:
     """What is predicted, in lines."""
-    (training, *_), room = rows[0], machine.memory / 2**30
+    training, room = rows[0].training, machine.memory / 2**30
     spread = training.sharded if training.shards > 1 else "ddp"
     what = f"all {training.weights}"
     if training.lora:
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
-    again = f"layers checkpointed, attention_keep={training.attention_keep:g}"
-    cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", ""]]
+    again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
+    cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "", ""]]
     for row in rows:
-        how, step, memory = row
+        how, step, memory, able = row
         cells.append([_division(how), f"{step.total_s:.2f}"])
         cells[-1] += [f"{step.tokens_per_second:,.0f}", f"{step.mfu(machine):.0%}", f"{memory.total / 2**30:.1f}"]
-        cells[-1] += [_schedule(how, step)]
-        cells[-1] += ["fastest that fits" if row is best else "" if fits(memory, machine) else "does not fit"]
+        cells[-1] += [_schedule(how, step), _settings(how)]
+        cells[-1] += ["fastest that fits" if row is best else "" if able else "does not fit"]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    how, step, memory = best or rows[0]
-    shared = rows[0] if how.burst_size == 1 else (how, step)
+    how, step, memory, _ = best or rows[0]
+    shared = rows[0] if how.burst_size == 1 else (best or rows[0])
     seconds = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
+    host = f"{memory.host / 2**30:.2f} of the {machine.host_memory / 2**30:.0f} of its host"
     lines = [
         str(model),
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
-        f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, "
-        + (again if training.checkpointing else "nothing checkpointed"),
+        f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
         _PRECISION[training.weights],
         "",
         *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
         *_LEGEND,
         *(_reasons(rows, best, machine) if best else ()),
-        *describe_laid_out(shared[1].laid, shared[0].burst_size),
+        *describe_laid_out(shared.step.laid, shared.training.burst_size),
         "",
         f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
-        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}",
+        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}" + (f"; {host}" if memory.host else ""),
     ]
     if best is None:
-        lines.append(
-            f"None fits into {_ROOM:.0%} of {room:.0f} GiB. Give more --gpus, fewer tokens, --attention-keep 0"
+        limits = (
+            f"{ROOM:.0%} of {room:.0f} GiB and {HOST_ROOM:.0%} of {machine.host_memory / 2**30:.0f} GiB of the host"
         )
-        lines[-1] += "." if training.lora else " or --lora."
+        advice = "Give more --gpus, fewer tokens" + ("" if training.lora else " or --lora")
+        lines.append(f"None fits into {limits}. {advice}.")
+    if not training.documents[2:]:
+        lines += [f"Longest sequence that fits: {longest(model, rows[0].training, machine):,} tokens, on all GPUs."]
     return lines
+
+
+def _settings(training: Training) -> str:
+    """What its BurstConfig names beside the defaults."""
+    named = {name: getattr(training, name) for name in _SETTINGS}
+    defaults = {"attention_keep": 1.0, "activation_offloading": 0.0, "tiled_mlp": 0}
+    return ", ".join(f"{name}={value:g}" for name, value in named.items() if value != defaults[name]) or "as it is"
 
 
 def _schedule(training: Training, step: StepEstimate) -> str:
@@ -177,14 +204,14 @@ def _division(training: Training) -> str:
     return f"{training.burst_size} x {training.gpus // training.burst_size}"
 
 
-def _reasons(rows: list[Row], best: Row, machine: Machine) -> list[str]:
+def _reasons(rows: list[Fit], best: Fit, machine: Machine) -> list[str]:
     """Why the best division is not another one, in lines."""
-    ours, lines = best[1], []
-    for how, step, memory in (row for row in rows if row is not best):
+    ours, lines = best.step, []
+    for how, step, memory, able in (row for row in rows if row is not best):
         change = f"{abs(step.tokens_per_second / ours.tokens_per_second - 1):.1%}"
-        if not fits(memory, machine):
+        if not able:
             room = f"{memory.total / 2**30:.1f} of {machine.memory / 2**30:.0f} GiB"
-            lines.append(f"Not {_division(how)}: it needs {room}, of which {_ROOM:.0%} may be taken.")
+            lines.append(f"Not {_division(how)}: it needs {room}, of which {ROOM:.0%} may be taken.")
         else:
             losses = {name: vars(step)[name] / step.tokens - vars(ours)[name] / ours.tokens for name in _PARTS}
             part = max(losses, key=losses.__getitem__).removesuffix("_s")

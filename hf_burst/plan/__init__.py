@@ -4,6 +4,7 @@ from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices
 from .cuts import Cut, Hybrid, cheapest_cut, cuts, sharding_for
+from .fit import HOST_ROOM, ROOM, Fit, fit, fits, longest
 from .machine import DATA_SHEETS, KernelRate, Link, Machine, RuleRate, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory
@@ -20,12 +21,12 @@ from .work import Layer
 
 # fmt: off
 __all__ = [
-    "DATA_SHEETS", "SHAPES", "Choice", "Cost", "Cut", "Hop", "Hybrid", "KernelRate", "Layer", "Link", "Machine",
-    "Mask", "MaskPattern", "MemoryEstimate", "ModelSize", "Plan", "RecurrenceChoice", "RecurrenceCost",
-    "RecurrentSize", "RuleRate", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate", "Tile", "Traffic",
-    "Training", "Transfer", "assign", "built_in", "candidates", "cheapest_cut", "choose", "choose_recurrence",
-    "chunks_per_rank", "cut", "cuts", "data_sheet", "estimate", "estimate_memory", "estimate_step", "head_slices",
-    "imbalance", "imbalance_of_steps", "make_plan", "make_sharding", "name_of", "named", "pattern", "pattern_of",
-    "rank_traffic", "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
+    "DATA_SHEETS", "HOST_ROOM", "ROOM", "SHAPES", "Choice", "Cost", "Cut", "Fit", "Hop", "Hybrid", "KernelRate",
+    "Layer", "Link", "Machine", "Mask", "MaskPattern", "MemoryEstimate", "ModelSize", "Plan", "RecurrenceChoice",
+    "RecurrenceCost", "RecurrentSize", "RuleRate", "Segment", "Segments", "Shapes", "Sharding", "Step", "StepEstimate",
+    "Tile", "Traffic", "Training", "Transfer", "assign", "built_in", "candidates", "cheapest_cut", "choose",
+    "choose_recurrence", "chunks_per_rank", "cut", "cuts", "data_sheet", "estimate", "estimate_memory", "estimate_step",
+    "fit", "fits", "head_slices", "imbalance", "imbalance_of_steps", "longest", "make_plan", "make_sharding", "name_of",
+    "named", "pattern", "pattern_of", "rank_traffic", "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
 ]
 # fmt: on

@@ -95,6 +95,9 @@ class Machine:
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
             heads of a rank; 0 for no limit.
         rule ([`RuleRate`]): Kernels of recurrent layers; by default those of an H200.
+        host_memory (`int`, defaults to 0): Bytes of the host's memory that page-locked copies of a device may take.
+        host_bandwidth (`float`, defaults to 1.0): Bytes/s between a device and page-locked memory of its host, in
+            either direction while the other one is used, too.
         peak (`float`, defaults to 0.0): FLOP/s of the data sheet (bf16, not sparse), of which model FLOPs utilisation
             is a share; 0 if unknown.
         source (`str`, defaults to `"built in"`): Where the numbers come from.
@@ -118,6 +121,8 @@ class Machine:
     waiting: float = 1.0
     slice_blocks: int = 0
     rule: RuleRate = _RULE
+    host_memory: int = 0
+    host_bandwidth: float = 1.0
     peak: float = 0.0
     source: str = "built in"
 
@@ -130,11 +135,13 @@ class Machine:
             self.ranks_per_host,
             self.gathered_rate,
             self.strided_bandwidth,
+            self.host_bandwidth,
         ]
         above += [link.bandwidth for link in links]
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
         above += [self.rule.forward, self.rule.backward, self.rule.transitions]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks, self.peak]
+        least += [self.host_memory]
         least += [self.rule.call, self.rule.step]
         least += [number for link in links for number in (link.latency, link.drag)]
         sizes = [rate.scores for rate in self.rates]
@@ -181,6 +188,7 @@ class DataSheet(NamedTuple):
     bandwidth: float  # of the memory, bytes/s
     peak: float  # FLOP/s in bf16, summed in fp32, not sparse
     link: float  # bytes/s to the other GPUs of a host, each way
+    host: float = 64e9  # bytes/s to the host, each way
     reads_peers: bool = True  # whether a GPU reads the memory of others
     kernel: str = "flash_attn_4"
     source: str = "NVIDIA's data sheet; memory about what torch reports"
@@ -192,16 +200,17 @@ _SEEN = "NVIDIA's data sheet; memory by torch.cuda.mem_get_info on one"
 DATA_SHEETS = {
     "b200": DataSheet("NVIDIA B200", 178, 8.0e12, 2250e12, 900e9),
     "h200": DataSheet("NVIDIA H200", 139.8, 4.8e12, 989e12, 450e9, source=_SEEN),
-    "h200-nvl": DataSheet("NVIDIA H200 NVL", 139.8, 4.8e12, 835e12, 64e9, False),
+    "h200-nvl": DataSheet("NVIDIA H200 NVL", 139.8, 4.8e12, 835e12, 64e9, reads_peers=False),
     "h100": DataSheet("NVIDIA H100 SXM", 79.2, 3.35e12, 989e12, 450e9, source=_SEEN),
-    "h100-nvl": DataSheet("NVIDIA H100 NVL", 93.1, 3.9e12, 835e12, 64e9, False),
-    "h100-pcie": DataSheet("NVIDIA H100 PCIe", 79.2, 2.0e12, 756e12, 64e9, False),
-    "a100": DataSheet("NVIDIA A100 SXM 80GB", 79.3, 2.04e12, 312e12, 300e9, kernel="flash_attn_2"),
-    "a100-40gb": DataSheet("NVIDIA A100 SXM 40GB", 39.4, 1.555e12, 312e12, 300e9, kernel="flash_attn_2"),
-    "l40s": DataSheet("NVIDIA L40S", 44.4, 0.864e12, 362e12, 32e9, False, "flash_attn_2"),
-    "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 31.4, 1.79e12, 209e12, 64e9, False, "flash_attn_2"),
-    "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 23.5, 1.01e12, 165e12, 32e9, False, "flash_attn_2"),
+    "h100-nvl": DataSheet("NVIDIA H100 NVL", 93.1, 3.9e12, 835e12, 64e9, reads_peers=False),
+    "h100-pcie": DataSheet("NVIDIA H100 PCIe", 79.2, 2.0e12, 756e12, 64e9, reads_peers=False),
+    "a100": DataSheet("NVIDIA A100 SXM 80GB", 79.3, 2.04e12, 312e12, 300e9, 32e9, kernel="flash_attn_2"),
+    "a100-40gb": DataSheet("NVIDIA A100 SXM 40GB", 39.4, 1.555e12, 312e12, 300e9, 32e9, kernel="flash_attn_2"),
+    "l40s": DataSheet("NVIDIA L40S", 44.4, 0.864e12, 362e12, 32e9, 32e9, False, "flash_attn_2"),
+    "rtx5090": DataSheet("NVIDIA GeForce RTX 5090", 31.4, 1.79e12, 209e12, 64e9, 64e9, False, "flash_attn_2"),
+    "rtx4090": DataSheet("NVIDIA GeForce RTX 4090", 23.5, 1.01e12, 165e12, 32e9, 32e9, False, "flash_attn_2"),
 }
+_HOST_MEMORY = 2**37  # bytes for each GPU, where nobody said how much the host has
 # words in the names of these GPUs that tell none of them from another
 _PLAIN = {"nvidia", "geforce", "gpu", "sxm", "sxm4", "sxm5", "sxm6", "80gb", "hbm3", "hbm3e"}
 
@@ -218,7 +227,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
     32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens.
     Products of matrices are those of an 8B Llama (recipes/benchmarks/training_limits.py, 657e12 to 680e12). A bandwidth
-    of 400 Gb/s a GPU between hosts is assumed. A call with 10,000 documents of 100 tokens takes as long as 5 more
+    of 400 Gb/s a GPU between hosts is assumed, and 128 GiB of host memory for a GPU. Copies to and from the host
+    reached 54 GB/s each way on two GPUs at once. A call with 10,000 documents of 100 tokens takes as long as 5 more
     blocks a document. Uneven steps took 1.40 times as long where [`lag`] is 0.72, and fewer than 2,048 blocks a slice
     gained nothing (4 GPUs).
     """
@@ -243,6 +253,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
         strided_bandwidth=0.8,
         waiting=0.55,
         slice_blocks=2048,
+        host_memory=_HOST_MEMORY,
+        host_bandwidth=54e9,
         peak=DATA_SHEETS["h200"].peak,
         source="built in: measured on H200s",
     )
@@ -272,6 +284,7 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         products=computing * measured.products,
         p2p=p2p,
         symmetric=symmetric if sheet.reads_peers else None,
+        host_bandwidth=sheet.host / own.host * measured.host_bandwidth,
         peak=sheet.peak,
         source="built in: the data sheet, at the shares that H200s reached of theirs",
     )
@@ -292,6 +305,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
         ranks_per_host=64,
         gathered_rate=0.93,
         waiting=0.55,
+        host_bandwidth=5e9,
         rule=RuleRate(forward=2e9, backward=2e9, transitions=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
     )
 

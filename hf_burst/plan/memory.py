@@ -23,6 +23,7 @@ class MemoryEstimate:
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
         states (`float`): States of recurrent layers, of the runs of all ranks.
         exchange (`float`): Buffers through which ranks exchange blocks.
+        host (`float`): Bytes of the host's memory, beside those of the GPU.
         moment (`str`): When that is.
     """
 
@@ -36,12 +37,13 @@ class MemoryEstimate:
     loss: float = 0.0
     states: float = 0.0
     exchange: float = 0.0
+    host: float = 0.0
     moment: str = ""
 
     @property
     def items(self) -> dict[str, float]:
-        """The bytes by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "moment"}
+        """The bytes of the GPU by name."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("host", "moment")}
 
     @property
     def total(self) -> float:
@@ -63,24 +65,21 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     layers = model.layers if training.checkpointing else 0
-    mixing = max([2 * (model.queries + model.keys), *(size.elements for size in model.recurrent)])
-    row = kept_by_layer(model, training.fused, mixing)
-    one = 2 * tokens * (row + model.inner + model.hidden - (model.queries * training.attention_keep if layers else 0))
-    copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
-    one += in_between + (copies / model.layers if layers else 0)
-    mean = kept_by_layer(model, training.fused) + model.hidden
-    every = 0 if layers else 2 * tokens * model.layers * mean + copies
+    one, every = _activations(model, training)
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
     logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
-    scores = 4 * model.q_heads  # the log-sum-exp
     laid = lay_out(model, training, machine)
+    leaving = training.offloaded(model)
+    held = layers - leaving + min(2, leaving)  # those under way are on the GPU, too
+    kept_input, kept_attention = training.kept(model)
+    share = min(layers, model.attending) / max(1, layers)
     always = MemoryEstimate(
         weights=_weights(model, training, number),
         gradients=buckets,
         optimizer=2 * gradients,
-        layer_inputs=2 * tokens * layers * model.hidden,
-        attention=tokens * min(layers, model.attending) * training.attention_keep * (2 * model.queries + scores),
+        layer_inputs=held * kept_input,
+        attention=held * share * kept_attention,
         activations=every,
         states=sum((1 if layers else size.layers) * cost.kept_bytes for size, cost in laid.recurrence),
         exchange=max(
@@ -89,6 +88,7 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
                 *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
             ]
         ),
+        host=leaving * (kept_input + share * kept_attention),
     )
     at_loss = replace(
         always,
@@ -106,12 +106,28 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     at_first = replace(
         at_last,
         gradients=buckets + gradients,
-        layer_inputs=always.layer_inputs / model.layers,
-        attention=always.attention / max(1, model.attending),
+        layer_inputs=kept_input if layers else 0.0,
+        attention=kept_attention if layers and model.attending else 0.0,
         activations=every / model.layers + one,
         moment="the backward pass of the first layer",
     )
     return max((at_loss, at_last, at_first), key=lambda estimate: estimate.total)
+
+
+def _activations(model: ModelSize, training: Training) -> tuple[float, float]:
+    """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
+    tokens, fused = training.tokens, training.fused
+    mixing = max([2 * (model.queries + model.keys), *(size.elements for size in model.recurrent)])
+    row = kept_by_layer(model, fused, mixing) + model.inner + model.hidden
+    row -= model.queries * training.attention_keep if training.checkpointing else 0
+    one = 2.0 * tokens * row
+    if 0 < training.tiled_mlp < tokens:  # a tile, and gradients of weights in fp32
+        inner = model.inner * (4 if fused else 5)
+        one -= 2 * (tokens - training.tiled_mlp) * inner - (0 if training.lora else 4 * model.mlp)
+    copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
+    one += in_between + (copies / model.layers if training.checkpointing else 0)
+    mean = kept_by_layer(model, fused) + model.hidden
+    return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean + copies
 
 
 def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:

@@ -80,6 +80,13 @@ class ModelSize:
         """Elements of a token's keys, and of its values."""
         return self.kv_heads * (self.head_dim + self.value_dim) // 2
 
+    @property
+    def mlp(self) -> int:
+        """Weights of the MLP of a layer, of all its experts."""
+        tables = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        mixing = 2 * self.hidden * (self.queries + self.keys)
+        return max(0, (self.weights - self.unused - tables) // self.layers - mixing)
+
     def flops(self, tokens: int, pairs: float, trained: float = 1.0) -> float:
         """Floating point operations of a training step that computes nothing twice, as model FLOPs utilisation counts
         them: 6 for each weight and token, 4 if it is frozen, 12 for each pair and element of the queries, and 3 times
@@ -110,7 +117,7 @@ class Training:
             adapters, which no GPU shards. Frozen weights are else in bf16.
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
-        attention_keep (`float`, defaults to 1.0): As in [`BurstConfig`].
+        attention_keep, activation_offloading, tiled_mlp: As in [`BurstConfig`].
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
             Liger's are.
     """
@@ -124,13 +131,19 @@ class Training:
     lora: int = 0
     checkpointing: bool = True
     attention_keep: float = 1.0
+    activation_offloading: float = 0.0
+    tiled_mlp: int = 0
     fused: bool = True
 
     def __post_init__(self) -> None:
         sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
         if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
-        BurstConfig(attention_keep=self.attention_keep)  # raises for shares that it does not take
+        BurstConfig(  # raises for what it does not take
+            attention_keep=self.attention_keep,
+            activation_offloading=self.activation_offloading,
+            tiled_mlp=self.tiled_mlp,
+        )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (--lora).")
 
@@ -154,6 +167,16 @@ class Training:
     def shards(self) -> int:
         """Into how many parts weights are sharded."""
         return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
+
+    def offloaded(self, model: ModelSize) -> int:
+        """The layers that keep things on the host. The last one does not."""
+        layers = model.layers if self.checkpointing else 0
+        return max(0, min(round(self.activation_offloading * layers), layers - 1))
+
+    def kept(self, model: ModelSize) -> tuple[float, float]:
+        """Bytes that a checkpointed layer keeps: its input; and of its attention the output and the log-sum-exp."""
+        attention = self.attention_keep * (2 * model.queries + 4 * model.q_heads)
+        return 2.0 * self.tokens * model.hidden, self.tokens * attention
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""

@@ -31,6 +31,7 @@ class StepEstimate:
         products_s (`float`): Products of matrices, those of the head and those computed again included.
         elementwise_s (`float`): Norms, rotary positions, activations, additions and adapters, which wait for memory.
         exchange_s (`float`): Messages with nothing beside them, and by how much others slow down what is beside them.
+        host_s (`float`): Copies to and from the host that take longer than the layers beside which they run.
         optimizer_s (`float`): The update of the weights.
         tokens (`int`): Of one GPU.
         flops (`float`): Operations of one GPU as model FLOPs utilisation counts them.
@@ -44,6 +45,7 @@ class StepEstimate:
     products_s: float
     elementwise_s: float
     exchange_s: float
+    host_s: float
     optimizer_s: float
     tokens: int
     flops: float
@@ -54,7 +56,7 @@ class StepEstimate:
     def total_s(self) -> float:
         """Seconds of the step."""
         layers = self.attention_s + self.recurrence_s + self.products_s + self.elementwise_s
-        return layers + self.exchange_s + self.optimizer_s
+        return layers + self.exchange_s + self.host_s + self.optimizer_s
 
     @property
     def tokens_per_second(self) -> float:
@@ -91,9 +93,13 @@ class LaidOut:
     choice: RecurrenceChoice | None = None
 
 
-@lru_cache(maxsize=64)
 def lay_out(model: ModelSize, training: Training, machine: Machine) -> LaidOut:
-    """The cut that a step takes, and what its layers cost."""
+    """The cut that a step takes, and what its layers cost, whatever stays in memory."""
+    return _lay_out(model, Training(training.length, training.gpus, training.burst_size, training.documents), machine)
+
+
+@lru_cache(maxsize=64)
+def _lay_out(model: ModelSize, training: Training, machine: Machine) -> LaidOut:
     ranks, masks = training.burst_size, masks_of(model, training)
     shapes = Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, 2, 4)
     documents = (training.documents or (0, training.length),)
@@ -147,12 +153,21 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
         products_s=multiplying,
         elementwise_s=elementwise,
         exchange_s=exposed,
+        host_s=_host(model, training, machine, beside + repeated + exposed),
         optimizer_s=_ADAMW * training.number * trained / training.shards / machine.memory_bandwidth,
         tokens=training.tokens,
         flops=model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size,
         schedule=costs[0][1] if costs else None,
         laid=laid,
     )
+
+
+def _host(model: ModelSize, training: Training, machine: Machine, computing: float) -> float:
+    """Seconds of copies to and from the host beyond those of the layers. About a third of a layer's time is its forward
+    pass, in which it leaves, and the rest its backward pass, in which the one before it comes."""
+    copied = sum(training.kept(model)) / machine.host_bandwidth
+    layer = computing / model.layers
+    return training.offloaded(model) * (max(0.0, copied - layer / 3) + max(0.0, copied - 2 * layer / 3))
 
 
 def _again(mask: Mask, training: Training) -> float:
