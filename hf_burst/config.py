@@ -116,6 +116,9 @@ class BurstConfig:
         tiled_mlp (`int`, defaults to 0):
             MLPs, and experts behind a router, are computed so many tokens at a time, in both passes; 0 for all at once.
             The backward pass computes them again, as a checkpointed layer does anyway.
+        head_groups (`int`, defaults to 1):
+            Attention is computed and exchanged for at least so many groups of the heads, one after another, if there
+            are as many key heads: less memory, more and shorter messages.
         logits_limit_gib (`float`, defaults to `4.0`):
             The most memory, in GiB, that logits gathered over the ranks may take.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
@@ -132,6 +135,7 @@ class BurstConfig:
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
     tiled_mlp: int = 0
+    head_groups: int = 1
     logits_limit_gib: float = 4.0
     gradients: Gradients = "averaged_by_wrapper"
 
@@ -159,6 +163,8 @@ class BurstConfig:
             raise ConfigError(f"BurstConfig.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
         if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
             raise ConfigError(f"BurstConfig.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
+        if type(self.head_groups) is not int or self.head_groups < 1:
+            raise ConfigError(f"BurstConfig.head_groups is {self.head_groups!r}; give a number of at least 1.")
         if self.chunking == "documents" and self.stretches > 1:
             raise ConfigError(
                 f"BurstConfig(chunking='documents', attention_keep={self.attention_keep!r}): attention is kept in "

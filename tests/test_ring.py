@@ -79,6 +79,7 @@ class Case:
     sizes: tuple[float, float] = (1.0, 1.0)
     seed: int = 0
     transport: str = "auto"
+    head_groups: int = 1
 
     @property
     def length(self) -> int:
@@ -94,6 +95,7 @@ class Case:
             kernel=self.kernel,
             schedule=self.schedule,
             transport=self.transport,
+            head_groups=self.head_groups,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -255,6 +257,7 @@ def cases(draw, ranks: int, longest: int = 41, flash: str = "cpu_flash") -> Case
         chunk=draw(st.none() | st.integers(1, length)),
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
+        head_groups=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 
@@ -275,7 +278,10 @@ def test_chunks_that_were_swapped_for_even_rounds_are_exact(ranks, size):
     dealt_only = balance._dealt_out(balance._work(masks, (), len(owners)), size, 1)
     assert owners != dealt_only
     assert imbalance_of_steps(masks, owners) < imbalance_of_steps(masks, dealt_only)
-    many = [Case((documents,), chunking=owners, schedule=name) for name in (*SCHEDULES, *PRODUCTS[size])]
+    names = (*SCHEDULES, *PRODUCTS[size])
+    many = [
+        Case((documents,), chunking=owners, schedule=name, head_groups=groups) for name in names for groups in (1, 2)
+    ]
     many = fitting(size, many)
     for case, found in zip(many, whole_results(ranks, size, many), strict=True):
         assert_exact(case, found)
@@ -654,7 +660,7 @@ def operator_arguments(grad: bool, schedule: str = "burst") -> tuple:
     layout = SequenceLayout.for_batch(case.documents, 1)
     inputs = [whole[name].requires_grad_(grad) for name in "qkv"]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0][: inputs[0].shape[2]], dtype=inputs[0].dtype).requires_grad_(grad)
-    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, "auto", schedule, "auto", "")
+    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, 1, "auto", schedule, "auto", "")
 
 
 OPCHECKS = (

@@ -178,6 +178,8 @@ def _check_request(request: AttentionRequest, q: Tensor, sinks: Tensor | None) -
     size, softcap = request.pattern.attention_chunk_size, 0.0 if request.scores is None else request.scores.softcap
     if size is not None and size < 1:
         raise BatchError(f"attention_chunk_size is {size}; give tokens, at least 1, or None for whole documents.")
+    if type(request.head_groups) is not int or request.head_groups < 1:
+        raise BatchError(f"head_groups is {request.head_groups!r}; give a number of at least 1.")
     if not 0 <= softcap < math.inf:
         raise BatchError(f"softcap is {softcap}; give a positive number, or 0 for none.")
     if sinks is not None and (sinks.shape != q.shape[2:3] or sinks.device != q.device):

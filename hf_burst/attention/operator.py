@@ -62,7 +62,7 @@ def _(
     if machine is None:
         return out, lse, []
     schedule = schedule_of(request, sizes, batch, tokens, machine.ranks_per_host)
-    kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, machine.slice_blocks)
+    kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, machine.slice_blocks, request.head_groups)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
 

@@ -70,6 +70,7 @@ def _prepared(
         kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
         slice_blocks=slice_blocks,
+        head_groups=request.head_groups,
     )
 
 

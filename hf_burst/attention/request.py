@@ -8,11 +8,11 @@ from ..plan import MaskPattern
 
 # A request as torch.library declares it. A missing window is -1, a missing chunk size 0, and one process "".
 SCHEMA = (
-    "bool causal, int window, int attention_chunk_size, float scale, float softcap, str kernel, str schedule, "
-    "str transport, str group"
+    "bool causal, int window, int attention_chunk_size, float scale, float softcap, int head_groups, str kernel, "
+    "str schedule, str transport, str group"
 )
 _ONE_PROCESS, _CAUSAL = ContextGroup(), MaskPattern()
-Flat = tuple[bool, int, int, float, float, str, str, str, str]
+Flat = tuple[bool, int, int, float, float, int, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class AttentionRequest:
         kernel (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
     """
 
     group: ContextGroup = _ONE_PROCESS
@@ -34,6 +35,7 @@ class AttentionRequest:
     kernel: str = "auto"
     schedule: str = "auto"
     transport: str = "auto"
+    head_groups: int = 1
 
     def with_scale(self, head_dim: int) -> "AttentionRequest":
         """The request with the scores for heads of this size, where it has none."""
@@ -49,6 +51,7 @@ class AttentionRequest:
             attention_chunk_size or 0,
             self.scores.scale,
             self.scores.softcap,
+            self.head_groups,
             self.kernel,
             self.schedule,
             self.transport,
@@ -58,7 +61,7 @@ class AttentionRequest:
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
         """The request that [`AttentionRequest.flatten`] wrote."""
-        causal, window, attention_chunk_size, scale, softcap, kernel, schedule, transport, name = flat
+        causal, window, attention_chunk_size, scale, softcap, groups, kernel, schedule, transport, name = flat
         pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
         group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
-        return cls(group, pattern, scores, kernel, schedule, transport)
+        return cls(group, pattern, scores, kernel, schedule, transport, groups)

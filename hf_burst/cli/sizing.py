@@ -8,6 +8,7 @@ from typing import get_args
 import torch
 
 from ..calibrate import machine_of
+from ..config import BurstConfig
 from ..errors import ConfigError, ShardingError
 from ..plan import (
     DATA_SHEETS,
@@ -41,7 +42,7 @@ _LEGEND = (
     "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md).",
 )
 _PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "host_s", "optimizer_s")
-_SETTINGS = ("attention_keep", "activation_offloading", "tiled_mlp")
+_SETTINGS = {"tiled_mlp": int, "head_groups": int, "activation_offloading": float, "attention_keep": float}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
     )
     chosen = "as in BurstConfig (default: what fits and takes the least time)"
-    for name, kind in zip(_SETTINGS, (float, float, int), strict=True):
+    for name, kind in _SETTINGS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
     group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     plain = "norms, rotary positions and SwiGLU without Liger"
@@ -187,9 +188,8 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
 
 def _settings(training: Training) -> str:
     """What its BurstConfig names beside the defaults."""
-    named = {name: getattr(training, name) for name in _SETTINGS}
-    defaults = {"attention_keep": 1.0, "activation_offloading": 0.0, "tiled_mlp": 0}
-    return ", ".join(f"{name}={value:g}" for name, value in named.items() if value != defaults[name]) or "as it is"
+    named, defaults = {name: getattr(training, name) for name in _SETTINGS}, BurstConfig()
+    return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
 
 
 def _schedule(training: Training, step: StepEstimate) -> str:

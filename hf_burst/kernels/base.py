@@ -153,6 +153,13 @@ class BackwardInputs(NamedTuple):
     lse: Tensor
     delta: Tensor | None
 
+    def of_heads(self, heads: slice, kv_heads: slice) -> "BackwardInputs":
+        """Views of some query heads and their key heads."""
+        dout, q, k, v, out, lse, delta = self
+        out, delta = None if out is None else out[:, :, heads], None if delta is None else delta[:, :, heads]
+        own = dout[:, :, heads], q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
+        return BackwardInputs(*own, out, lse[:, :, heads], delta)
+
     def cut(self, rows: slice, columns: slice) -> "BackwardInputs":
         """Views of some rows and columns."""
         dout, q, k, v, out, lse, delta = self

@@ -54,7 +54,12 @@ class Cost:
 
 @lru_cache(maxsize=1024)
 def estimate(
-    schedule: Schedule, layer: Layer, machine: Machine, transport: Transport = "auto", slices: int | None = None
+    schedule: Schedule,
+    layer: Layer,
+    machine: Machine,
+    transport: Transport = "auto",
+    slices: int | None = None,
+    head_groups: int = 1,
 ) -> Cost:
     """The cost of a layer under a schedule.
 
@@ -64,6 +69,7 @@ def estimate(
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the second wherever it reaches.
         slices (`int`, *optional*): Slices of the heads; [`head_slices`] by default.
+        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
 
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
@@ -74,7 +80,7 @@ def estimate(
         raise ConfigError(f"Symmetric memory does not reach {unreached}. Take the transport 'p2p', or 'auto'.")
     transport = ("symmetric" if within else "p2p") if transport == "auto" else transport
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
-    count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks)
+    count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks, head_groups)
     forward, backward = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
@@ -90,8 +96,11 @@ def estimate(
     )
 
 
-def head_slices(schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int) -> int:
-    """The slices of a rank's key heads, of which one travels while another is computed: at most 4, and 1 for rings.
+def head_slices(
+    schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int, head_groups: int = 1
+) -> int:
+    """The slices of a rank's key heads, of which one travels while another is computed: at most 4, and 1 for rings; or
+    more if so many groups are asked for.
 
     Args:
         schedule ([`Schedule`]): The schedule.
@@ -99,13 +108,16 @@ def head_slices(schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: 
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
         slice_blocks (`int`): The least work of a slice, as in [`Machine`]; 0 is no limit.
+        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
     """
-    if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
-        return 1
     q_heads, kv_heads = heads
+    own = kv_heads // schedule.ulysses
+    least = next(count for count in range(min(head_groups, own), own + 1) if own % count == 0)
+    if schedule.ulysses == 1 and (schedule.ring != "all_gather" or ranks == 1):
+        return least
     blocks = q_heads * tokens // _BLOCK_ROWS  # of the heads of a rank and the tokens of all that exchange them
     most = min(_MOST_SLICES, blocks // slice_blocks) if slice_blocks else _MOST_SLICES
-    return max(count for count in range(1, max(1, most) + 1) if kv_heads // schedule.ulysses % count == 0)
+    return max(least, *(count for count in range(1, max(1, most) + 1) if own % count == 0))
 
 
 @dataclass(frozen=True)

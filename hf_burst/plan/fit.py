@@ -1,5 +1,5 @@
-"""Which settings let a training fit into memory and take the least time: offloading, tiles, and attention that is
-computed again."""
+"""Which settings let a training fit into memory and take the least time: tiles, groups of heads, offloading, and
+attention that is computed again."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +13,7 @@ from .step import StepEstimate, estimate_step
 ROOM = 0.92  # of a GPU's memory; the rest is for the allocator, NCCL and what CUDA itself takes
 HOST_ROOM = 0.85  # of the memory that its host has for it; data loaders and caches need some, too
 TILE = 16384  # tokens of a tile: products of matrices run at full speed, and little is there of it
+_GROUPS = 4  # of the heads: a quarter of what attention needs inside, and calls that are long enough
 _STEP = 1024  # tokens by which lengths differ
 
 
@@ -35,7 +36,7 @@ def fit(model: ModelSize, training: Training, machine: Machine, taken: float = 0
 
     Args:
         model ([`ModelSize`]): What is trained.
-        training ([`Training`]): How. Tiles, offloading and the attention that is kept are chosen.
+        training ([`Training`]): How. Tiles, groups, offloading and the attention that is kept are chosen.
         machine ([`Machine`]): On what.
         taken (`float`, defaults to 0.0): Bytes of a GPU that are taken beside what [`estimate_memory`] knows.
     """
@@ -63,17 +64,17 @@ def longest(model: ModelSize, training: Training, machine: Machine, taken: float
 
 
 def _candidates(model: ModelSize, training: Training, machine: Machine, taken: float) -> Iterator[Training]:
-    """Settings in the order of what they change: as it is, in tiles, with as many layers offloaded as need be; then
-    with less and less of the attention kept."""
-    plain = replace(training, attention_keep=1.0, activation_offloading=0.0, tiled_mlp=0)
+    """Settings in the order of what they change: as it is; MLPs in tiles, heads in groups, as many layers offloaded as
+    need be; then with less and less of the attention kept."""
+    plain = replace(training, attention_keep=1.0, activation_offloading=0.0, tiled_mlp=0, head_groups=1)
     yield plain
     tiled = replace(plain, tiled_mlp=TILE) if training.tokens > TILE else plain
-    yield tiled
     parts = (1.0, 0.75, 0.5, 0.25, 0.0) if all(pattern.causal for pattern, _ in model.patterns) else (1.0, 0.0)
-    for keep in parts if training.checkpointing else ():
-        part = replace(tiled, attention_keep=keep)
-        yield part
-        yield _offloaded(model, part, machine, taken)
+    for keep in parts if training.checkpointing else (1.0,):
+        for groups in sorted({1, min(_GROUPS, max(1, model.kv_heads))}):
+            part = replace(tiled, attention_keep=keep, head_groups=groups)
+            yield part
+            yield _offloaded(model, part, machine, taken)
 
 
 def _offloaded(model: ModelSize, training: Training, machine: Machine, taken: float) -> Training:

@@ -117,7 +117,7 @@ class Training:
             adapters, which no GPU shards. Frozen weights are else in bf16.
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
-        attention_keep, activation_offloading, tiled_mlp: As in [`BurstConfig`].
+        attention_keep, activation_offloading, tiled_mlp, head_groups: As in [`BurstConfig`].
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
             Liger's are.
     """
@@ -133,6 +133,7 @@ class Training:
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
     tiled_mlp: int = 0
+    head_groups: int = 1
     fused: bool = True
 
     def __post_init__(self) -> None:
@@ -143,6 +144,7 @@ class Training:
             attention_keep=self.attention_keep,
             activation_offloading=self.activation_offloading,
             tiled_mlp=self.tiled_mlp,
+            head_groups=self.head_groups,
         )
         if self.weights == "4bit" and not self.lora:
             raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (--lora).")

@@ -95,7 +95,8 @@ class LaidOut:
 
 def lay_out(model: ModelSize, training: Training, machine: Machine) -> LaidOut:
     """The cut that a step takes, and what its layers cost, whatever stays in memory."""
-    return _lay_out(model, Training(training.length, training.gpus, training.burst_size, training.documents), machine)
+    sizes = training.length, training.gpus, training.burst_size, training.documents
+    return _lay_out(model, Training(*sizes, head_groups=training.head_groups), machine)
 
 
 @lru_cache(maxsize=64)
@@ -119,7 +120,8 @@ def _lay_out(model: ModelSize, training: Training, machine: Machine) -> LaidOut:
         layer = Layer((mask,), sharding, shapes)
         per_host = min(machine.ranks_per_host, ranks)
         schedule = choose(layer.masks, layer.sharding, model.q_heads, model.kv_heads, per_host).schedule
-        attention.append((count, schedule, estimate(schedule, layer, machine)))
+        cost = estimate(schedule, layer, machine, head_groups=training.head_groups)
+        attention.append((count, schedule, cost))
     return LaidOut(chunking, tuple(attention), tuple(recurrence), choice)
 
 

@@ -76,7 +76,8 @@ class _GatheredKeys:
     def __init__(self, attention: RingAttention, exchange: Exchange, q_heads: int, k: Tensor, v: Tensor) -> None:
         self.attention, self.exchange = attention, exchange
         ranks, most, heads = attention.plan.keys.ranks, attention.most_tokens["kv"], (q_heads, k.shape[2])
-        self.count = head_slices(Schedule("all_gather"), ranks, heads, most, attention.slice_blocks)
+        slicing = attention.slice_blocks, attention.head_groups
+        self.count = head_slices(Schedule("all_gather"), ranks, heads, most, *slicing)
         slices = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [tensor.contiguous() for pair in slices for tensor in pair]
         capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * attention.most_tokens["kv"]

@@ -31,6 +31,7 @@ class RingAttention:
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
         slice_blocks (`int`, defaults to 0): Blocks of rows of a slice of heads at least, see [`head_slices`].
+        head_groups (`int`, defaults to 1): As in [`BurstConfig`]; those of gathered keys.
         bands (`dict`): The bands that `band` has made.
     """
 
@@ -40,6 +41,7 @@ class RingAttention:
     kernel: Kernel
     scores: Scores
     slice_blocks: int = 0
+    head_groups: int = 1
     bands: dict[int, tuple[Tile, Band]] = field(default_factory=dict, repr=False)
 
     def band(self, tile: Tile) -> Band:

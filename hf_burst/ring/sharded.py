@@ -6,6 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..config import Schedule
@@ -44,18 +45,18 @@ class HeadSizes(NamedTuple):
 
 
 def kept_shapes(
-    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, slice_blocks: int
+    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, slice_blocks: int, head_groups: int
 ) -> list[tuple[int, int, int]]:
     """The shapes of the exchanged heads that a forward pass keeps instead of q, k and v, if it does.
 
     Args:
-        schedule, ranks, slice_blocks: As in [`head_slices`].
+        schedule, ranks, slice_blocks, head_groups: As in [`head_slices`].
         batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         sizes ([`HeadSizes`]): Heads of the whole attention.
     """
     if schedule.ulysses == 1:
         return []
-    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), slice_blocks)
+    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), slice_blocks, head_groups)
     width = sum(heads * dim for heads, dim in sizes.slice(schedule.ulysses * slices))
     return [(batch, tokens * schedule.ulysses, width)] * slices
 
@@ -81,6 +82,7 @@ class ShardedAttention:
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
         slice_blocks (`int`, defaults to 0): As in [`head_slices`].
+        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
     """
 
     schedule: Schedule
@@ -91,6 +93,7 @@ class ShardedAttention:
     kernel: Kernel
     scores: Scores
     slice_blocks: int = 0
+    head_groups: int = 1
 
     def __post_init__(self) -> None:
         queries, keys = ([who.tokens(rank) for rank in range(self.group.size)] for who in (self.queries, self.keys))
@@ -117,7 +120,7 @@ class ShardedAttention:
             instead of q, k and v: none, or all of this rank's heads, a slice each.
         """
         if self.schedule.ulysses == 1:
-            return *self._ring_forward(exchange, q, k, v, sinks, None), []
+            return *self._ring_forward_in_groups(exchange, q, k, v, sinks), []
         kept, heads, pending = self._fetch_heads(exchange, q, k, v, waits=True)
         owner, slices = self._query_owner, len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -153,7 +156,8 @@ class ShardedAttention:
         for a short time disturb these less than some held for a long time.
         """
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-        shapes = kept_shapes(self.schedule, self.group.size, q.shape[0], q.shape[1], sizes, self.slice_blocks)
+        rows = (q.shape[0], q.shape[1])
+        shapes = kept_shapes(self.schedule, self.group.size, *rows, sizes, self.slice_blocks, self.head_groups)
         kept = [q.new_empty(shape) for shape in shapes]
         if waits:
             self._use_current_stream(exchange, len(kept))
@@ -191,7 +195,7 @@ class ShardedAttention:
         if self.schedule.ulysses == 1:
             q, k, v = saved
             inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
-            return self._ring_backward(exchange, inputs)
+            return self._ring_backward_in_groups(exchange, inputs)
         assert delta is not None, "delta is sent"
         owner, slices, lse, delta = self._query_owner, len(saved), by_head(lse), by_head(delta)
         self._use_current_stream(exchange, slices)
@@ -224,6 +228,40 @@ class ShardedAttention:
         """Whether the backward pass needs delta even where it is given the output."""
         sends_delta = self.group.size > 1 and (self.schedule.ulysses > 1 or self.schedule.ring == "burst")
         return sends_delta or not self.kernel.capabilities.derives_delta
+
+    def _groups(self, q_heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
+        """Query heads and key heads of each group that a ring takes by itself. Gathered keys are taken apart there."""
+        heads, tokens = (q_heads, kv_heads), self.queries.most_tokens
+        count = 1 if self._gathers else head_slices(self.schedule, self.group.size, heads, tokens, 0, self.head_groups)
+        q_size, kv_size = q_heads // count, kv_heads // count
+        return [
+            (slice(index * q_size, (index + 1) * q_size), slice(index * kv_size, (index + 1) * kv_size))
+            for index in range(count)
+        ]
+
+    def _ring_forward_in_groups(
+        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        groups = self._groups(q.shape[2], k.shape[2])
+        if len(groups) == 1:
+            return self._ring_forward(exchange, q, k, v, sinks, None)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
+        for heads, kv_heads in groups:
+            inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
+            own_sinks = None if sinks is None else sinks[heads]
+            out[:, :, heads], lse[:, :, heads] = self._ring_forward(exchange, *inputs, own_sinks, None)
+        return out, lse
+
+    def _ring_backward_in_groups(self, exchange: Exchange, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+        groups = self._groups(inputs.q.shape[2], inputs.k.shape[2])
+        if len(groups) == 1:
+            return self._ring_backward(exchange, inputs)
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
+        for heads, kv_heads in groups:
+            gradients = self._ring_backward(exchange, inputs.of_heads(heads, kv_heads))
+            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
+        return dq, dk, dv
 
     def _ring_forward(
         self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, buffers: OutputBuffers | None
@@ -261,6 +299,7 @@ class ShardedAttention:
             kernel=self.kernel,
             scores=self.scores,
             slice_blocks=self.slice_blocks,
+            head_groups=self.head_groups,
         )
 
     @cached_property
