@@ -141,7 +141,7 @@ def rooms(ranks: int) -> list[float]:
     size = model_size(LlamaForCausalLM, models.make_model("llama").config)
     with mock.patch.multiple(fitting, TILE=5):
         takes = [
-            estimate_memory(size, Training(160, ranks, ranks, sharded="ddp", **how), H200)
+            estimate_memory(size, Training(160, ranks, ranks, sharded="ddp", weights="fp32", fused=False, **how), H200)
             for how in ({}, {"activation_offloading": 0.5, "tiled_mlp": 5, "head_groups": 2})
         ]
     return [(memory.total - memory.held) * 1.01 / 0.92 + 1100 for memory in takes] + [1200.0]

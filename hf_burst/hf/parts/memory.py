@@ -112,10 +112,9 @@ def _training_of(run: ForwardPass, size: ModelSize) -> Training:
     wide = any(weight.dtype == torch.float32 for weight in trained)
     modules = (getattr(module.forward, "__module__", "") for module in run.model.modules())
     return Training(
-        length=rows * length,
+        length=rows * length,  # as one document, whose exchange takes the most
         gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         burst_size=run.group.size,
-        documents=tuple(range(0, rows * length + 1, length)),
         sharded="fsdp2" if any(isinstance(weight, DTensor) for weight in weights) else "ddp",
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,
