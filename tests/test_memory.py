@@ -181,3 +181,17 @@ def test_one_process_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None
     assert "0 tokens fit" in told[-1].getMessage()
     with pytest.raises(ConfigError, match="'auto', 'named'"):
         hf_burst.BurstConfig(memory="little")
+
+
+def test_an_error_of_memory_says_what_to_turn() -> None:
+    """In the forward pass, and where a checkpoint runs a layer again."""
+    short = torch.OutOfMemoryError("CUDA out of memory.")
+    for place in ("norm", "layers"):
+        model = models.patch(models.make_model("llama").train())
+        model.gradient_checkpointing_enable()
+        module = model.model.norm if place == "norm" else model.model.layers[0].mlp
+        loss = None if place == "norm" else model(**models.make_batch("plain")).loss
+        with mock.patch.object(module, "forward", side_effect=short), pytest.raises(torch.OutOfMemoryError) as caught:
+            model(**models.make_batch("plain")) if loss is None else loss.backward()
+        assert ["activation_offloading=1.0" in note for note in caught.value.__notes__] == [True]
+        del short.__notes__

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...config import BurstConfig
-from ...errors import BurstError
+from ...errors import OUT_OF_MEMORY, BurstError
 from ...plan import SETTINGS, Fit, ModelSize, Training, fit, longest
 from ...resources import resources_of
 from ..model_size import model_size
@@ -78,6 +78,12 @@ class Memory(Part):
             elif changed:
                 logger.info("hf_burst trains %s with %s: predicted are %s", batch, named, needs)
         return replace(run.config, **settings)
+
+
+def advise_on_memory(problem: BaseException | None) -> None:
+    """Adds to an error of memory that was short what can be turned."""
+    if isinstance(problem, torch.OutOfMemoryError) and OUT_OF_MEMORY not in getattr(problem, "__notes__", ()):
+        problem.add_note(OUT_OF_MEMORY)
 
 
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
