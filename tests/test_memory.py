@@ -24,8 +24,8 @@ from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step, fi
 from hf_burst.resources import GroupResources
 from tests import models
 from tests.ranks import RankPool
-from tests.test_offload import SMALL
 from tests.test_patch import group_mean, part_of
+from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
 AUTO = {"memory": "auto"}
@@ -101,7 +101,7 @@ def small_gpu(room: float, held: Callable[[int], float], rank: int) -> Iterator[
     machine = replace(H200, memory=int(room), host_memory=2**30)
     with ExitStack() as stack:
         for patch in (
-            mock.patch.multiple(offload, **SMALL),
+            mock.patch.multiple(offload, **SMALL_PAGES),
             mock.patch.multiple(fitting, TILE=5),
             mock.patch.object(memory, "held_bytes", return_value=held(rank)),
             mock.patch.object(GroupResources, "machine", return_value=machine),

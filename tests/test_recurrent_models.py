@@ -154,7 +154,7 @@ def one_token_off(segments: Segments, rank: int, reach: int, device: torch.devic
 
 def of_rows(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
     """The edges of segments that know of rows only."""
-    rows = replace(segments, documents=tuple((0, row[-1]) for row in segments.documents))
+    rows = Segments(segments.sharding, tuple((0, row[-1]) for row in segments.documents))
     return edges_of(rows, rank, reach, device)
 
 

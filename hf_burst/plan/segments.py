@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,18 +52,18 @@ class Hop(NamedTuple):
     tensors: int
 
 
-@dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of all ranks. Each list is made when it is first asked for, and kept.
+    """The segments of all ranks. Each list is made when it is first asked for, and kept. FSDP2 hands the layers copies
+    of what it knows to hold tensors; of this it knows nothing.
 
     Args:
         sharding ([`Sharding`]): Which rank holds which tokens.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
     """
 
-    sharding: Sharding
-    documents: tuple[tuple[int, ...], ...]
-    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, repr=False)
+    def __init__(self, sharding: Sharding, documents: tuple[tuple[int, ...], ...]) -> None:
+        self.sharding, self.documents = sharding, documents
+        self._made: dict[tuple[Any, ...], Any] = {}
 
     def once(self, make: Callable[..., _Made], *arguments: Any) -> _Made:
         """What a function makes of them and of arguments: made when it is first asked for, and kept as they are."""
