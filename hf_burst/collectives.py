@@ -40,6 +40,6 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative()
-        total = torch.stack(gradients)
-        dist.all_reduce(total, group=ctx.group.process_group)
-        return total[ctx.group.rank], None, None
+        total = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
+        dist.reduce_scatter(total, [gradient.contiguous() for gradient in gradients], group=ctx.group.process_group)
+        return total, None, None

@@ -76,15 +76,15 @@ def contiguous(length: int, ranks: int, documents: tuple[int, ...] = ()) -> Segm
 
 
 def test_bytes_and_seconds_by_hand() -> None:
-    """One document over two ranks: rank 0 hands one slot on, forward to one peer, and backward by an all-reduce."""
+    """One document over two ranks: rank 0 hands one slot on to one peer; gloo sums its gradient on both."""
     slot, halo = 48 * 128 * 256 * 4, 10240 * 3 * 2
     assert (DELTA.slot_bytes, DELTA.halo_bytes) == (slot, halo)
     cost = recurrence_cost("states", DELTA, contiguous(64, 2), PAPER)
     assert (cost.sent_bytes, cost.halo_bytes, cost.kept_bytes) == (3 * slot, 3 * halo, 2 * slot)
     assert cost.forward_s == pytest.approx(2 + slot + halo)
     assert cost.backward_s == pytest.approx(2 + 2 * (slot + halo))
-    gathered = recurrence_cost("states", DELTA, contiguous(64, 2), replace(PAPER, device="GPU"))
-    assert gathered.sent_bytes == 2 * slot, "by flash-linear-attention's own kernels"
+    summed_at_home = recurrence_cost("states", DELTA, contiguous(64, 2), replace(PAPER, device="GPU"))
+    assert (summed_at_home.sent_bytes, summed_at_home.halo_bytes) == (2 * slot, 2 * halo)
     # a token's q and k of 16 heads, v of 48, decays in fp32 and beta go there; outputs come back; half stays at home
     there, back = 2 * (2 * 16 * 128 + 48 * 128 + 48) + 4 * 48, 2 * 48 * 128
     assert DELTA.exchanged(2) == (there, back)
@@ -93,6 +93,34 @@ def test_bytes_and_seconds_by_hand() -> None:
     assert cost.forward_s == pytest.approx(1 + halo + 2 + 16 * (there + back))
     assert SCAN.slot_bytes == 128 * (128 * 64 + 1) * 4
     assert SELECTIVE.slot_bytes == CONVOLUTION.slot_bytes == 0
+
+
+def test_a_scan_by_hand() -> None:
+    """Four runs: in the first step the middle ones send all they know, in the second one the first two send a state."""
+    state, slot, halo = 48 * 128 * 128 * 4, 48 * 128 * 256 * 4, 10240 * 3 * 2
+    segments = contiguous(64, 4)
+    assert [[(*hop.source, *hop.target, hop.tensors) for hop in step] for step in segments.hops["forward"]] == [
+        [(0, 0, 1, 0, 1), (1, 0, 2, 0, 2), (2, 0, 3, 0, 2)],
+        [(0, 0, 2, 0, 1), (1, 0, 3, 0, 1)],
+    ]
+    cost = recurrence_cost("scanned states", DELTA, segments, PAPER)
+    assert (cost.sent_bytes, cost.kept_bytes) == (2 * (slot + state), slot)
+    assert cost.forward_s == pytest.approx((1 + 3 * halo) + (1 + slot) + (1 + state))
+    assert cost.backward_s == pytest.approx((1 + 6 * halo) + (1 + slot) + (1 + state))
+    hosts = replace(PAPER, ranks_per_host=2, between_hosts=Link(5.0, 1.0))
+    cost = recurrence_cost("scanned states", DELTA, segments, hosts)
+    assert cost.forward_s == pytest.approx((5 + 2 * halo) + (5 + slot) + (5 + state))
+
+
+@pytest.mark.parametrize("size", [DELTA, SCAN], ids=["delta", "scan"])
+def test_many_ranks_scan(size: RecurrentSize) -> None:
+    """On H200s: a gather sends as much more as there are ranks, a scan little more for twice as many."""
+    for ranks in (2, 4, 8, 32, 64, 256):
+        segments = Segments(cut(8192 * ranks, pattern(ranks, "zigzag")), ((0, 8192 * ranks),))
+        assert (choose_recurrence([size], segments, h200(), "states").way == "scanned states") == (ranks > 8)
+    gathered, scanned = (recurrence_cost(way, size, segments, h200()) for way in ("states", "scanned states"))
+    assert scanned.sent_bytes < gathered.sent_bytes / 25
+    assert scanned.kept_bytes < gathered.kept_bytes / 200
 
 
 def test_heads_that_ranks_do_not_divide() -> None:
@@ -178,20 +206,25 @@ class Wire(PeerToPeer):
         return posted
 
 
-def bytes_of(rank: int, size: int, kind: str, chunking: str) -> float:
-    """What arrives at a rank, forward and backward, in fp32."""
+def bytes_of(rank: int, size: int, kind: str, chunking: str, scans: bool) -> tuple[float, float]:
+    """What a rank sends, or what arrives at it, forward and backward, in fp32."""
     from tests.test_recurrent import NAMES, PARAMETERS, make
 
     Wire.total = 0.0
-    gather, reduce = torch.distributed.all_gather, torch.distributed.all_reduce
+    gather, reduce = torch.distributed.all_gather, torch.distributed.reduce_scatter
+    exchange = torch.distributed.all_to_all_single
 
     def all_gather(into: Any, tensor: torch.Tensor, **options: Any) -> Any:
         Wire.total += (size - 1) * tensor.nbytes
         return gather(into, tensor, **options)
 
-    def all_reduce(tensor: torch.Tensor, **options: Any) -> Any:
-        Wire.total += 2 * (size - 1) / size * tensor.nbytes
-        return reduce(tensor, **options)
+    def reduce_scatter(total: torch.Tensor, tensors: Any, **options: Any) -> Any:
+        Wire.total += 2 * (size - 1) * total.nbytes  # gloo reduces all of them on all ranks
+        return reduce(total, tensors, **options)
+
+    def all_to_all(landing: Any, tensor: torch.Tensor, came: Any, sizes: list[int], **options: Any) -> Any:
+        Wire.total += (sum(sizes) - sizes[rank]) * tensor.itemsize
+        return exchange(landing, tensor, came, sizes, **options)
 
     case = Case(((0, 11, 24, 48),), chunking)
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
@@ -199,11 +232,14 @@ def bytes_of(rank: int, size: int, kind: str, chunking: str) -> float:
     inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
     with (
         mock.patch("torch.distributed.all_gather", all_gather),
-        mock.patch("torch.distributed.all_reduce", all_reduce),
+        mock.patch("torch.distributed.reduce_scatter", reduce_scatter),
+        mock.patch("torch.distributed.all_to_all_single", all_to_all),
         mock.patch("hf_burst.resources.PeerToPeer", Wire),
     ):
-        sharded(kind, layout.segments, ContextGroup.from_mesh(None), *inputs).sum().backward()
-    return Wire.total
+        out = sharded(kind, layout.segments, ContextGroup.from_mesh(None), scans, *inputs)
+        forward = Wire.total
+        out.sum().backward()
+    return forward, Wire.total - forward
 
 
 @pytest.mark.parametrize("chunking", ["contiguous", "zigzag"])
@@ -211,19 +247,21 @@ def bytes_of(rank: int, size: int, kind: str, chunking: str) -> float:
     ("kind", "way"),
     [
         ("gated delta rule", "states"),
+        ("gated delta rule", "scanned states"),
         ("gated delta rule, heads exchanged", "heads"),
         ("Mamba2", "states"),
+        ("Mamba2", "scanned states"),
         ("Mamba1", "heads"),
         ("convolution", "states"),
     ],
 )
 def test_the_bytes_are_those_on_the_wire(ranks: Ranks, kind: str, way: Any, chunking: str) -> None:
     size = SMALL[kind.partition(",")[0]]
-    sent = ranks(4).run(bytes_of, kind, chunking)
+    forward, backward = zip(*ranks(4).run(bytes_of, kind, chunking, way == "scanned states"), strict=True)
     segments = SequenceLayout.for_batch([(0, 11, 24, 48)], 4, chunking).segments
     cost = recurrence_cost(way, size, segments, cpu())
     gate = 2 * 12 * 8 * 4 * 3 / 4 if kind == "Mamba1" else 0  # of a layer, which this one lacks
-    assert cost.sent_bytes + cost.halo_bytes - gate == round(max(sent))
+    assert cost.sent_bytes + cost.halo_bytes - gate == round(max(forward) + max(backward))
 
 
 @st.composite
@@ -338,14 +376,15 @@ def test_sizes_of_models() -> None:
     assert recurrent_sizes(models.make_model("llama")) == ()
 
 
-def ways_of(rank: int, size: int) -> list[tuple[bool, float]]:
-    """The way that a model takes by itself, where links are slow and where a state takes long; and its loss."""
+def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
+    """The way that a model takes by itself, where a state takes long, links are slow, or calls take long; its loss."""
     model, batch, taken = models.make_model("qwen3_5"), models.make_batch("plain"), []
     calls: list[Any] = []
     rule, link = h200().rule, Link(0.0, 1e3)
     slow_state = replace(h200(), symmetric=None, rule=replace(rule, step=1.0))
     slow_link = replace(h200(), symmetric=None, p2p=link)
-    for machine in (slow_state, slow_link):
+    slow_call = replace(h200(), symmetric=None, rule=replace(rule, call=1.0))
+    for machine in (slow_state, slow_link, slow_call):
         with mock.patch.object(GroupResources, "machine", lambda *_, machine=machine: machine):
             models.patch(model)
             hook = model.model.register_forward_pre_hook(
@@ -354,13 +393,13 @@ def ways_of(rank: int, size: int) -> list[tuple[bool, float]]:
             loss = model(**batch).loss.detach()
             hook.remove()
             hf_burst.unpatch_model(model)
-        taken.append((calls[-1].by_heads, float(loss)))
+        taken.append((calls[-1].way, float(loss)))
     return taken
 
 
 def test_a_pass_takes_the_chosen_way(ranks: Ranks) -> None:
     results = ranks(2).run(ways_of)
-    assert [by_heads for by_heads, _ in results[0]] == [False, True]
+    assert [way for way, _ in results[0]] == ["states", "scanned states", "heads"]
     expected = models.plain_loss(models.make_model("qwen3_5"), models.make_batch("plain")).item()
     for _, loss in [*results[0], *results[1]]:
         assert loss == pytest.approx(expected, rel=1e-5)

@@ -20,14 +20,15 @@ from hf_burst.errors import ConfigError
 from hf_burst.hf.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import Memory
-from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step, fit, fits, longest, named
+from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step, fit, fits, longest, memory_of_step, named
 from hf_burst.resources import GroupResources
 from tests import models
 from tests.ranks import RankPool
-from tests.test_offload import SMALL
 from tests.test_patch import group_mean, part_of
+from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
+AUTO = {"memory": "auto"}
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 H200 = named("h200")
 fitting = importlib.import_module("hf_burst.plan.fit")  # the package has a function of this name
@@ -78,15 +79,15 @@ def test_the_longest_sequence_is_the_longest() -> None:
 
 def test_each_setting_takes_away_what_it_says() -> None:
     training = Training(524288, 2, 2)
-    plain = estimate_memory(LLAMA, training, H200)
-    offloaded = estimate_memory(LLAMA, replace(training, activation_offloading=1.0), H200)
+    plain = memory_of_step(LLAMA, training, H200)[1]  # at the last layer
+    offloaded = memory_of_step(LLAMA, replace(training, activation_offloading=1.0), H200)[1]
     assert offloaded.layer_inputs == 3 * plain.layer_inputs / 32, "the last one stays, two are under way"
     assert offloaded.host == 31 / 32 * (plain.layer_inputs + plain.attention)
-    tiles = estimate_memory(LLAMA, replace(training, tiled_mlp=16384), H200)
+    tiles = memory_of_step(LLAMA, replace(training, tiled_mlp=16384), H200)[1]
     gone = 2 * (262144 - 16384) * 4 * 14336
     assert plain.activations - tiles.activations == pytest.approx(gone - 4 * LLAMA.mlp)
     assert pytest.approx(3 * 4096 * 14336, rel=0.01) == LLAMA.mlp
-    groups = estimate_memory(LLAMA, replace(training, head_groups=4), H200)
+    groups = memory_of_step(LLAMA, replace(training, head_groups=4), H200)[1]
     assert groups.exchange == pytest.approx(plain.exchange / 4, rel=0.01)
     times = [estimate_step(LLAMA, how, H200) for how in (training, replace(training, activation_offloading=1.0))]
     assert times[0].total_s == times[1].total_s, "copies hide"
@@ -100,7 +101,7 @@ def small_gpu(room: float, held: Callable[[int], float], rank: int) -> Iterator[
     machine = replace(H200, memory=int(room), host_memory=2**30)
     with ExitStack() as stack:
         for patch in (
-            mock.patch.multiple(offload, **SMALL),
+            mock.patch.multiple(offload, **SMALL_PAGES),
             mock.patch.multiple(fitting, TILE=5),
             mock.patch.object(memory, "held_bytes", return_value=held(rank)),
             mock.patch.object(GroupResources, "machine", return_value=machine),
@@ -141,7 +142,7 @@ def rooms(ranks: int) -> list[float]:
     size = model_size(LlamaForCausalLM, models.make_model("llama").config)
     with mock.patch.multiple(fitting, TILE=5):
         takes = [
-            estimate_memory(size, Training(160, ranks, ranks, sharded="ddp", **how), H200)
+            estimate_memory(size, Training(160, ranks, ranks, sharded="ddp", weights="fp32", fused=False, **how), H200)
             for how in ({}, {"activation_offloading": 0.5, "tiled_mlp": 5, "head_groups": 2})
         ]
     return [(memory.total - memory.held) * 1.01 / 0.92 + 1100 for memory in takes] + [1200.0]
@@ -151,17 +152,17 @@ def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
     roomy, tight, _ = rooms(2)
     assert roomy > tight
     plain = str({"tiled_mlp": 0, "head_groups": 1, "activation_offloading": 0.0, "attention_keep": 1.0})
-    for room, config in ((2 * roomy, {}), (tight, {"memory": "named"})):
+    for room, config in ((2 * roomy, AUTO), (tight, {})):
         for chosen, error in ranks(2).run(train, room, config):
             assert chosen == [plain, plain]
             assert error < 1e-5
-    results = ranks(2).run(train, tight, {})
+    results = ranks(2).run(train, tight, AUTO)
     assert results[0][0] == results[1][0], "the same on all ranks"
     for (short, long), error in results:
         assert short == plain
         assert "'tiled_mlp': 5" in long
         assert error < 1e-5
-    for (_, long), _ in ranks(2).run(train, tight, {"tiled_mlp": 3, "attention_keep": 0.0}):
+    for (_, long), _ in ranks(2).run(train, tight, AUTO | {"tiled_mlp": 3, "attention_keep": 0.0}):
         assert "'tiled_mlp': 3" in long
         assert "'attention_keep': 0.0" in long
 
@@ -169,14 +170,28 @@ def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
 def test_one_process_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     _, tight, never = rooms(1)
     with caplog.at_level(logging.INFO, "hf_burst"):
-        train(0, 1, tight, {})
+        train(0, 1, tight, AUTO)
         told = [record for record in caplog.records if record.name.endswith("memory")]
         assert told[-1].levelno == logging.INFO
         assert "2 x 80 tokens with tiled_mlp=5" in told[-1].getMessage()
-        train(0, 1, never, {"activation_offloading": 1.0})
+        train(0, 1, never, AUTO | {"activation_offloading": 1.0})
     told = [record for record in caplog.records if record.name.endswith("memory")]
     assert told[-1].levelno == logging.WARNING
     assert "may run out of memory" in told[-1].getMessage()
     assert "0 tokens fit" in told[-1].getMessage()
     with pytest.raises(ConfigError, match="'auto', 'named'"):
         hf_burst.BurstConfig(memory="little")
+
+
+def test_an_error_of_memory_says_what_to_turn() -> None:
+    """In the forward pass, and where a checkpoint runs a layer again."""
+    short = torch.OutOfMemoryError("CUDA out of memory.")
+    for place in ("norm", "layers"):
+        model = models.patch(models.make_model("llama").train())
+        model.gradient_checkpointing_enable()
+        module = model.model.norm if place == "norm" else model.model.layers[0].mlp
+        loss = None if place == "norm" else model(**models.make_batch("plain")).loss
+        with mock.patch.object(module, "forward", side_effect=short), pytest.raises(torch.OutOfMemoryError) as caught:
+            model(**models.make_batch("plain")) if loss is None else loss.backward()
+        assert ["activation_offloading=1.0" in note for note in caught.value.__notes__] == [True]
+        del short.__notes__

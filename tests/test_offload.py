@@ -20,6 +20,7 @@ from tests import models
 from tests.ranks import RankError, RankPool
 from tests.test_checkpointing import SWITCHES
 from tests.test_patch import part_of
+from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
 CPU, LENGTH = torch.device("cpu"), 43
@@ -27,18 +28,15 @@ CPU, LENGTH = torch.device("cpu"), 43
 
 @pytest.fixture
 def small_pages() -> Iterator[None]:
-    with mock.patch.multiple(offload, **SMALL):
+    with mock.patch.multiple(offload, **SMALL_PAGES):
         yield
-
-
-SMALL = {"_PAGE": 64, "_GROWTH": 256, "_SMALL": 0}
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.permutations(range(4)), st.data())
 def test_tensors_come_back_as_they_left(sizes: list[int], order: list[int], data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-    with mock.patch.multiple(offload, **SMALL):
+    with mock.patch.multiple(offload, **SMALL_PAGES):
         home = HostMemory(CPU)
         tensor = torch.randn(sizes).to(dtype)
         tensor = tensor.permute([axis for axis in order if axis < tensor.ndim])
@@ -112,7 +110,7 @@ def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[to
 def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, switch: str = "wrapped") -> list[bool]:
     """Whether the loss and all gradients are as without offloading; no page is lost."""
     results, batch = [], models.make_batch(kind, LENGTH)
-    with mock.patch.multiple(offload, **SMALL):
+    with mock.patch.multiple(offload, **SMALL_PAGES):
         for share in (0.0, 1.0, 0.5):
             model = models.make_model(name).train()
             models.patch(model, hf_burst.BurstConfig(activation_offloading=share, attention_keep=keep))

@@ -1,6 +1,7 @@
 """Layers with a state over shards: beside one process that goes through every document token by token, in fp64."""
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from hf_burst.layout import SequenceLayout
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Segments
 from hf_burst.recurrent import (
+    Received,
     Rule,
     causal_convolution,
     context_parallel,
@@ -24,6 +26,7 @@ from hf_burst.recurrent import (
     delta_rule_by_heads,
     delta_rule_by_states,
     diagonal,
+    halo,
     lightning_by_heads,
     lightning_by_states,
     own_heads,
@@ -177,6 +180,7 @@ NAMES = {
     "RG-LRU, channels exchanged": ("gate", "channels"),
 }
 PARAMETERS = ("weight", "a", "rates")
+SCANNED = ("gated delta rule", "Kimi delta attention", "Mamba2", "lightning", "RG-LRU")
 
 
 def whole(kind: str, *tensors: Tensor) -> Tensor:
@@ -197,8 +201,9 @@ def whole(kind: str, *tensors: Tensor) -> Tensor:
     return token_by_token(*tensors, state)[0]
 
 
-def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor) -> Tensor:
-    """What a rank computes for its tokens."""
+def sharded(kind: str, segments: Segments, group: ContextGroup, scans: bool, *tensors: Tensor) -> Tensor:
+    """What a rank computes for its tokens. States are scanned, or gathered."""
+    received = Received(scans=scans)
     if kind == "convolution":
         x, weight = tensors
         channels = x[..., 0].transpose(1, 2)
@@ -215,29 +220,31 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor
         decay = a[:HEADS, 0]
         if kind == "Mamba2":
             rule = Rule(lambda rows, *_: (scan(*rows, decay), None), packed=False)
-            return scan_by_states(rule, (x, dt, b, c), dt, decay, segments, group)
+            return scan_by_states(rule, (x, dt, b, c), dt, decay, segments, group, received)
         b, c = (tensor.repeat_interleave(2, dim=2) for tensor in (b, c))
         own = own_heads(decay, group)
         rule = Rule(lambda rows, *_: (scan(*rows, own), None), packed=False)
         return scan_by_channels(rule, (x, dt, b, c), (), segments, group)
     if kind.startswith("lightning"):
-        way = lightning_by_heads if kind.endswith("exchanged") else lightning_by_states
-        return way(tensors[:3], tensors[3], 8, segments, group)
+        settings = tensors[:3], tensors[3], 8, segments, group
+        return lightning_by_heads(*settings) if kind.endswith("exchanged") else lightning_by_states(*settings, received)
     if kind.startswith("RG-LRU"):
-        way = recurrence_by_channels if kind.endswith("exchanged") else recurrence_by_states
-        return way(*tensors, segments, group)
+        if kind.endswith("exchanged"):
+            return recurrence_by_channels(*tensors, segments, group)
+        return recurrence_by_states(*tensors, segments, group, received)
     rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
-    way = delta_rule_by_heads if kind.endswith("exchanged") else delta_rule_by_states
-    return way(rule, tensors, segments, group)
+    if kind.endswith("exchanged"):
+        return delta_rule_by_heads(rule, tensors, segments, group)
+    return delta_rule_by_states(rule, tensors, segments, group, received)
 
 
-def compute(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
+def compute(rank: int, size: int, kind: str, case: Case, scans: bool) -> list[Tensor]:
     """The output of this rank, and the gradients of what went in."""
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
     inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
     group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
-    out = sharded(kind, layout.segments, group, *inputs)
+    out = sharded(kind, layout.segments, group, scans, *inputs)
     (out * layout.shard(weights_of(kind, case), rank)).sum().backward()
     return [out.detach(), *(leaves[name].grad for name in NAMES[kind])]
 
@@ -254,7 +261,17 @@ def weights_of(kind: str, case: Case) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", NAMES)
 def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> None:
-    case = CASES[name]
+    compare(ranks, kind, CASES[name], scans=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", SCANNED)
+def test_states_come_by_a_scan(ranks: Ranks, kind: str, name: str) -> None:
+    compare(ranks, kind, CASES[name], scans=True)
+
+
+def compare(ranks: Ranks, kind: str, case: Case, scans: bool) -> None:
+    """Outputs and gradients of 1 to 4 ranks, beside those of one process that holds all tokens."""
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items()}
     rows = []
     for row, bounds in enumerate(case.documents):
@@ -267,12 +284,34 @@ def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> No
     (expected * weights_of(kind, case)).sum().backward()
     for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
         layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
-        results = ranks(size).run(compute, kind, case) if size > 1 else [compute(0, 1, kind, case)]
+        results = ranks(size).run(compute, kind, case, scans) if size > 1 else [compute(0, 1, kind, case, scans)]
         output = layout.unshard([out for out, *_ in results])
         torch.testing.assert_close(output, expected.detach(), rtol=1e-10, atol=1e-11)
         for place, leaf in enumerate(NAMES[kind], start=1):
             total = sum(result[place] for result in results)
             torch.testing.assert_close(total, leaves[leaf].grad, rtol=1e-9, atol=1e-10)
+
+
+def test_edges_are_made_once_for_a_batch() -> None:
+    """Also by an evaluation, whose tensors no training could save; they go with the batch."""
+    segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
+    weight, x = torch.randn(HEADS, REACH + 1).double(), torch.randn(1, HEADS, 20).double()
+
+    def convolution(segments: Segments) -> Tensor:
+        return causal_convolution(lambda laid: convolve(laid, weight), x, REACH, segments, ContextGroup())
+
+    with mock.patch.object(halo, "from_host", wraps=halo.from_host) as made:
+        with torch.inference_mode():
+            evaluated = convolution(segments)
+        x.requires_grad_()
+        trained = convolution(segments)
+        trained.sum().backward()
+        assert made.call_count == 4, "kinds of indices"
+    torch.testing.assert_close(evaluated.clone(), trained.detach())
+    edges = weakref.ref(segments.once(halo._edges_of, 0, REACH, x.device))
+    assert edges() is not None
+    del segments
+    assert edges() is None
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 26, 101])

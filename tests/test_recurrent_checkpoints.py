@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,12 +20,12 @@ import hf_burst
 from hf_burst import collectives
 from hf_burst.errors import ConfigError
 from hf_burst.hf.doors import recurrent_modules
-from hf_burst.recurrent import Received
+from hf_burst.recurrent import Received, halo
 from recipes.tiny_models import tiny_model
 from tests import models
 from tests.ranks import RankPool
 from tests.test_patch import group_mean
-from tests.test_recurrent_models import greatest_error
+from tests.test_recurrent_models import forced, greatest_error
 
 Ranks = Callable[[int], RankPool]
 STATES = hf_burst.BurstConfig(recurrence="states", chunking="zigzag")  # exchanged heads do travel again
@@ -109,6 +110,33 @@ def test_a_layer_that_runs_again_receives_nothing_again(ranks: Ranks, switch: st
         assert gathered == 0 or switch == "wrapped twice", "channels of Mamba1 are as large as activations"
 
 
+def compare_scans(rank: int, size: int, name: str, keep: float) -> tuple[float, list[int]]:
+    """The greatest error of scanned states beside gathered ones without checkpoints; how often ranks exchange, forward
+    and backward."""
+    batch, model, counts = models.make_batch("packed"), models.patch(make(name), STATES), list[int]()
+    with forced("states"):
+        wanted, _ = gradients_of(model, batch)
+    hf_burst.unpatch_model(model)
+    models.patch(model, replace(STATES, attention_keep=keep))
+    enable(model, reentrant=name == "qwen3_5")
+    model.zero_grad()
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        with forced("scanned states"):
+            loss = model(**batch).loss
+        counts.append(exchange.call_count)
+        loss.backward()
+        counts.append(exchange.call_count - counts[0])
+    return greatest_error([loss.detach(), *group_mean(model)], wanted), counts
+
+
+@pytest.mark.parametrize(("name", "keep"), [("qwen3_5", 1.0), ("qwen3_5", 0.0), ("granite", 1.0), ("minimax", 1.0)])
+def test_a_layer_that_runs_again_scans_nothing_again(ranks: Ranks, name: str, keep: float) -> None:
+    for error, (forward, backward) in ranks(3).run(compare_scans, name, keep):
+        assert error < 1e-6
+        assert forward > 0
+        assert backward == (forward if keep else 2 * forward)
+
+
 def gather_again(rank: int, size: int) -> int:
     """How often the backward pass gathers where nothing is kept."""
     model = models.patch(make("qwen3_5"), replace(STATES, attention_keep=0.0))
@@ -124,6 +152,26 @@ def alive() -> int:
     """How many layers keep something."""
     gc.collect()
     return sum(isinstance(item, Received) and bool(item.kept) for item in gc.get_objects())
+
+
+def edges_alive() -> int:
+    """How many batches have edges of convolutions on a device."""
+    gc.collect()
+    return sum(type(item) is halo._Edges for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma"])
+def test_edges_go_with_the_pass(name: str) -> None:
+    """Layouts are kept for long, what layers make of them is not; a checkpoint holds it until it has run again."""
+    model = models.patch(models.make_model(name).train())
+    enable(model, reentrant=False)
+    before = edges_alive()
+    for kind in ("packed", "left"):
+        loss = model(**models.make_batch(kind)).loss
+        assert edges_alive() == before + 1, "one for all layers"
+        loss.backward()
+        del loss
+        assert edges_alive() == before
 
 
 def accumulate(rank: int, size: int) -> None:

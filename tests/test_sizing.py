@@ -241,7 +241,8 @@ def test_a_model_is_named_by_its_config(tmp_path: Path, capsys: pytest.CaptureFi
         said.append(capsys.readouterr().out.replace(f"{name}: ", ""))
     assert said[0] == said[1]
     assert "2 x NVIDIA A100 SXM 80GB, 79 GiB; built in: the data sheet" in said[0]
-    assert "4,096 tokens a sequence, all bf16 weights, AdamW, fsdp2, layers checkpointed, attention_keep=1" in said[0]
+    assert "4,096 tokens a sequence, all bf16 weights, AdamW, fsdp2, layers checkpointed" in said[0]
+    assert "Longest" not in said[0], "of packed documents"
     options = ["--lora", "--weights", "4bit", "--sharded", "ddp", "--no-checkpointing", "--plain-kernels"]
     assert main(["plan", "--model", "LlamaForCausalLM", "--length", "4096", "--machine", "rtx4090", *options]) == 0
     report = capsys.readouterr().out
@@ -254,7 +255,8 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 1
     report = capsys.readouterr().out
     assert report.count("does not fit") == 4
-    assert "None fits into 92% of 79 GiB. Give more --gpus" in report
+    assert "None fits into 92% of 79 GiB and 85% of the host's 128. Give more --gpus" in report
+    assert "Longest sequence that fits: 0 tokens" in report
 
 
 @pytest.mark.parametrize(
@@ -480,10 +482,14 @@ def test_the_choice_of_a_division_is_explained(capsys: pytest.CaptureFixture[str
     words = ["plan", "--model", "llama-3-8b", "--length", "128k", "--machine", "h100", "--gpus", "4", "--lora"]
     assert main(words) == 0
     report = capsys.readouterr().out
-    assert re.search(r"^ +2 x 2 .* fastest that fits$", report, re.MULTILINE)
+    assert re.search(r"^ +1 x 4 .* tiled_mlp=16384, activation_off.* fastest that fits$", report, re.MULTILINE)
     assert re.search(r"^Not 4 x 1: [\d.]+% fewer tokens/s, lost most in exchange\.$", report, re.MULTILINE)
-    assert re.search(r"^Not 1 x 4: it needs [\d.]+ of 79 GiB", report, re.MULTILINE)
     assert "burst_size GPUs share a sequence" in report
+    assert re.search(r"; [\d.]+ of the 128 of its host$", report, re.MULTILINE)
+    assert main([*words, "--host-memory", "0", "--attention-keep", "1"]) == 0
+    report = capsys.readouterr().out
+    assert re.search(r"^ +2 x 2 .* fastest that fits$", report, re.MULTILINE)
+    assert re.search(r"^Not 1 x 4: it needs [\d.]+ of 79 GiB", report, re.MULTILINE)
 
 
 def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:

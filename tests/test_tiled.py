@@ -8,6 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedModel
@@ -17,12 +19,13 @@ import hf_burst
 from hf_burst import offload
 from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.parts.tiles import TiledMLP, tokenwise_modules
+from hf_burst.plan import Segments
 from hf_burst.tiled import tiled
 from recipes.tiny_models import tiny_model
 from tests import models
 from tests.ranks import RankPool
-from tests.test_offload import SMALL
 from tests.test_patch import group_mean, part_of
+from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
 HIDDEN, INNER, TILE = 16, 40, 8
@@ -176,7 +179,7 @@ def with_tiles(
     model.zero_grad()
     models.patch(model, hf_burst.BurstConfig(**config))
     model.gradient_checkpointing_enable()
-    with mock.patch.multiple(offload, **SMALL):
+    with mock.patch.multiple(offload, **SMALL_PAGES):
         loss = model(**batch).loss
         loss.backward()
     found = [loss.detach(), *group_mean(model)]
@@ -230,3 +233,37 @@ def test_weights_that_are_taken_apart_are_refused() -> None:
     model.model.layers[0].mlp.up_proj.weight.ds_id = 3
     with pytest.raises(ConfigError, match="ZeRO-3"):
         model(**models.make_batch("plain"))
+
+
+def under_fsdp2(rank: int, size: int, name: str, precision: torch.dtype) -> None:
+    """All that spares memory, beside one process without any of it; twice, as gradients are accumulated."""
+    batch, model = models.make_batch("packed", 43), models.make_model(name, precision).train()
+    models.plain_loss(model, batch).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(head_groups=2, **ALL_ON))
+    model.gradient_checkpointing_enable()
+    options = {"mesh": init_device_mesh("cpu", (size,)), "mp_policy": MixedPrecisionPolicy(param_dtype=precision)}
+    segments: list[Segments] = []
+
+    def note(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        segments.append(kwargs["burst_call"].segments)
+
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    fully_shard(model, **options)
+    tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[precision]
+    for accumulated in (1, 2):
+        with mock.patch.multiple(offload, **SMALL_PAGES):
+            model(**batch).loss.backward()
+        for path, parameter in model.named_parameters():
+            found, expected = parameter.grad.full_tensor(), accumulated * wanted[path]
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    first, *others = segments[: len(model.model.layers)]
+    assert all(other is first for other in others), "one object for all layers"
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", torch.float64), ("qwen3_5", torch.float32)], ids=str)
+def test_under_fsdp2(ranks: Ranks, name: str, precision: torch.dtype) -> None:
+    ranks(2).run(under_fsdp2, name, precision)

@@ -59,7 +59,14 @@ def covering(trainer: str) -> list[Case]:
     return chosen
 
 
+LITTLE = [
+    Case("Trainer", "packed", data=2),
+    Case("SFTTrainer", "packed", lora=True),
+    Case("DPOTrainer"),
+    Case("raw", burst=3),
+]
 SUBSET = [case for trainer in TRAINERS for case in covering(trainer)] + [Case("Trainer", burst=3)]
+SUBSET += [replace(case, checkpointing=True, little=True) for case in LITTLE]
 ALL = [case for trainer in TRAINERS for case in product(trainer)]
 
 

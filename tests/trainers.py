@@ -7,6 +7,7 @@ gradient norms and weights. Gradient accumulation and clipping are always on.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -17,10 +18,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hf_burst
+from hf_burst import offload
 from tests import models
 from tests.ranks import reset_accelerate
 
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
+LITTLE = hf_burst.BurstConfig(tiled_mlp=5, head_groups=2, activation_offloading=1.0)
+SMALL_PAGES = {"_PAGE": 64, "_GROWTH": 256, "_SMALL": 0}
 Row = dict[str, torch.Tensor]
 
 
@@ -36,6 +40,7 @@ class Case:
     data: int = 1
     burst: int = 2
     model: str = "llama"
+    little: bool = False  # memory: MLPs in tiles, heads in groups, layers offloaded
 
     @property
     def ranks(self) -> int:
@@ -49,10 +54,10 @@ class Case:
     @property
     def alone(self) -> "Case":
         """The case in one process, as plain as it can be."""
-        return replace(self, checkpointing=False, explicit=False, data=1, burst=0)
+        return replace(self, checkpointing=False, explicit=False, data=1, burst=0, little=False)
 
     def __str__(self) -> str:
-        switches = [name for name in ("lora", "checkpointing", "explicit") if getattr(self, name)]
+        switches = [name for name in ("lora", "checkpointing", "explicit", "little") if getattr(self, name)]
         return "-".join([self.model, self.trainer, self.kind, *switches, f"{self.data}x{self.burst}"])
 
 
@@ -127,7 +132,7 @@ def lora_config() -> Any:
 def make_model(case: Case, seed: int = 0) -> torch.nn.Module:
     model = models.make_model(case.model, seed=seed)
     if case.burst:
-        hf_burst.patch_model(model)
+        hf_burst.patch_model(model, LITTLE if case.little else None)
     model.config.use_cache = False  # with a cache, plain attention ignores where packed documents begin
     return model
 
@@ -211,7 +216,8 @@ def _make_trl(
 
 def train(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
     """Runs a case on this rank."""
-    return train_raw(case) if case.trainer == "raw" else finish(make_trainer(case, folder))
+    with mock.patch.multiple(offload, **(SMALL_PAGES if case.little else {"_SMALL": offload._SMALL})):
+        return train_raw(case) if case.trainer == "raw" else finish(make_trainer(case, folder))
 
 
 def finish(trainer: Trainer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from transformers import LlamaForCausalLM
 
+from hf_burst.hf.model_size import model_size, shape_named
 from hf_burst.layout import SequenceLayout
-from hf_burst.plan import MaskPattern, Tile, make_plan
+from hf_burst.plan import ROOM, MaskPattern, Tile, Training, make_plan, memory_of_step, named
 
 ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks
@@ -233,7 +236,42 @@ def query_path() -> Figure:
     return figure
 
 
-PICTURES = (step_time, ring_step, packed_batch, state_passing, query_path)
+def step_memory() -> Figure:
+    """What takes memory in a step as it is predicted, from the loss to the backward pass of the first layer."""
+    model = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
+    training, machine = Training(524288, 2, 2), named("h200")
+    settings = {
+        "as it is": {},
+        "MLPs in tiles, heads in groups": {"tiled_mlp": 16384, "head_groups": 4},
+        "and all layers offloaded": {"tiled_mlp": 16384, "head_groups": 4, "activation_offloading": 1.0},
+    }
+    figure, panels = plt.subplots(1, len(settings), figsize=(11, 3.8), sharey=True, layout="constrained")
+    for axes, (title, own) in zip(panels, settings.items(), strict=True):
+        moments = memory_of_step(model, replace(training, **own), machine)
+        items = {
+            "weights and optimizer": ("weights", "optimizer", "gathered"),
+            "gradients": ("gradients",),
+            "layer inputs": ("layer_inputs",),
+            "attention": ("attention",),
+            "one layer": ("activations",),
+            "exchange": ("exchange",),
+            "loss": ("loss",),
+        }
+        parts = [[sum(moment.items[name] for name in names) / 2**30 for moment in moments] for names in items.values()]
+        colors = ["#c5c9ce", GREY, COLORS[0], "#8fb1d6", COLORS[1], COLORS[2], COLORS[3]]
+        axes.stackplot(range(len(moments)), parts, labels=items, colors=colors)
+        axes.axhline(ROOM * machine.memory / 2**30, color=DARK, linestyle="--", linewidth=1)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xticks([0, 1, len(moments) - 1], ["loss", "\nlast layer", "first layer"], fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("GiB of a GPU")
+    panels[0].annotate("92 % of an H200", (32, ROOM * machine.memory / 2**30 + 3), ha="right", fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[-1].legend(handles[::-1], labels[::-1], fontsize=8, frameon=False)
+    return figure
+
+
+PICTURES = (step_time, ring_step, packed_batch, state_passing, query_path, step_memory)
 
 
 def main() -> None:

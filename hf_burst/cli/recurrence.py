@@ -19,8 +19,8 @@ def describe_laid_out(laid: LaidOut, ranks: int) -> list[str]:
         parts = [f"{megabytes(cost.halo_bytes)} of halos"]
         if size.kind != "convolution":
             parts.insert(0, f"{megabytes(cost.sent_bytes)} of {sent_as(size, laid.choice.way)}")
-        slots = f"; slots of all ranks take {megabytes(cost.kept_bytes)}" if cost.kept_bytes else ""
-        lines.append(f"  {size.layers} x {size.kind}: {', '.join(parts)}{slots}")
+        kept = f"; a rank keeps {megabytes(cost.kept_bytes)}" if cost.kept_bytes else ""
+        lines.append(f"  {size.layers} x {size.kind}: {', '.join(parts)}{kept}")
     return [*lines, f"  recurrent layers by {laid.choice.way}: {laid.choice.reason}"]
 
 

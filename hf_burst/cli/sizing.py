@@ -39,7 +39,7 @@ _PRECISION = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
-    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md).",
+    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of BurstConfig.",
 )
 _PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "host_s", "optimizer_s")
 
@@ -153,7 +153,9 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
         base = "4bit" if training.weights == "4bit" else "bf16"
         what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
     again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
-    cells = [["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "", ""]]
+    cells = [
+        ["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", ""]
+    ]
     for row in rows:
         how, step, memory, able = row
         cells.append([_division(how), f"{step.total_s:.2f}"])
@@ -164,7 +166,7 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
     how, step, memory, _ = best or rows[0]
     shared = rows[0] if how.burst_size == 1 else (best or rows[0])
     seconds = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
-    host = f"{memory.host / 2**30:.2f} of the {machine.host_memory / 2**30:.0f} of its host"
+    offloaded = f"{memory.host / 2**30:.2f} of the {machine.host_memory / 2**30:.0f} of its host"
     lines = [
         str(model),
         f"{training.gpus} x {machine.device}, {room:.0f} GiB; {machine.source}",
@@ -177,12 +179,11 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
         *describe_laid_out(shared.step.laid, shared.training.burst_size),
         "",
         f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
-        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}" + (f"; {host}" if memory.host else ""),
+        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}" + (f"; {offloaded}" if memory.host else ""),
     ]
     if best is None:
-        limits = (
-            f"{ROOM:.0%} of {room:.0f} GiB and {HOST_ROOM:.0%} of {machine.host_memory / 2**30:.0f} GiB of the host"
-        )
+        host = f"{HOST_ROOM:.0%} of the host's {machine.host_memory / 2**30:.0f}"
+        limits = f"{ROOM:.0%} of {room:.0f} GiB and {host}"
         advice = "Give more --gpus, fewer tokens" + ("" if training.lora else " or --lora")
         lines.append(f"None fits into {limits}. {advice}.")
     return lines

@@ -19,7 +19,8 @@ from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
-from ..plan import MaskPattern
+from ..plan import MaskPattern, Segments
+from ..plan.recurrence import Way
 
 NAME = "hf_burst"
 CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers
@@ -40,6 +41,7 @@ class ForwardCall:
     """What the layers of a model know of one sharded forward pass; the keyword argument `burst_call`."""
 
     layout: SequenceLayout
+    segments: Segments  # of this pass alone: what layers keep with them is freed when it ends
     group: ContextGroup
     config: BurstConfig
     encoded: torch.Tensor  # the layout as the operator takes it
@@ -47,7 +49,7 @@ class ForwardCall:
     positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
     fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
     real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
-    by_heads: bool = False  # whether recurrent layers exchange heads, and states do not pass
+    way: Way = "states"  # how recurrent layers pass what they know
     cache: Callable[[], AttentionCache | None] | None = None  # of the layer that runs, if it is checkpointed
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..config import BurstConfig
 from ..layout import SequenceLayout
 from ..plan import Hybrid, Machine, RecurrentSize, Shapes, choose_recurrence
+from ..plan.recurrence import Way
 from .doors import recurrent_modules
 from .recurrent import functions_of
 from .support import has_attention, patterns_of_layers
@@ -54,16 +55,16 @@ def hybrid_of(
 
 
 @lru_cache(maxsize=64)
-def exchanges_heads(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> bool:
-    """Whether the recurrent layers of a pass exchange heads, and states do not pass. Rank 0 logs why, quietly for
-    packed documents, as there is a choice for every batch."""
+def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
+    """How the recurrent layers of a pass pass what they know. Rank 0 logs why, quietly for packed documents, as there
+    is a choice for every batch."""
     choice = choose_recurrence(hybrid.recurrent, layout.segments, hybrid.machine, hybrid.recurrence)
     if rank == 0:
         count = sum(len(row) - 1 for row in layout.documents) - (layout.batch_size if layout.padding else 0)
         level = logging.INFO if count == layout.batch_size else logging.DEBUG
         batch = f"{layout.batch_size} x {layout.length - layout.padding} tokens, documents: {count}"
         logger.log(level, "hf_burst passes recurrent layers by %s for %s (%s)", choice.way, batch, choice.reason)
-    return choice.way == "heads"
+    return choice.way
 
 
 def _size_of(module: Any) -> RecurrentSize | None:

@@ -4,6 +4,7 @@ A patched model takes full batches, the same on every rank of a group, and retur
 the ranks look like data-parallel replicas with the same batch. All of it is done by parts, see [`Part`].
 """
 
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
-from .parts.memory import Memory
+from .parts.memory import Memory, advise_on_memory
 from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
@@ -249,6 +250,7 @@ class _Patch:
     @torch.compiler.disable
     def end(self, *_: Any) -> None:
         """The forward hook that is called even if the pass failed."""
+        advise_on_memory(sys.exception())
         self.run = None
         for part in self.parts:
             part.end()

@@ -7,7 +7,7 @@ kernels finds those of the package there, and plain torch otherwise. Each has a 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import UnsupportedModelError
-from ..layout import SequenceLayout
 from ..mesh import ContextGroup
 from ..plan import Segments
 from ..recurrent import (
@@ -67,24 +66,24 @@ class Scope:
     @property
     def by_heads(self) -> bool:
         """Whether heads are exchanged, and states do not pass."""
-        return self.call.by_heads
+        return self.call.way == "heads"
 
     @property
     def segments(self) -> Segments:
-        return self.call.layout.segments
+        return self.call.segments
 
     @property
     def segments_of_rows(self) -> Segments:
         """Those of a layer that reads padding as it reads other tokens."""
-        return _segments_of_rows(self.call.layout) if self.call.layout.real else self.segments
+        real = self.call.layout.real
+        return self.segments.once(_segments_of_rows, real) if real else self.segments
 
 
-@lru_cache(maxsize=8)
-def _segments_of_rows(layout: SequenceLayout) -> Segments:
+def _segments_of_rows(segments: Segments, real: tuple[tuple[int, int], ...]) -> Segments:
     """The segments of a padded batch whose documents begin where their padding does: one object for all layers."""
-    rows = zip(layout.documents, layout.real, strict=True)
-    documents = tuple((0, *sorted({*row} - {0, *real, layout.length}), layout.length) for row, real in rows)
-    return Segments(layout.sharding, documents)
+    rows, length = zip(segments.documents, real, strict=True), segments.sharding.stop
+    documents = tuple((0, *sorted({*row} - {0, *span, length}), length) for row, span in rows)
+    return Segments(segments.sharding, documents)
 
 
 def _convolution(original: Function, scope: Scope) -> Function:
@@ -128,7 +127,8 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
-        known = parallel and g.ndim == 3 and not scope.by_heads  # KDA has decays of four dimensions, not compared
+        # KDA has decays of four dimensions, not compared
+        known = parallel and g.ndim == 3 and scope.call.way == "states"
         context = cp_context(scope.segments, scope.group, query.device) if known else None
         if context is not None:
             options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}

@@ -57,8 +57,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> MemoryEstimate:
-    """Predicts the memory of a GPU: the most of three moments, the loss and the backward pass of the last and of the
-    first layer. In between, gradients come as activations go.
+    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`]."""
+    return max(memory_of_step(model, training, machine), key=lambda estimate: estimate.total)
+
+
+def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
+    """Predicts the memory of a GPU at the moments when it can be the most: the loss, and the backward pass of every
+    layer from the last to the first. Gradients come as what layers keep goes.
 
     Args:
         model ([`ModelSize`]): What is trained.
@@ -69,23 +74,22 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
-    layers = model.layers if training.checkpointing else 0
     one, every = _activations(model, training)
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
-    gathered = 2 * unit * (1 + learns) + 2 * table if sharded else 0.0
     logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
     laid = lay_out(model, training, machine)
-    leaving = training.offloaded(model)
-    held = layers - leaving + min(2, leaving)  # those under way are on the GPU, too
+    layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
-    share = min(layers, model.attending) / max(1, layers)
-    always = MemoryEstimate(
+    attending = model.attending / model.layers
+    at_loss = MemoryEstimate(
         weights=_weights(model, training, number),
         gradients=buckets,
         optimizer=2 * gradients,
-        layer_inputs=held * kept_input,
-        attention=held * share * kept_attention,
+        gathered=2.0 * table if sharded else 0.0,
+        layer_inputs=_held(layers, leaving) * kept_input,
+        attention=_held(layers, leaving) * attending * kept_attention,
         activations=every,
+        loss=logits + 4 * tokens * model.hidden + (6 * table if learns else 0),
         states=sum((1 if layers else size.layers) * cost.kept_bytes for size, cost in laid.recurrence),
         exchange=max(
             [
@@ -93,30 +97,33 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
                 *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
             ]
         ),
-        host=leaving * (kept_input + share * kept_attention),
-    )
-    at_loss = replace(
-        always,
-        gathered=2.0 * table if sharded else 0.0,
-        loss=logits + 4 * tokens * model.hidden + (6 * table if learns else 0),
+        host=leaving * (kept_input + attending * kept_attention),
         moment="the loss",
     )
-    at_last = replace(
-        always,
-        gradients=buckets + (table * number / shards if learns else 0.0),
-        gathered=gathered,
-        activations=every + one,
-        moment="the backward pass of the last layer",
-    )
-    at_first = replace(
-        at_last,
-        gradients=buckets + gradients,
-        layer_inputs=kept_input if layers else 0.0,
-        attention=kept_attention if layers and model.attending else 0.0,
-        activations=every / model.layers + one,
-        moment="the backward pass of the first layer",
-    )
-    return max((at_loss, at_last, at_first), key=lambda estimate: estimate.total)
+    moments, first = [at_loss], table * number / shards if learns else 0.0
+    for layer in range(model.layers, 0, -1):
+        done = (model.layers - layer) / max(1, model.layers - 1)  # of the backward pass
+        held = _held(layer, leaving) if layers else 0
+        names = {model.layers: "of the last layer", 1: "of the first layer"}
+        moments.append(
+            replace(
+                at_loss,
+                gradients=buckets + first + done * (gradients - first),
+                gathered=2 * unit * (1 + learns) + 2 * table if sharded else 0.0,
+                layer_inputs=held * kept_input,
+                attention=held * attending * kept_attention,
+                activations=every * layer / model.layers + one,
+                loss=0.0,
+                moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
+            )
+        )
+    return moments
+
+
+def _held(layers: int, leaving: int) -> int:
+    """Of how many of the first layers the GPU has what they keep, if the first of them offload it. Two of these are
+    under way."""
+    return max(0, layers - leaving) + min(2, leaving, layers)
 
 
 def _activations(model: ModelSize, training: Training) -> tuple[float, float]:

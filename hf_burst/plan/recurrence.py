@@ -1,9 +1,9 @@
-"""What recurrent layers cost over ranks, and how they pass what they know: by the states of runs of tokens, or by an
-exchange of tokens for heads. One way is chosen for all layers of a pass."""
+"""What recurrent layers cost over ranks, and how they pass what they know: by the states of runs of tokens, which are
+gathered or scanned, or by an exchange of tokens for heads. One way is chosen for all layers of a pass."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -14,11 +14,13 @@ from .sharding import pattern_of
 from .traffic import Pass
 
 RuleKind = Literal["delta", "scan", "selective", "convolution"]
-Way = Literal["states", "heads"]
+Way = Literal["states", "scanned states", "heads"]
 
+SCANNED_FROM = 16  # ranks, for states of layers without prices
 _CHUNK = 64  # tokens that a kernel treats as one product of matrices, as fla's kernels do
 _WIDE = 4  # bytes of a number of a state, and of the logarithm of a decay
 _PIECE_CALLS = 4  # calls that put a piece's output back, and what a state adds to it, forward
+_STEP_CALLS = 5  # calls around the messages of a step of a scan
 _SLOT_CALLS = 3  # calls that advance a state by a slot, forward
 _HALO_CALLS = 12  # calls that find the first outputs of pieces anew, forward
 _READ = 14  # times that a number of further columns is read or written, forward, as measured
@@ -152,7 +154,8 @@ class RecurrenceCost:
         sent_bytes (`int`): Bytes of states, or of exchanged heads, that leave the rank in both passes.
         halo_bytes (`int`): Those of halos.
         memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
-        kept_bytes (`int`): What of it stays until the backward pass: slots of all ranks.
+        kept_bytes (`int`): What of it stays until the backward pass: slots of all ranks, or after a scan what comes
+            to this rank and what it does to that.
     """
 
     forward_s: float
@@ -182,7 +185,7 @@ def recurrence_cost(way: Way, size: RecurrentSize, segments: Segments, machine: 
     """Predicts a layer.
 
     Args:
-        way (`str`): `"states"` or `"heads"`; kinds that have one way take it.
+        way (`str`): `"states"`, which are gathered, `"scanned states"` or `"heads"`; kinds that have one way take it.
         size ([`RecurrentSize`]): The layer.
         segments ([`Segments`]): Those of all ranks.
         machine ([`Machine`]): On what.
@@ -215,7 +218,8 @@ def choose_recurrence(
     """
     ways: dict[Way, float] = {way: _total(way, sizes, segments, machine) for way in get_args(Way)}
     if asked != "auto":
-        return RecurrenceChoice(asked, "asked for", ways[asked])
+        best = min((way for way in ways if (way == "heads") == (asked == "heads")), key=ways.__getitem__)
+        return RecurrenceChoice(best, "asked for", ways[best])
     able = [way for way in ways if any(way in size.ways for size in sizes)]
     if segments.sharding.ranks == 1:
         return RecurrenceChoice(able[0], "one rank exchanges nothing", ways[able[0]])
@@ -224,8 +228,9 @@ def choose_recurrence(
         reason = ", ".join(kinds[size.kind] for size in sizes)
         return RecurrenceChoice(able[-1], reason, ways[able[-1]])
     best = min(able, key=ways.__getitem__)
-    listed = " and ".join(f"by {way} {seconds * 1e3:.1f} ms" for way, seconds in ways.items())
-    return RecurrenceChoice(best, f"recurrent layers are predicted to take {listed}, forward and backward", ways[best])
+    *listed, last = (f"by {way} {seconds * 1e3:.1f} ms" for way, seconds in ways.items())
+    reason = f"recurrent layers are predicted to take {', '.join(listed)} and {last}, forward and backward"
+    return RecurrenceChoice(best, reason, ways[best])
 
 
 def _total(way: Way, sizes: Iterable[RecurrentSize], segments: Segments, machine: Machine) -> float:
@@ -244,7 +249,6 @@ class _Runs:
     longest: int
 
 
-@lru_cache(maxsize=8)
 def _runs_of(segments: Segments) -> _Runs:
     ranks = []
     for rank, own in enumerate(segments.by_rank):
@@ -259,16 +263,17 @@ class _PassCost:
     """One pass as it adds up, in seconds and bytes. Messages wait for what they carry and are waited for."""
 
     def __init__(self, way: Way, size: RecurrentSize, segments: Segments, machine: Machine, direction: Pass) -> None:
-        self.size, self.segments, self.machine = size, segments, machine
+        self.size, self.segments, self.machine, self.direction = size, segments, machine, direction
         self.backward = direction == "backward"
         self.times = 2 if self.backward else 1  # operations and calls of the backward pass
+        self.summed = self.times if machine.device == "CPU" else 1  # gloo sums gradients on every rank
         self.ranks, self.rows = segments.sharding.ranks, len(segments.documents)
         self.tokens = self.rows * segments.sharding.most_tokens
         self.seconds = self.sent = self.halos = self.memory = self.kept = 0.0
-        self.plain = self._rule(self.tokens, _runs_of(segments).longest)
+        self.plain = self._rule(self.tokens, segments.once(_runs_of).longest)
         self._convolve()
         if size.kind != "convolution":
-            self._pass_states() if way == "states" else self._exchange_heads()
+            self._exchange_heads() if way == "heads" else self._pass_states(scanned=way != "states")
 
     def _rule(self, tokens: float, longest: int, later: float = 0.0, calls: int = 1) -> float:
         """Seconds of the model's own function, of whose tokens some have columns of transitions, and of whose pieces
@@ -294,14 +299,34 @@ class _PassCost:
         """Multiplications and additions in fp32."""
         self.seconds += self.times * 2 * products / (self.machine.products / _FULL_PRECISION)
 
-    def _gather(self, size: float, summed: bool = True) -> float:
-        """A slot of so many bytes for each piece that hands on is gathered. Gradients are `summed` over all ranks,
-        which sends twice as much, or gathered too. The bytes that a rank sends."""
-        slots = (self.times if summed else 1) * self.segments.most_slots
+    def _gather(self, size: float) -> float:
+        """A slot of so many bytes for each piece that hands on is gathered; its gradients are summed at home. The bytes
+        that a rank sends."""
+        slots = self.summed * self.segments.most_slots
         if not slots or not size:
             return 0.0
         self.seconds += self._spread(slots * size, self.machine.p2p)
         return slots * size * (self.ranks - 1)
+
+    def _scan(self) -> None:
+        """States go on to pieces ever further behind, with transitions unless all before is known; see
+        [`Segments.hops`]. Every step waits for the rank that sends most."""
+        state, per_host = self.size.heads * self.size.keys * self.size.values * _WIDE, self.machine.ranks_per_host
+        total = Counter[int]()
+        for step in self.segments.hops[self.direction]:
+            composed, inside, outside = Counter[int](), Counter[int](), Counter[int]()
+            for (rank, _), (peer, _), tensors in step:
+                size = state if tensors == 1 else self.size.slot_bytes
+                composed[rank] += size
+                if peer != rank:
+                    (inside if rank // per_host == peer // per_host else outside)[rank] += size
+            total += inside + outside
+            within = self.machine.p2p.seconds(max(inside.values(), default=0))
+            self.seconds += max(within, self.machine.between_hosts.seconds(max(outside.values(), default=0)))
+            most = max(composed.values())
+            self._multiply(2 * most / _WIDE * (self.size.keys if self.size.kind == "delta" else 1))
+            self._touch(0.0, _STEP_CALLS + 2 * _SLOT_CALLS * -(-most // state))
+        self.sent = max(total.values(), default=0)
 
     def _convolve(self) -> None:
         """The convolution, and its halos."""
@@ -311,17 +336,18 @@ class _PassCost:
 
     @property
     def _by_own_pass(self) -> bool:
-        """Whether flash-linear-attention's context parallelism finds the transitions: on GPUs, of one row in equal
+        """Whether flash-linear-attention's context parallelism finds the transitions: on GPUs, of one document in equal
         contiguous or zigzag chunks. Its kernels make a pass of their own over keys and values."""
-        known = self.machine.device != "CPU" and self.rows == 1 and pattern_of(self.segments.sharding) is not None
+        one_document = self.rows == 1 and len(self.segments.documents[0]) == 2
+        known = self.machine.device != "CPU" and one_document and pattern_of(self.segments.sharding) is not None
         return known and self.size.kind == "delta"
 
-    def _pass_states(self) -> None:
+    def _pass_states(self, scanned: bool) -> None:
         """Every rank treats its own pieces; of those that open no document the transitions are found beside."""
-        size, runs, slots = self.size, _runs_of(self.segments), len(self.segments.slots)
+        size, runs, slots = self.size, self.segments.once(_runs_of), len(self.segments.slots)
         later, longest, reading = runs.later, runs.longest, _PIECE_CALLS * runs.later_pieces
         state, width = size.heads * size.keys * size.values, size.heads * size.values
-        if self._by_own_pass:
+        if self._by_own_pass and not scanned:
             self.seconds += self._rule(self.tokens, longest)
             self.seconds += later * size.transition_flops / self.machine.rule.transitions
         elif size.kind == "delta":
@@ -333,10 +359,16 @@ class _PassCost:
             self.seconds += self._rule(self.tokens, longest)
             self._multiply(runs.handing * state)
             self._touch(_SCANNED * width * (runs.handing * _WIDE + later * size.itemsize), reading)
-        self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
-        self._touch(0.0, _SLOT_CALLS * slots)
-        self.sent = self._gather(size.slot_bytes, summed=not self._by_own_pass)
-        self.kept = self.ranks * self.segments.most_slots * size.slot_bytes
+        if scanned:
+            self._scan()
+            incoming = runs.later_pieces * state * _WIDE
+            self.kept = incoming + self.segments.most_slots * (size.slot_bytes - state * _WIDE)
+            self.memory += 3 * self.segments.most_slots * size.slot_bytes  # known, as it leaves, and as it comes
+        else:
+            self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
+            self._touch(0.0, _SLOT_CALLS * slots)
+            self.sent = self._gather(size.slot_bytes)
+            self.kept = self.ranks * self.segments.most_slots * size.slot_bytes
         self.memory += self.kept
 
     def _exchange_heads(self) -> None:
@@ -354,7 +386,7 @@ class _PassCost:
         self.seconds += self._spread(moved / self.ranks / strided, inside) + (messages - 1) * inside.latency
         self.seconds += (2 if direct else 4) * moved / self.machine.memory_bandwidth
         self.seconds += 4 * messages * self.machine.launch
-        shared = self.times * self.tokens * size.shared_bytes
+        shared = self.summed * self.tokens * size.shared_bytes
         self.seconds += self._spread(shared, self.machine.p2p)
         self.sent = (moved / self.ranks + shared) * (self.ranks - 1)
-        self.memory = 2.0 * moved + self.ranks * shared
+        self.memory = 2.0 * moved + self.times * self.ranks * self.tokens * size.shared_bytes

@@ -2,11 +2,14 @@
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from .sharding import Sharding
+from .traffic import Pass
+
+_Made = TypeVar("_Made")
 
 
 class Segment(NamedTuple):
@@ -36,17 +39,39 @@ class Segment(NamedTuple):
         return self.start == self.document
 
 
-@dataclass(frozen=True, eq=False)
+class Hop(NamedTuple):
+    """What a segment tells another one in a step of a scan.
+
+    Args:
+        source, target (`tuple[int, int]`): Both, by their rank and their place in `by_rank`.
+        tensors (`int`): 2 for a state and a transition; 1 for a state alone, once it knows of all segments before.
+    """
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    tensors: int
+
+
 class Segments:
-    """The segments of all ranks. Each list is made when it is first asked for, and kept.
+    """The segments of all ranks. Each list is made when it is first asked for, and kept. FSDP2 hands the layers copies
+    of what it knows to hold tensors; of this it knows nothing.
 
     Args:
         sharding ([`Sharding`]): Which rank holds which tokens.
         documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
     """
 
-    sharding: Sharding
-    documents: tuple[tuple[int, ...], ...]
+    def __init__(self, sharding: Sharding, documents: tuple[tuple[int, ...], ...]) -> None:
+        self.sharding, self.documents = sharding, documents
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def once(self, make: Callable[..., _Made], *arguments: Any) -> _Made:
+        """What a function makes of them and of arguments: made when it is first asked for, and kept as they are."""
+        key = make, *arguments
+        if key not in self._made:
+            self._made[key] = make(self, *arguments)
+        made: _Made = self._made[key]
+        return made
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Segment, ...], ...]:
@@ -64,6 +89,12 @@ class Segments:
                     documents[piece.row, piece.document].append((piece.start, rank, index))
         ordered = (sorted(documents[document]) for document in sorted(several))
         return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in ordered)
+
+    @cached_property
+    def hops(self) -> dict[Pass, tuple[tuple[Hop, ...], ...]]:
+        """The steps of a scan over all chains, either way: in each of them a segment tells what it knows to the one
+        behind it, twice as far as in the step before (Hillis and Steele 1986)."""
+        return {"forward": _hops(self.chains), "backward": _hops([chain[::-1] for chain in self.chains])}
 
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:
@@ -106,3 +137,16 @@ class Segments:
     def _edges(self) -> tuple[tuple[int, ...], ...]:
         """Where the documents of each row start, and where the last one ends."""
         return tuple(tuple(sorted({0, *bounds})) for bounds in self.documents)
+
+
+def _hops(chains: Sequence[tuple[tuple[int, int], ...]]) -> tuple[tuple[Hop, ...], ...]:
+    """After steps of 1, 2, 4 and so on, every segment knows of all before it."""
+    steps = (max(map(len, chains), default=1) - 1).bit_length()
+    return tuple(
+        tuple(
+            Hop(source, target, 1 if place < distance else 2)
+            for chain in chains
+            for place, (source, target) in enumerate(zip(chain, chain[distance:], strict=False))
+        )
+        for distance in (1 << step for step in range(steps))
+    )

@@ -1,6 +1,6 @@
 """What the segments of a document hand on from rank to rank: one slot for each segment that has a successor."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,9 +42,9 @@ def gather_slots(
     return {piece: every[piece[0]][place] for piece, place in segments.slots.items()}
 
 
-def take_part(output: Tensor, slots: Slots) -> Tensor:
+def take_part(output: Tensor, slots: Iterable[Tensor]) -> Tensor:
     """The output itself, by whose backward pass this rank takes part in that of the slots, also where it used none."""
-    return _TakePart.apply(output, *slots.values())
+    return _TakePart.apply(output, *slots)
 
 
 class _TakePart(torch.autograd.Function):

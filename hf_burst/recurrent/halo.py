@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,51 +38,53 @@ def causal_convolution(
         `torch.Tensor` of shape `(batch, channels, n)`.
     """
     out = convolution(x)
-    edges = _edges_of(segments, group.rank, reach)
-    if not edges.replaced:
+    edges = _edges(segments, group.rank, reach, x.device)
+    if not len(edges.replaced):
         return out
     channels, tokens = x.shape[1:]
     rows = x.transpose(1, 2).reshape(-1, channels)
-    firsts, tails = rows.index_select(0, _index(edges.firsts + edges.tails, x)).split(
-        [len(edges.firsts), len(edges.tails)]
-    )
+    firsts, tails = rows.index_select(0, edges.taken).split([len(edges.halos), len(edges.taken) - len(edges.halos)])
     zeros = x.new_zeros(1, channels)
-    shards = (received or Received()).all_gather(tails, group) if edges.tails else ()
+    shards = (received or Received()).all_gather(tails, group) if len(tails) else ()
     before = torch.cat([*shards, zeros])
-    halos = before.index_select(0, _index(edges.halos, x))
+    halos = before.index_select(0, edges.halos)
     pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
-    right = anew.reshape(-1, channels).index_select(0, _index(edges.kept, x))
-    where = _index(edges.replaced, x)
+    right = anew.reshape(-1, channels).index_select(0, edges.kept)
+    where = edges.replaced
     # not in place: some activations are derived by their own output
     return out.transpose(1, 2).index_put((where // tokens, where % tokens), right).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the tokens beside the beginnings of a rank's segments lie.
+    """Where the tokens beside the beginnings of a rank's segments lie, as indices on its device.
 
     Args:
-        firsts (`list[int]`): The first tokens of every segment, `reach` of each, among those of the rank. A shorter
-            segment repeats its last one, whose output is dropped.
-        tails (`list[int]`): The last `reach` tokens of the segments with a successor. A shorter segment repeats its
-            first one, which nobody reads. All ranks have as many.
-        halos (`list[int]`): What comes before every segment, `reach` tokens each, among the tails of all ranks one
-            after another. One beyond the last is a zero.
-        kept (`list[int]`): The outputs that are kept, among those of `firsts`.
-        replaced (`list[int]`): The tokens of the rank whose outputs they are.
+        taken (`torch.LongTensor`): Tokens of the rank. The first `reach` ones of every segment: a shorter segment
+            repeats its last one, whose output is dropped. Then the last `reach` ones of the segments with a successor:
+            a shorter segment repeats its first one, which nobody reads. All ranks have as many of these.
+        halos (`torch.LongTensor`): What comes before every segment, `reach` tokens each, among the last tokens of all
+            ranks one after another. One beyond the last is a zero.
+        kept (`torch.LongTensor`): The outputs that are kept, among those of first tokens.
+        replaced (`torch.LongTensor`): The tokens of the rank whose outputs they are.
     """
 
-    firsts: list[int]
-    tails: list[int]
-    halos: list[int]
-    kept: list[int]
-    replaced: list[int]
+    taken: Tensor
+    halos: Tensor
+    kept: Tensor
+    replaced: Tensor
 
 
-@lru_cache(maxsize=8)
-def _edges_of(segments: Segments, rank: int, reach: int) -> _Edges:
-    """The edges of a rank: one object for all layers of a pass."""
+def _edges(segments: Segments, rank: int, reach: int, device: torch.device) -> _Edges:
+    """The edges of a rank: one object for all layers of a pass. What is made while a CUDA graph is captured belongs to
+    that graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _edges_of(segments, rank, reach, device)
+    return segments.once(_edges_of, rank, reach, device)
+
+
+def _edges_of(segments: Segments, rank: int, reach: int, device: torch.device) -> _Edges:
     own, most = segments.by_rank[rank], segments.most_slots
     nowhere, window = segments.sharding.ranks * most * reach, range(reach)
     handing_on = [own[index] for holder, index in segments.slots if holder == rank]
@@ -98,14 +99,13 @@ def _edges_of(segments: Segments, rank: int, reach: int) -> _Edges:
             from_end = segments.by_rank[holder[0]][holder[1]].stop - token
             halos.append((holder[0] * most + segments.slots[holder] + 1) * reach - from_end)
     kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
-    return _Edges(
-        firsts=[piece.local + min(step, piece.size - 1) for piece in own for step in window],
-        tails=[piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window],
-        halos=halos,
-        kept=[place * reach + step for place, step in kept],
-        replaced=[own[place].local + step for place, step in kept],
-    )
-
-
-def _index(numbers: list[int], like: Tensor) -> Tensor:
-    return from_host(numbers, torch.int64, like.device)
+    taken = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
+    taken += [piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window]
+    indices = [
+        taken,
+        halos,
+        [place * reach + step for place, step in kept],
+        [own[place].local + step for place, step in kept],
+    ]
+    with torch.inference_mode(False):  # a later pass over the same batch may train
+        return _Edges(*(from_host(numbers, torch.int64, device) for numbers in indices))

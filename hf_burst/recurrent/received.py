@@ -1,5 +1,8 @@
 """What a layer received from the other ranks, kept for when a checkpoint runs it again."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from ..collectives import all_gather
@@ -7,6 +10,7 @@ from ..errors import KernelError
 from ..mesh import ContextGroup
 
 _Shards = tuple[Tensor, ...]
+_Entry = tuple[Any, _Shards]  # shape and dtype of what was sent, and what came
 
 
 class Received:
@@ -18,12 +22,13 @@ class Received:
     Args:
         outer ([`Received`], *optional*): That of a checkpoint around the one of this layer.
         keeps (`bool`, defaults to `True`): Whether anything is kept. Otherwise a layer that runs again receives again.
+        scans (`bool`, defaults to `False`): Whether states come by a scan; otherwise those of all ranks are gathered.
     """
 
-    def __init__(self, outer: "Received | None" = None, keeps: bool = True) -> None:
-        self.outer, self.keeps = outer, keeps
+    def __init__(self, outer: "Received | None" = None, keeps: bool = True, scans: bool = False) -> None:
+        self.outer, self.keeps, self.scans = outer, keeps, scans
         self.runs = 0  # of the layer, this one included
-        self.kept: list[_Shards] = []
+        self.kept: list[_Entry] = []
         self.place = 0  # of the next entry where the layer runs again
 
     def start(self) -> None:
@@ -32,24 +37,31 @@ class Received:
         self.place = 0
 
     def all_gather(self, tensor: Tensor, group: ContextGroup) -> _Shards:
-        """The tensors of all ranks, see [`hf_burst.collectives.all_gather`].
+        """The tensors of all ranks, see [`hf_burst.collectives.all_gather`]; errors as in `exchange`."""
+        return self.exchange(tensor, lambda kept: all_gather(tensor, group, kept)) if group.size > 1 else (tensor,)
+
+    def exchange(self, tensor: Tensor, send: Callable[[_Shards | None], _Shards]) -> _Shards:
+        """What comes for a tensor.
+
+        Args:
+            tensor (`torch.Tensor`): What is sent.
+            send (callable): Sends it, and returns what comes. If it is given what came before, it sends nothing and
+                returns that, with the same way back for gradients.
 
         Raises:
-            KernelError: If the layer, run again, gathers otherwise than it did first.
+            KernelError: If the layer, run again, sends otherwise than it did first.
         """
-        kept = self._recall() if group.size > 1 else None
-        if kept is not None and (kept[0].shape, kept[0].dtype) != (tensor.shape, tensor.dtype):
+        kept, own = self._recall(), (tuple(tensor.shape), tensor.dtype)
+        if kept is not None and kept[0] != own:
             raise KernelError(
-                f"A checkpointed layer ran again with states of shape {tuple(tensor.shape)} ({tensor.dtype}), and with "
-                f"{tuple(kept[0].shape)} ({kept[0].dtype}) before. Let it compute the same each time, under the same "
-                "autocast."
+                "A checkpointed layer ran again with states of shape {} ({}), and with {} ({}) before. Let it compute "
+                "the same each time, under the same autocast.".format(*own, *kept[0])
             )
-        shards = all_gather(tensor, group, kept)
-        if group.size > 1:
-            self._keep(tuple(shard.detach() for shard in shards))
+        shards = send(None if kept is None else kept[1])
+        self._keep((own, tuple(shard.detach() for shard in shards)))
         return shards
 
-    def _recall(self) -> _Shards | None:
+    def _recall(self) -> _Entry | None:
         """The next entry of the innermost layer that runs again; `None` if none does."""
         if self.runs < 2 or not self.keeps:
             return self.outer._recall() if self.outer is not None else None
@@ -61,9 +73,9 @@ class Received:
         self.place += 1
         return self.kept[self.place - 1]
 
-    def _keep(self, shards: _Shards) -> None:
+    def _keep(self, entry: _Entry) -> None:
         """Keeps them here, and in the checkpoints around, as far as these run for the first time."""
         if self.runs == 1 and self.keeps:
-            self.kept.append(shards)
+            self.kept.append(entry)
             if self.outer is not None:
-                self.outer._keep(shards)
+                self.outer._keep(entry)

@@ -1,7 +1,7 @@
 """States that pass from segment to segment of a document.
 
 What a run of tokens does to a state is affine: it comes out as `advance(transition, state) + own`. Transitions compose,
-so that every rank finds the states that come to its segments from what all segments hand on.
+so that every rank finds the states that come to its segments: from what all segments hand on, or by a scan over them.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .gather import Slots, gather_slots
+from .doubling import Scan
+from .gather import gather_slots
 from .received import Received
 
 
@@ -22,7 +23,7 @@ def incoming_states(
     segments: Segments,
     group: ContextGroup,
     received: Received | None = None,
-) -> tuple[dict[int, Tensor], Slots]:
+) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
     """The states that come to the segments of this rank.
 
     Args:
@@ -32,12 +33,15 @@ def incoming_states(
         advance (callable): Applies a transition to a state.
         segments ([`Segments`]): Those of all ranks, of which some hand on.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again; says whether states come by a
+            scan.
 
     Returns:
-        The states at the beginning of the segments of this rank that open no document; and the slots, for
+        The states at the beginning of the segments of this rank that open no document; and what came, for
         [`take_part`].
     """
+    if received is not None and received.scans:
+        return Scan(advance, segments, group).incoming(handed, received)
     own, transition = next(iter(handed.values()))
     flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
     slots, incoming = gather_slots(flat, segments, group, received), dict[int, Tensor]()
@@ -50,7 +54,7 @@ def incoming_states(
             state = added if state is None else advance(step.view(transition.shape), state) + added
             if follower[0] == group.rank:
                 incoming[follower[1]] = state
-    return incoming, slots
+    return incoming, tuple(slots.values())
 
 
 def in_full_precision(tensor: Tensor) -> torch.autocast:

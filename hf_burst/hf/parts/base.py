@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from ...config import BurstConfig
 from ...layout import SequenceLayout
 from ...mesh import ContextGroup
 from ...plan import Hybrid
+from ...plan.recurrence import SCANNED_FROM, Way
 from ..attention import ForwardCall
 from ..cutting import TokenInput
-from ..hybrid import exchanges_heads
+from ..hybrid import chosen_way
 from ..task import Task
 
 Handles = Sequence[RemovableHandle]
@@ -49,12 +51,13 @@ class ForwardPass:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    @property
-    def by_heads(self) -> bool:
-        """Whether recurrent layers exchange heads, and states do not pass."""
-        if self.hybrid is None:
-            return self.config.recurrence == "heads"
-        return exchanges_heads(self.hybrid, self.layout, self.group.rank)
+    @cached_property
+    def way(self) -> Way:
+        """How recurrent layers pass what they know; for layers without prices by the number of ranks."""
+        if self.hybrid is not None:
+            return chosen_way(self.hybrid, self.layout, self.group.rank)
+        states: Way = "states" if self.group.size < SCANNED_FROM else "scanned states"
+        return "heads" if self.config.recurrence == "heads" else states
 
     @property
     def targets(self) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from ...errors import BatchError, ConfigError
 from ...offload import HostMemory, Kept, KeptByLayer, kept_here
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
+from .memory import advise_on_memory
 
 # under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
@@ -152,6 +153,7 @@ class _Run:
         self.part.under_way[get_ident()] = self.cache
 
     def __exit__(self, *error: Any) -> Any:
+        advise_on_memory(error[1])
         before = self.before.pop()
         if before is None:
             del self.part.under_way[get_ident()]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...config import BurstConfig
-from ...errors import BurstError
+from ...errors import OUT_OF_MEMORY, BurstError
 from ...plan import SETTINGS, Fit, ModelSize, Training, fit, longest
 from ...resources import resources_of
 from ..model_size import model_size
@@ -80,6 +80,12 @@ class Memory(Part):
         return replace(run.config, **settings)
 
 
+def advise_on_memory(problem: BaseException | None) -> None:
+    """Adds to an error of memory that was short what can be turned."""
+    if isinstance(problem, torch.OutOfMemoryError) and OUT_OF_MEMORY not in getattr(problem, "__notes__", ()):
+        problem.add_note(OUT_OF_MEMORY)
+
+
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
     """Bytes of a GPU that do not follow from the batch: all that it holds before the first one, and an optimizer like
     Adam that is still to come. `None` for devices whose memory is not counted."""
@@ -112,10 +118,9 @@ def _training_of(run: ForwardPass, size: ModelSize) -> Training:
     wide = any(weight.dtype == torch.float32 for weight in trained)
     modules = (getattr(module.forward, "__module__", "") for module in run.model.modules())
     return Training(
-        length=rows * length,
+        length=rows * length,  # as one document, whose exchange takes the most
         gpus=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         burst_size=run.group.size,
-        documents=tuple(range(0, rows * length + 1, length)),
         sharded="fsdp2" if any(isinstance(weight, DTensor) for weight in weights) else "ddp",
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,

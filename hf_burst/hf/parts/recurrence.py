@@ -72,7 +72,7 @@ class Recurrence(Part):
 
     def begin(self, run: ForwardPass) -> None:
         for layer in self.layers:
-            layer.forward.scope.run = Run(run.call, Received())
+            layer.forward.scope.run = _inside(None, run.call)
         if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
@@ -167,7 +167,8 @@ def _holder(layer: nn.Module) -> tuple[Any, str]:
 
 def _inside(outer: Run | None, call: ForwardCall) -> Run:
     """The run of a layer, or of a checkpoint, within another one. What it keeps follows what is kept of attention."""
-    return Run(call, Received(None if outer is None else outer.received, call.config.attention_keep > 0))
+    around = None if outer is None else outer.received
+    return Run(call, Received(around, call.config.attention_keep > 0, call.way == "scanned states"))
 
 
 def _bind(module: Any) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import BatchError
 from ...loss import IGNORE_INDEX
+from ...plan import Segments
 from ..attention import CALL_KEY, ForwardCall
 from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
 from ..documents import BOUNDARY_KEYS, tokens_of
@@ -113,7 +114,7 @@ class Tokens(Part):
             "chunks": f"{len(layout.owners)} (checksum {hash(chunks):x})",
             "labels": run.inputs.get("labels") is not None,
             "sharded already": run.explicit,
-            "heads exchanged": run.by_heads,
+            "recurrent layers by": run.way,
         }
 
     def begin(self, run: ForwardPass) -> None:
@@ -124,6 +125,7 @@ class Tokens(Part):
         real = run.layout.counted(run.group.rank) if run.layout.real else None
         run.call = ForwardCall(
             layout=run.layout,
+            segments=Segments(run.layout.sharding, run.layout.documents),
             group=run.group,
             config=run.config,
             encoded=encoded,
@@ -131,7 +133,7 @@ class Tokens(Part):
             positions=run.inputs.get("position_ids"),
             fully_masked=None if fully_masked is None else fully_masked.to(device),
             real=None if real is None else real.to(device),
-            by_heads=run.by_heads,
+            way=run.way,
         )
         self.run = run
 
