@@ -12,7 +12,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,11 +62,10 @@ def measure(copies: Copies, arguments: argparse.Namespace, ranks: Ranks) -> list
     for count in sorted({1, ranks.size}):
         for page in arguments.pages:
             for way in WAYS:
-                call: Callable[[], float] = lambda way=way, page=page: copies.run(way, page * MIB)  # noqa: E731
                 times = []
                 for _ in range(arguments.rounds + 1):
                     ranks.align()
-                    own = call() if ranks.rank < count else 0.0
+                    own = copies.run(way, page * MIB) if ranks.rank < count else 0.0
                     times.append(float(ranks.largest(torch.tensor([own], dtype=torch.float64))[0]))
                 seconds = statistics.median(times[1:])
                 rate = copies.host[0].nbytes / seconds

@@ -28,8 +28,10 @@ TRAINING = Path(__file__).with_name("training.py")
 ONE_STEP = ("--rounds", "1", "--warmup", "0", "--no-limits")
 # of the result of an attempt, what is the same for all of them
 COMMON = ("schema", "git_commit", "hardware", "versions", "shape", "layers", "lora", "four_bits", "liger", "kernel")
-KEPT = ("median_s", "mfu", "peak_memory_gib", "reserved_memory_gib", "host_memory_gib", "check", "settings")
-KEPT += ("predicted", "predicted_of_all_layers")
+KEPT = (
+    *("median_s", "mfu", "peak_memory_gib", "reserved_memory_gib", "host_memory_gib", "check", "settings"),
+    *("predicted", "predicted_of_all_layers"),
+)
 
 
 def attempt(choice: Sequence[str], length: int, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
@@ -67,7 +69,8 @@ def ending(result: dict[str, Any], status: int | None, log: str) -> dict[str, An
     if status is None:
         return {"ended": "out of time"}
     reason = row.get("reason") or "\n".join(log.strip().splitlines()[-3:])
-    short = "out of memory" in reason.lower() or "host memory" in reason or status in (-signal.SIGKILL, 137)
+    words = (row.get("reason") or log).lower()
+    short = "out of memory" in words or "host memory" in words or status in (-signal.SIGKILL, 137)
     return {"ended": "out of memory" if short else "failed", "reason": reason[-500:]}
 
 
@@ -101,7 +104,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--attempt-seconds", type=float, default=300.0, help="limit of one attempt")
     parser.add_argument("--seconds", type=float, default=540.0, help="limit of all of them")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
-    arguments, arguments.rest = parser.parse_known_args()
+    arguments, rest = parser.parse_known_args()
+    arguments.rest = rest
     if not arguments.contenders and not arguments.hf_burst:
         arguments.hf_burst = ["default"]
     if "--check-length" not in arguments.rest:

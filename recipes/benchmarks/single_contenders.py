@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from hf_burst.errors import ConfigError
-from recipes.benchmarks.training_contenders import Contender, Loss, fused_loss, on_cudnn
+from recipes.benchmarks.training_contenders import Contender, Loss, Way, fused_loss, on_cudnn
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 
 
@@ -63,15 +63,13 @@ def tiled_mlps(job: Job) -> Iterator[None]:
 
 LIGER = partial(plain, fused=True)
 TILED = partial(LIGER, tiled=True)
-SINGLE = {
-    name: Contender(way, hybrids=None, several=False)
-    for name, way in {
-        "Transformers, cuDNN": partial(plain, kernel="sdpa"),
-        "Transformers, flash-attn 4": plain,
-        "Transformers, Liger's loss": LIGER,
-        "Transformers, Liger's loss and tiles": TILED,
-        "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
-        "TRL's offloading, Liger's loss": partial(LIGER, offloaded="trl"),
-        "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
-    }.items()
+WAYS: dict[str, Way] = {
+    "Transformers, cuDNN": partial(plain, kernel="sdpa"),
+    "Transformers, flash-attn 4": plain,
+    "Transformers, Liger's loss": LIGER,
+    "Transformers, Liger's loss and tiles": TILED,
+    "Transformers' offloading, Liger's loss and tiles": partial(TILED, offloaded="transformers"),
+    "TRL's offloading, Liger's loss": partial(LIGER, offloaded="trl"),
+    "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
 }
+SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in WAYS.items()}
