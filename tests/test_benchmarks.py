@@ -575,7 +575,7 @@ def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reach.ending({"results": []}, None, "")["ended"] == "out of time"
     assert reach.ending({"results": []}, -9, "Killed")["ended"] == "out of memory"
     assert reach.ending({"results": []}, 1, "Traceback\nKeyError: 3")["reason"].endswith("KeyError: 3")
-    monkeypatch.setattr(sys, "argv", ["reach.py", "--device", "cpu", "--shape", "tiny"])
+    monkeypatch.setattr(sys, "argv", ["reach.py", "--device", "cpu", "--shape", "tiny", "--document", "20"])
     arguments = reach.read_arguments()
     trained = reach.attempt(["--contenders", "Transformers, cuDNN"], 64, arguments, 100.0)
     assert trained["ended"] == "step"
@@ -658,6 +658,7 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--hf-burst", "attention_keep=0.25"], "There is no limit of attention_keep=0.25"),
         (["--contenders", "accelerate context parallelism"], "is no way to train on 1 process"),
         (["--layers", "0"], "from 1 on"),
+        (["--document", "64"], "with --no-limits"),
         (["--out", "."], "a folder; give a file"),
         ([], "torchrun --nproc-per-node"),
     ],

@@ -78,7 +78,8 @@ def training_steps() -> Iterator[Step]:
                 gpus=result["hardware"]["ranks"],
                 model=result["shape"] + (adapters if result["lora"] else "") + (f", {layers} layers" if layers else ""),
                 length=row["length"],
-                kept=row["contender"].removeprefix("hf_burst, "),
+                kept=row["contender"].removeprefix("hf_burst, ")
+                + (", packed documents" if result.get("document") else ""),
                 seconds=row["median_s"],
                 predicted_seconds=predicted["seconds"],
                 gib=row["peak_memory_gib"],

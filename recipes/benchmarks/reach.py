@@ -7,7 +7,8 @@
     python recipes/benchmarks/reach.py --device cpu --shape tiny --shortest 128 --longest 256
 
 Each attempt is one step, the first one of processes of its own, with a time limit. What this script does not know goes
-to training.py. Of each attempt the result has seconds, peaks of memory, and how it ended.
+to training.py. Of each attempt the result has seconds, peaks of memory, and how it ended. With `--document 4096` the
+sequence is packed of short documents: flash kernels take as much memory for them, and far less time.
 """
 
 import argparse
@@ -27,7 +28,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 TRAINING = Path(__file__).with_name("training.py")
 ONE_STEP = ("--rounds", "1", "--warmup", "0", "--no-limits")
 # of the result of an attempt, what is the same for all of them
-COMMON = ("schema", "git_commit", "hardware", "versions", "shape", "layers", "lora", "four_bits", "liger", "kernel")
+COMMON = (
+    "schema",
+    "git_commit",
+    "hardware",
+    "versions",
+    "shape",
+    "layers",
+    "document",
+    "lora",
+    "four_bits",
+    "liger",
+    "kernel",
+)
 KEPT = (
     *("median_s", "mfu", "peak_memory_gib", "reserved_memory_gib", "host_memory_gib", "check", "settings"),
     *("predicted", "predicted_of_all_layers"),

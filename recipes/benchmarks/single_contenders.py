@@ -39,7 +39,7 @@ def plain(
 
             stack.enter_context(hooks_removed(job.model))
             stack.enter_context(get_act_offloading_ctx_manager(job.model, warn_if_no_head=False))
-        yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens, use_cache=False).loss
+        yield lambda job: job.model(**job.batch, use_cache=False).loss
 
 
 @contextmanager

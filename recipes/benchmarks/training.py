@@ -150,7 +150,11 @@ def compiled_graphs() -> int:
 
 
 def summary(
-    rows: Sequence[dict[str, Any]], work: float, result: dict[str, Any], arguments: argparse.Namespace, ranks: Ranks
+    rows: Sequence[dict[str, Any]],
+    work: float | None,
+    result: dict[str, Any],
+    arguments: argparse.Namespace,
+    ranks: Ranks,
 ) -> list[dict[str, Any]]:
     """Adds medians, rates, ratios to the other contenders and what the plan predicts to the rows."""
     medians = {
@@ -169,7 +173,7 @@ def summary(
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
-                "mfu": work / medians[name] / ranks.size / peak if peak else None,
+                "mfu": work / medians[name] / ranks.size / peak if peak and work else None,
                 **peaks,
                 "share_of_limit": limit and limit / medians[name],
                 "times_as_fast_as": {rival: medians[rival] / medians[name] for rival in medians if rival != name},
@@ -247,6 +251,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
+    parser.add_argument(
+        "--document",
+        type=at_least(2),
+        help="tokens of each packed document (one document): the memory of the whole sequence, and little attention",
+    )
     parser.add_argument("--contenders", nargs="+", choices=KNOWN, help="by default all that know such a model")
     parser.add_argument(
         "--hf-burst",
@@ -302,6 +311,9 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         parser.error(f"{name!r} is no way to train on {size} {'process' if size == 1 else 'processes'}")
     if arguments.qlora and size > 1:
         parser.error("--qlora trains on one GPU: FSDP2 does not shard these weights")
+    whole = [name for name, contender in arguments.contenders.items() if contender.settings is None and size > 1]
+    if arguments.document and (whole or not arguments.no_limits):
+        parser.error("--document is for hf_burst, or one process, with --no-limits")
     if arguments.liger and not find_spec("liger_kernel"):
         parser.error("--liger needs Liger-Kernel: pip install liger-kernel")
     if arguments.qlora and not find_spec("bitsandbytes"):
@@ -323,12 +335,14 @@ def main() -> int:
         compiled=arguments.compile,
         layers=arguments.layers,
     )
+    job.document = arguments.document
     lora = arguments.lora or arguments.qlora
     native, _ = choose_native("auto", ranks, dtype, head_size(job.base), Mask(256))
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result |= {
         "shape": arguments.shape,
         "layers": arguments.layers,
+        "document": arguments.document,
         "lora": lora,
         "four_bits": arguments.qlora,
         "liger": arguments.liger,
@@ -342,9 +356,9 @@ def main() -> int:
         if not arguments.no_limits:
             parts = parts_of_limits(job, length, native, lora)
             result["parts_of_limits"][str(length)], result["limits"][str(length)] = parts, limits(parts)
-        before = result["results"]
+        before, work = result["results"], None if arguments.document else flops(job, length, lora)
         for rows in measure(job, length, count, arguments):
-            result["results"] = [*before, *summary(rows, flops(job, length, lora), result, arguments, ranks)]
+            result["results"] = [*before, *summary(rows, work, result, arguments, ranks)]
             if arguments.out is not None and ranks.rank == 0:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")

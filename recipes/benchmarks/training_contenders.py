@@ -33,7 +33,7 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
     parts[Checkpointing].home = job.home  # page-locked once, as for a model that stays patched
     try:
-        yield lambda job: job.model(input_ids=job.tokens, labels=job.tokens).loss
+        yield lambda job: job.model(**job.batch).loss
         chosen = [*parts[Memory].chosen.values()][-1:]
         job.chosen = {name: getattr(config, name) for config in chosen for name in SETTINGS}
     finally:

@@ -126,6 +126,7 @@ class Job:
         ranks ([`Ranks`]): The processes.
         mesh (`DeviceMesh`, *optional*): All of them; `None` for one process.
         tokens (`torch.LongTensor` of shape `(1, length)`): One sequence, the same on every rank.
+        document (`int`, *optional*): Tokens of each of the documents that the sequence is packed of; one by default.
         chosen (`dict`): Settings that hf_burst chose in the latest step.
         home (`HostMemory`, *optional*): Where hf_burst offloads to.
     """
@@ -136,6 +137,7 @@ class Job:
     ranks: "Ranks"
     mesh: DeviceMesh | None
     tokens: torch.Tensor
+    document: int | None = None
     chosen: dict[str, Any] = field(default_factory=dict)
     home: Any = None
 
@@ -143,6 +145,14 @@ class Job:
     def items(self) -> int:
         """Labels of the sequence."""
         return self.tokens.shape[1] - 1
+
+    @property
+    def batch(self) -> dict[str, torch.Tensor]:
+        """The whole sequence with its labels, and the positions of packed documents."""
+        batch = {"input_ids": self.tokens, "labels": self.tokens}
+        if self.document is not None:
+            batch["position_ids"] = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None] % self.document
+        return batch
 
 
 def make_model(

@@ -47,10 +47,12 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
     model_class, config_class, sizes = SHAPES[result["shape"]]
     changes = {} if layers is None else {"num_hidden_layers": layers}
     model, ranks = model_size(model_class, config_class(**{**sizes, **changes})), result["hardware"]["ranks"]
+    length, document = row["length"], result.get("document")
     training = Training(
-        row["length"],
+        length,
         ranks,
         ranks,
+        documents=(*range(0, length, document), length) if document else (),
         lora=16 * result["lora"],
         weights="4bit" if result.get("four_bits") else "bf16",
         fused=bool(result.get("liger")),
