@@ -655,7 +655,7 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--longest", "nobody=3"], "is no NAME=TOKENS"),
         (["--hf-burst", "tiles=3"], "BurstConfig has no setting tiles"),
         (["--hf-burst", "tiled_mlp=few"], "tokens of a tile"),
-        (["--hf-burst", "attention_keep=0.25"], "There is no limit of attention_keep=0.25"),
+        (["--hf-burst", "attention_keep=0.3"], "must be one of 0.0, 0.25"),
         (["--contenders", "accelerate context parallelism"], "is no way to train on 1 process"),
         (["--layers", "0"], "from 1 on"),
         (["--document", "64"], "with --no-limits"),

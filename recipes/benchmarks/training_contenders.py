@@ -20,7 +20,7 @@ from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import Memory
 from hf_burst.plan import SETTINGS
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
-from recipes.benchmarks.training_limits import mixers_of
+from recipes.benchmarks.training_limits import LIMITS, mixers_of
 
 Loss = Callable[[Job], torch.Tensor]
 Way = Callable[[Job], AbstractContextManager[Loss]]
@@ -207,9 +207,6 @@ class Contender:
     settings: Mapping[str, Any] | None = None
 
 
-LIMITS = {1.0: "attention saved", 0.5: "half of attention saved", 0.0: "all recomputed"}
-
-
 def by_settings(settings: Mapping[str, Any], hybrids: bool | None = None) -> Contender:
     """hf_burst with settings of `BurstConfig`."""
     limit = LIMITS[settings.get("attention_keep", 1.0)]
@@ -230,8 +227,6 @@ def read_settings(text: str) -> tuple[str, Contender]:
         except (SyntaxError, ValueError):  # a word
             settings[name] = value
     hf_burst.BurstConfig.from_dict(settings)
-    if settings.get("attention_keep", 1.0) not in LIMITS:
-        raise ConfigError(f"There is no limit of attention_keep={settings['attention_keep']}; take 0.0, 0.5 or 1.0.")
     return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
 
 

@@ -15,6 +15,14 @@ from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import Job, head_size
 
+# the names of limits by `BurstConfig.attention_keep`
+LIMITS = {
+    1.0: "attention saved",
+    0.75: "three quarters of attention saved",
+    0.5: "half of attention saved",
+    0.25: "a quarter of attention saved",
+    0.0: "all recomputed",
+}
 _LONG = 2**18  # tokens of attention that takes seconds
 
 
@@ -136,16 +144,13 @@ def recurrent_seconds(mixer: Any, tokens: int, dtype: torch.dtype, ranks: Ranks)
 def limits(parts: dict[str, float]) -> dict[str, float]:
     """Seconds of a step in which only matrix products, attention and recurrent functions take time.
 
-    The limits differ in what is computed twice: nothing, the linear layers, a quarter of attention too, or all of it.
+    The limits differ in what is computed twice: nothing, the linear layers, or some of the attention too. Of causal
+    attention, that of the first half of a sequence is a quarter.
     """
     once = sum(seconds for name, seconds in parts.items() if not name.endswith("again"))
     again, attention = sum(parts.values()) - once, parts["attention forward"]
-    return {
-        "nothing recomputed": once,
-        "attention saved": once + again,
-        "half of attention saved": once + again + attention / 4,
-        "all recomputed": once + again + attention,
-    }
+    kept = {name: once + again + (1 - keep) ** 2 * attention for keep, name in LIMITS.items()}
+    return {"nothing recomputed": once, **kept}
 
 
 def _product(rows: int, inner: int, columns: int, dtype: torch.dtype, ranks: Ranks) -> float:
