@@ -97,7 +97,7 @@ def memory(ranks: Ranks) -> dict[str, float]:
     return {
         "peak_bytes": float(torch.cuda.max_memory_allocated()),
         "reserved_bytes": float(torch.cuda.max_memory_reserved()),
-        # versions of torch before 2.10 call the bytes in use allocated
+        # older versions of torch call the bytes in use allocated
         "host_bytes": float(host.get("active_bytes.peak", host.get("allocated_bytes.peak", 0))),
         "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6,
     }
