@@ -141,6 +141,7 @@ def assert_numbers_agree(row: dict[str, Any], limit: dict[str, Any]) -> None:
     assert row["median_s"]["both"] >= max(row["median_s"]["forward"], row["median_s"]["backward"])
 
 
+@pytest.mark.full
 def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "result.json"
     options = ["--lengths", "64", "128", "--kv-heads", "2", "4", "--schedules", "auto", "kv_ring", "burst", "ulysses"]
@@ -782,6 +783,7 @@ def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_losses_of_several_processes_beside_one(tmp_path: Path) -> None:
     out, picture = tmp_path / "losses.json", tmp_path / "losses.png"
     options = ["--shape", "tiny", "--length", "131", "--steps", "6", "--learning-rate", "1e-3"]

@@ -215,6 +215,7 @@ print(json.dumps(tokenizer.batch_decode(outputs, skip_special_tokens=True)))
 """
 
 
+@pytest.mark.full
 def test_a_merged_adapter_answers_what_it_was_taught(ranks: Ranks, files: Path, tmp_path: Path) -> None:
     """Taught on two ranks, asked in plain Transformers."""
     import json
