@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 _LOGITS = 2**27  # at a time, in plain torch
 _LIGER = "liger_kernel.ops.fused_linear_cross_entropy"
 # Liger's logits at a time: four times the hidden states, or more up to a limit, since every part reads and writes all
-# of the weight's gradient
-_LIGER_BUDGET, _LIGER_LOGITS = 4, 2**29
+# of the weight's gradient. Beyond so many elements it is less, down to once the hidden states.
+_LIGER_BUDGET, _LIGER_LOGITS, _LIGER_MOST = 4, 2**29, 2**31
 
 Score = Callable[[Tensor], Tensor]
 
@@ -166,7 +166,7 @@ def _liger_budget(tokens: int, width: int, vocabulary: int) -> int:
     rows = 1 << max(0, (_LIGER_LOGITS // vocabulary).bit_length() - 1)
     parts = -(-tokens // rows)
     most = -(-vocabulary // width) if parts == 1 else (vocabulary - 1) // (width * (parts - 1))
-    return max(_LIGER_BUDGET, most)
+    return max(1, min(_LIGER_BUDGET, _LIGER_MOST // (tokens * width)), most)
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ from .model import ModelSize, Training
 from .step import lay_out
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
-_LOGITS = 2**29  # at a time, as in linear_loss.py
+_LOGITS, _MOST_LOGITS = 2**29, 2**31  # at a time, as in linear_loss.py
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
     one, every = _activations(model, training)
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
-    logits = 2 * min(tokens * model.vocabulary, max(4 * tokens * model.hidden, _LOGITS))
+    states = tokens * model.hidden
+    logits = 2 * min(tokens * model.vocabulary, max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS))
     laid = lay_out(model, training, machine)
     layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
