@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .errors import ConfigError, KernelError
 
-_PAGE = 2**24  # bytes; a tensor takes whole pages
+PAGE = 2**24  # bytes; a tensor takes whole pages
 _GROWTH = 2**28  # bytes that are page-locked at a time
 _SMALL = 2**20  # bytes; smaller tensors stay
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
@@ -75,22 +75,23 @@ class HostMemory:
 
     def take(self, size: int) -> list[Page]:
         """Pages for so many bytes."""
-        count = -(-size // _PAGE)
-        self._grow((count - len(self.free)) * _PAGE)
+        count = -(-size // PAGE)
+        self._grow((count - len(self.free)) * PAGE)
         return [self.free.pop() for _ in range(count)]
 
     def settle(self) -> None:
         """Waits, on the device, for the tensors that left so far, whose memory there may then be used again."""
-        for tensor, version, copied in self.leaving:
+        left, self.leaving = self.leaving, []
+        for _, _, copied in left:
             self.computing.wait_event(copied)
+        for tensor, version, _ in left:
             _check_unchanged(tensor, version)
-        self.leaving.clear()
 
     def _grow(self, size: int) -> None:
         """Makes pages of so many bytes or more."""
         for _ in range(-(-size // _GROWTH)):
             memory = torch.empty(_GROWTH, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
-            self.free.extend(Page(page) for page in memory.split(_PAGE))
+            self.free.extend(Page(page) for page in memory.split(PAGE))
             self.size += _GROWTH
 
 
@@ -112,7 +113,7 @@ class OffloadedTensor:
         self.copied = home.module.Event()
         home.outward.wait_stream(home.computing)
         with home.module.stream(home.outward):
-            for page, part in zip(self.pages, _bytes(left).split(_PAGE), strict=True):
+            for page, part in zip(self.pages, _bytes(left).split(PAGE), strict=True):
                 if page.read is not None:
                     home.outward.wait_event(page.read)
                 page.memory[: len(part)].copy_(part, non_blocking=True)
@@ -129,7 +130,7 @@ class OffloadedTensor:
         home.inward.wait_stream(home.computing)
         home.inward.wait_event(self.copied)
         with home.module.stream(home.inward):
-            for page, part in zip(self.pages, _bytes(tensor).split(_PAGE), strict=True):
+            for page, part in zip(self.pages, _bytes(tensor).split(PAGE), strict=True):
                 part.copy_(page.memory[: len(part)], non_blocking=True)
             arrived.record(home.inward)
         for page in self.pages:
@@ -230,8 +231,18 @@ def host_memory() -> tuple[int, int]:
     for limit, usage in _CGROUPS:
         with contextlib.suppress(OSError, ValueError):  # "max" where there is none
             most, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, usage))
-            total, available = min(total, most), min(available, most - used)
+            total, available = min(total, most), min(available, most - used + _reclaimable())
     return total, max(0, available)
+
+
+def _reclaimable() -> int:
+    """Bytes that a container counts as used for files, and gives back when they are needed."""
+    for place in ("memory.stat", "memory/memory.stat"):
+        with contextlib.suppress(OSError, ValueError):
+            rows = (line.split() for line in (Path("/sys/fs/cgroup") / place).read_text().splitlines())
+            counts = {name: int(count) for name, count in rows}
+            return counts.get("total_inactive_file", counts.get("inactive_file", 0))
+    return 0
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class _Call:
             with _Linears(casts) as linears:
                 part = self.forward(*tile)
             if out is None:
-                self.products, self.ends_in_product = linears.count, part is linears.latest
+                self.products, self.ends_in_product = linears.count, linears.ended(part)
                 out = part.new_empty(*inputs[0].shape[:-1], part.shape[-1])
             out.narrow(-2, start, part.shape[-2]).copy_(part)
         assert out is not None, "several tiles"
@@ -135,7 +135,8 @@ class _Call:
                     out = self.forward(*leaves)
                 wanted = [leaf for leaf in leaves if leaf.requires_grad]
                 dout = gradient.narrow(-2, start, out.shape[-2])
-                parts = iter(torch.autograd.grad(out, [*wanted, *weights], dout, allow_unused=True))
+                with _without_hooks(weights):
+                    parts = iter(torch.autograd.grad(out, [*wanted, *weights], dout, allow_unused=True))
                 for total in whole:
                     if total is not None:
                         part = next(parts)
@@ -169,15 +170,20 @@ class _Linears(TorchFunctionMode):
         super().__init__()
         self.casts, self.sums, self.skipped = casts, sums, skipped
         self.count = 0
-        self.latest: Tensor | None = None
+        self.latest: tuple[Tensor, int] | None = None  # the last result, and its version
+
+    def ended(self, output: Tensor) -> bool:
+        """Whether an output is the result of the last linear layer, as it was."""
+        return self.latest is not None and output is self.latest[0] and output._version == self.latest[1]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is not functional.linear or type(args[1]) is not nn.Parameter:  # of one expert, or quantised
-            return function(*args, **kwargs)
+        if function is not functional.linear or len(args) < 2 or type(args[1]) is not nn.Parameter:
+            return function(*args, **kwargs)  # of one expert, or quantised
         self.count += 1
-        self.latest = self._linear(*args, **kwargs)
-        return self.latest
+        out = self._linear(*args, **kwargs)
+        self.latest = None if out.is_inference() else (out, out._version)
+        return out
 
     def _linear(self, tensor: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         kind, cast, cast_bias = tensor.device.type, weight.detach(), bias
@@ -189,6 +195,13 @@ class _Linears(TorchFunctionMode):
             cast_bias = None if bias is None else bias.to(dtype)
         if self.sums is None:
             return functional.linear(tensor, cast, cast_bias)
+        if weight.requires_grad and id(weight) not in self.sums:
+            raise KernelError(
+                f"A module that is computed in tiles multiplies by a weight of shape {tuple(weight.shape)} that learns "
+                "and belongs to another module. Set BurstConfig(tiled_mlp=0)."
+            )
+        if bias is not None and bias.requires_grad and id(bias) not in self.sums:  # it follows from others
+            return functional.linear(tensor, weight, bias)
         sums = self.sums.get(id(weight)), self.sums.get(id(bias))
         out: Tensor = _Linear.apply(tensor, weight, bias, (cast, cast_bias), sums, self.count == self.skipped)
         return out
@@ -209,9 +222,12 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(tensor, cast[0])
         ctx.sums = sums
-        if skipped:
-            return tensor.new_empty(*tensor.shape[:-1], len(weight))
-        return functional.linear(tensor, *cast)
+        out = tensor.new_empty(*tensor.shape[:-1], len(weight))  # no view, which could not be changed in place
+        if not skipped:
+            factors = tensor.flatten(0, -2), cast[0].T
+            rows = out.view(-1, len(weight))
+            torch.mm(*factors, out=rows) if cast[1] is None else torch.addmm(cast[1], *factors, out=rows)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -232,8 +248,8 @@ class _Sum:
 
     def add(self, part: Tensor | None) -> None:
         if part is not None:
-            part = part.to(_wide(part))
-            self.value = part if self.value is None else self.value.add_(part)
+            # a copy, as autograd may hand out one tensor for several weights
+            self.value = part.to(_wide(part), copy=True) if self.value is None else self.value.add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Adds a product of matrices, which is not rounded to their dtype first."""
@@ -246,8 +262,23 @@ class _Sum:
             torch.addmm(self.value, left, right, out_dtype=dtype, out=self.value)
 
     def of(self, weight: Tensor) -> Tensor | None:
-        """The gradient in the dtype of its weight; `None` for one that was not used."""
-        return None if self.value is None else self.value.to(weight.dtype)
+        """The gradient in the dtype of its weight; `None` for one that was not used, if no hook would be given that."""
+        if self.value is None:
+            return torch.zeros_like(weight) if weight._backward_hooks else None
+        return self.value.to(weight.dtype)
+
+
+@contextmanager
+def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks of weights see the whole gradient later, and not those of tiles."""
+    hooks: list[Any] = [weight._backward_hooks for weight in weights]
+    for weight in weights:
+        weight._backward_hooks = None
+    try:
+        yield
+    finally:
+        for weight, own in zip(weights, hooks, strict=True):
+            weight._backward_hooks = own
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

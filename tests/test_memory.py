@@ -195,3 +195,40 @@ def test_an_error_of_memory_says_what_to_turn() -> None:
             model(**models.make_batch("plain")) if loss is None else loss.backward()
         assert ["activation_offloading=1.0" in note for note in caught.value.__notes__] == [True]
         del short.__notes__
+
+
+def two_passes(rank: int, size: int, room: float, order: str) -> float:
+    """The largest error of a gradient where another pass, in other tiles, comes before the backward pass."""
+    model = models.make_model("llama").train()
+    long, short = (models.make_batch("plain", length) for length in (80, 24))
+    models.plain_loss(model, long).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(**AUTO))
+    model.gradient_checkpointing_enable()
+    with small_gpu(room, lambda rank: 1000.0, rank):
+        if order == "reference first":
+            with torch.no_grad():
+                model(**short)
+        loss = model(**long).loss
+        with torch.set_grad_enabled(order != "reference"):
+            model(**short)
+        loss.backward()
+    return max(float((a - b).abs().max()) for a, b in zip(group_mean(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("order", ["reference", "reference first", "another batch"])
+def test_a_pass_before_the_backward_pass(order: str) -> None:
+    assert two_passes(0, 1, rooms(1)[1], order) < 1e-5
+
+
+def test_weights_that_are_taken_apart_are_in_no_tiles() -> None:
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(**AUTO))
+    model.gradient_checkpointing_enable()
+    with (
+        small_gpu(rooms(1)[1], lambda rank: 0.0, 0),
+        mock.patch.object(memory, "takes_weights_apart", return_value=True),
+    ):
+        model(**models.make_batch("plain", 80))
+    (chosen,) = part_of(model, Memory).chosen.values()
+    assert chosen.tiled_mlp == 0

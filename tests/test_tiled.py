@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedModel
@@ -120,7 +121,7 @@ def test_gradients_of_weights_are_not_less_exact(autocast: bool) -> None:
     assert all(tiles <= 1.02 * whole for whole, tiles in zip(*errors, strict=True)), errors
 
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.linear.default}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.mm.out, torch.ops.aten.bmm.default, torch.ops.aten.linear.default}
 
 
 class Operators(TorchDispatchMode):
@@ -164,6 +165,47 @@ def test_what_would_be_wrong_is_refused() -> None:
         hf_burst.BurstConfig(tiled_mlp=-1)
     with pytest.raises(ConfigError, match="tokens of a tile"):
         hf_burst.BurstConfig(tiled_mlp=0.5)
+
+
+class Odd(nn.Module):
+    """An MLP whose output is not simply that of its last product."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN), kind
+        self.scale, self.other = (nn.Parameter(torch.rand(HIDDEN)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x).sin()
+        if self.kind == "computed bias":
+            return functional.linear(inner, self.down.weight, self.scale.exp())
+        if self.kind == "weight by name":
+            return functional.linear(inner, weight=self.down.weight)
+        out = self.down(inner)
+        if self.kind == "in place":
+            return out.tanh_()
+        if self.kind == "scaled in place":
+            out *= self.scale
+            return out
+        return out * (self.scale + self.other) + self.scale.sum()
+
+
+@pytest.mark.parametrize("kind", ["in place", "scaled in place", "computed bias", "weight by name", "shared gradient"])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_odd_modules(kind: str, hooks: bool) -> None:
+    torch.manual_seed(0)
+    module, calls = Odd(kind).double(), list[Tensor]()
+    x = torch.randn(2, 13, HIDDEN, dtype=torch.float64, requires_grad=True)
+    results(module, x, module.forward, False)
+    for weight in module.parameters():
+        if hooks and weight.grad is not None:
+            weight.register_hook(lambda gradient: calls.append(gradient) or 2 * gradient)
+    whole = results(module, x, module.forward, False)
+    counted = len(calls)
+    tiles = results(module, x, lambda inner: tiled(module, module.forward, TILE, inner), True)
+    assert len(calls) == 2 * counted
+    for found, expected in zip(tiles, whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def with_tiles(

@@ -35,7 +35,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
-from .parts.tiles import TiledMLP
+from .parts.tiles import Tile, TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .sharded import is_sharded
@@ -132,6 +132,7 @@ def make_parts(
     model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
+    tile = Tile()
     return (
         Request(),
         Replicas(config),
@@ -139,8 +140,8 @@ def make_parts(
         Tokens(model, cut_point),
         LongestPosition(model),
         Memory(model, config),
-        Checkpointing(),
-        TiledMLP(model),
+        Checkpointing(tile),
+        TiledMLP(model, tile),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),

@@ -173,6 +173,7 @@ class Machine:
             values["rates"] = tuple(KernelRate(**rate) for rate in values["rates"])
             for name in ("p2p", "between_hosts", "symmetric"):
                 values[name] = None if name == "symmetric" and values[name] is None else Link(**values[name])
+            values["host_bandwidth"], values["host_memory"]  # of a profile that was written without them
             if "rule" in values:
                 values["rule"] = RuleRate(**values["rule"])
             return cls(**values)

@@ -134,12 +134,13 @@ def _activations(model: ModelSize, training: Training) -> tuple[float, float]:
     row = kept_by_layer(model, fused, mixing) + model.inner + model.hidden
     row -= model.queries * training.attention_keep if training.checkpointing else 0
     one = 2.0 * tokens * row
-    if 0 < training.tiled_mlp < tokens:  # a tile, and gradients of weights in fp32
+    if training.tiles:  # a tile, and gradients of weights in fp32
         inner = model.inner * (4 if fused else 5)
         one -= 2 * (tokens - training.tiled_mlp) * inner - (0 if training.lora else 4 * model.mlp)
     copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
     one += in_between + (copies / model.layers if training.checkpointing else 0)
     mean = kept_by_layer(model, fused) + model.hidden
+    mean -= model.inner * (3 if fused else 4) if training.tiles else 0
     return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean + copies
 
 

@@ -170,6 +170,11 @@ class Training:
         """Into how many parts weights are sharded."""
         return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
 
+    @property
+    def tiles(self) -> bool:
+        """Whether MLPs are computed some tokens at a time."""
+        return 0 < self.tiled_mlp < self.tokens
+
     def offloaded(self, model: ModelSize) -> int:
         """The layers that keep things on the host. The last one does not."""
         layers = model.layers if self.checkpointing else 0

@@ -188,10 +188,11 @@ def _again(mask: Mask, training: Training) -> float:
 
 def products(model: ModelSize, training: Training) -> float:
     """Operations of products of matrices on one GPU. A checkpointed layer computes its products again but for the last
-    one, whose result only an adapter behind it needs."""
+    one, whose result only an adapter behind it needs; so does an MLP in tiles without checkpoints."""
     layers, last = model.used - model.head, model.layers * model.hidden * model.inner
     passes = 2 if training.lora else 3  # frozen weights need no gradient
-    again = layers - (0 if training.lora else last) if training.checkpointing else 0
+    repeated = layers if training.checkpointing else 3 * last if training.tiles else 0  # all of it, or MLPs
+    again = max(0, repeated - (0 if training.lora else last))
     adapters = 3 * training.lora * model.adapted
     return 2.0 * training.tokens * (passes * model.used + again + adapters)
 

@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
-from ...offload import HostMemory, Kept, KeptByLayer, kept_here
+from ...offload import PAGE, HostMemory, Kept, KeptByLayer, kept_here
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
 from .memory import advise_on_memory
+from .tiles import Tile
 
 # under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
@@ -36,8 +38,8 @@ class Checkpointing(Part):
     `BurstConfig.activation_offloading` the first layers keep both on the host.
     """
 
-    def __init__(self) -> None:
-        self.share = 1.0
+    def __init__(self, tile: Tile) -> None:
+        self.share, self.tile = 1.0, tile
         self.under_way: dict[int, AttentionCache] = {}
         self.home: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
@@ -81,8 +83,8 @@ class Checkpointing(Part):
                     setattr(module, name, function.function)
 
     def wrap(self, model: nn.Module) -> list["_Remembering"]:
-        """Sees to all modules that checkpoint by now, and returns the functions by which they do."""
-        functions = []
+        """Sees to all modules that checkpoint by now, and returns the functions by which the layers do."""
+        functions, of_layers = [], []
         for module in model.modules():
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 own = vars(module)
@@ -90,7 +92,9 @@ class Checkpointing(Part):
                     if not isinstance(own[name], _Remembering):
                         setattr(module, name, _Remembering(own[name], self))
                     functions.append(own[name])
-        return functions
+                    if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
+                        of_layers.append(own[name])
+        return of_layers or functions  # the model itself has one, too
 
     def layer(self) -> KeptByLayer | None:
         """What the layer keeps that begins to run; `None` inside of another one, and if nothing is offloaded."""
@@ -134,7 +138,8 @@ def _kept_bytes(run: ForwardPass, share: float) -> float:
     embeddings: Any = run.model.get_input_embeddings()
     itemsize = embeddings.weight.element_size()
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * itemsize + shapes.accumulator_itemsize)
-    return run.layout.batch_size * run.layout.sharding.most_tokens * (width * itemsize + share * attention)
+    rows = run.layout.batch_size * run.layout.sharding.most_tokens
+    return rows * (width * itemsize + share * attention) + 3 * PAGE  # each of them takes whole pages
 
 
 class _Run:
@@ -166,6 +171,8 @@ class _Remembering:
     """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`, with contexts. A reentrant
     one takes none."""
 
+    checkpoints = True
+
     def __init__(self, function: Callable[..., Any], part: Checkpointing) -> None:
         self.function, self.part, self.options = function, part, getattr(function, "keywords", {})
         # in a compiled graph the operator's results are kept, those of other operators are not
@@ -173,6 +180,8 @@ class _Remembering:
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         options, layer = {**self.options, **kwargs}, self.part.layer()
+        if not torch.compiler.is_compiling():
+            run = self.part.tile.within(run)
         if options.get("use_reentrant") is False and self.part.share:
             if not torch.compiler.is_compiling():
                 keep = kept_here if layer is None else layer.keep

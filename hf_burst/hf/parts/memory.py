@@ -1,6 +1,7 @@
 """Settings that let a training step fit into memory, chosen where the config names none."""
 
 import logging
+import os
 from dataclasses import fields, replace
 
 import torch
@@ -10,10 +11,12 @@ from transformers import PreTrainedModel
 
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError
+from ...offload import host_memory
 from ...plan import SETTINGS, Fit, ModelSize, Training, fit, longest
 from ...resources import resources_of
 from ..model_size import model_size
 from .base import ForwardPass, Part
+from .tiles import takes_weights_apart
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +35,18 @@ class Memory(Part):
         self.chooses = config.memory == "auto" and len(self.fixed) < len(SETTINGS)
         self.size: ModelSize | None = None
         self.held: float | None = None
+        self.host = 0  # bytes of host memory that each process may take
         self.chosen: dict[Training, BurstConfig] = {}
 
     def begin(self, run: ForwardPass) -> None:
-        if self.chooses and run.model.training and torch.is_grad_enabled():
+        if not self.chooses:
+            return
+        if run.model.training and torch.is_grad_enabled():
             run.settings = self._settings(run)
-            run.call = replace(run.call, config=run.settings)
+        elif self.chosen:  # an evaluation is to take no more than training
+            latest = [*self.chosen.values()][-1]
+            run.settings = replace(run.config, tiled_mlp=latest.tiled_mlp, head_groups=latest.head_groups)
+        run.call = replace(run.call, config=run.settings)
 
     def _settings(self, run: ForwardPass) -> BurstConfig:
         if self.held is None:
@@ -45,7 +54,11 @@ class Memory(Part):
             if own is None:
                 self.chooses = False
                 return run.config
-            self.held = _most(own, run)
+            available = host_memory()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            self.held, host = _most([own, -available], run)
+            self.host = int(-host)
+            if takes_weights_apart(run.model):
+                self.fixed = list(dict.fromkeys([*self.fixed, "tiled_mlp"]))
             try:
                 self.size = model_size(self.model_class, run.model.config)
             except BurstError as problem:
@@ -59,7 +72,8 @@ class Memory(Part):
         return self.chosen[training]
 
     def _choose(self, run: ForwardPass, size: ModelSize, training: Training) -> BurstConfig:
-        machine = resources_of(run.group).machine(run.device, run.config.kernel)
+        known = resources_of(run.group).machine(run.device, run.config.kernel)
+        machine = replace(known, host_memory=min(self.host, known.host_memory))
         choice = fit(size, training, machine, self.fixed, _KEEPS, self.held)
         settings = {name: getattr(choice.training, name) for name in SETTINGS}
         if run.group.rank == 0:
@@ -98,13 +112,14 @@ def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
     return float(taken + _ADAM * sum(weight.nbytes for weight in local if weight.device == device))
 
 
-def _most(number: float, run: ForwardPass) -> float:
+def _most(numbers: list[float], run: ForwardPass) -> list[float]:
     """The largest of all ranks' numbers."""
     if run.group.size == 1:
-        return number
-    tensor = torch.tensor(number, dtype=torch.float64, device=run.device)
+        return numbers
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=run.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=run.group.process_group)
-    return float(tensor)
+    most: list[float] = tensor.tolist()
+    return most
 
 
 def _training_of(run: ForwardPass, size: ModelSize) -> Training:

@@ -162,7 +162,7 @@ class _TellingCheckpoint:
 def _holder(layer: nn.Module) -> tuple[Any, str]:
     """What has the function that checkpoints a layer, and by which name: the layer, or what wraps the function."""
     function = vars(layer).get(_FUNCTION)
-    return (function, "function") if hasattr(function, "saved") else (layer, _FUNCTION)
+    return (function, "function") if hasattr(function, "checkpoints") else (layer, _FUNCTION)
 
 
 def _inside(outer: Run | None, call: ForwardCall) -> Run:

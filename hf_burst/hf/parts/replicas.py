@@ -55,7 +55,7 @@ class Replicas(Part):
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
             self.key, self.parameters, self.settled = key, "", False
-        if self.settled or (self.parameters and not learns) or _has_fsdp1(run.model):
+        if self.settled or (self.parameters and not learns) or has_fsdp1(run.model):
             return
         held = dict(run.model.named_parameters())
         run.facts[PARAMETERS] = _description(held)
@@ -93,7 +93,7 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
             )
     # DeepSpeed's ZeRO is among those that hook
     hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
-    if averaged or hooked or _leaves_no_mark() or _has_fsdp1(model):
+    if averaged or hooked or _leaves_no_mark() or has_fsdp1(model):
         return
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
@@ -112,7 +112,7 @@ def _leaves_no_mark() -> bool:
     return state.distributed_type == DistributedType.DEEPSPEED and state.deepspeed_plugin.zero_stage < 2
 
 
-def _has_fsdp1(model: nn.Module) -> bool:
+def has_fsdp1(model: nn.Module) -> bool:
     """Whether FSDP1 averages gradients and shards weights, which cannot be told from whole ones then."""
     state = AcceleratorState._shared_state
     if state.get("distributed_type") == DistributedType.FSDP and state["fsdp_plugin"].fsdp_version == 1:

@@ -2,7 +2,9 @@
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +17,7 @@ from ...tiled import tiled
 from ..cutting import language_model_of
 from ..head import is_partitioned
 from .base import ForwardPass, Part
+from .replicas import has_fsdp1
 
 _NAMES = ("MLP", "Mlp", "FeedForward", "FFN")
 _INPUTS = {"x", "hidden_states", "residual"}  # of which each token has its own
@@ -25,27 +28,52 @@ _OF_EXPERTS = (
 _ROUTES = re.compile("Experts|Router|TopK")  # classes whose outputs Transformers records, or that see all tokens
 
 
+@dataclass
+class Tile:
+    """How many tokens the modules of a model take at a time by now; 0 for all."""
+
+    tokens: int = 0
+
+    def within(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's run that a checkpoint repeats, when another pass may have begun: in the tiles of the first run."""
+        tokens, function = self.tokens, run.func if isinstance(run, partial) else run
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            before, self.tokens = self.tokens, tokens
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.tokens = before
+
+        return partial(again, *run.args, **run.keywords) if isinstance(run, partial) else again
+
+
+def takes_weights_apart(model: nn.Module) -> bool:
+    """Whether a wrapper does so (DeepSpeed ZeRO-3, FSDP1), so that a backward pass cannot run its modules again."""
+    return is_partitioned(model) or has_fsdp1(model)
+
+
 class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
     and the experts behind a router, by `BurstConfig.tiled_mlp`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, tile: "Tile") -> None:
         self.modules = tokenwise_modules(language_model_of(model))
-        self.tokens = 0  # of a tile
+        self.tile = tile
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.config.tiled_mlp and any(map(is_partitioned, self.modules)):
+        if run.config.tiled_mlp and takes_weights_apart(run.model):
             raise ConfigError(
                 f"BurstConfig(tiled_mlp={run.config.tiled_mlp}) runs MLPs again in the backward pass, where DeepSpeed "
-                "ZeRO-3 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
+                "ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
             )
 
     def begin(self, run: ForwardPass) -> None:
-        self.tokens = run.settings.tiled_mlp
-        for module in self.modules if self.tokens else ():
+        self.tile.tokens = run.settings.tiled_mlp
+        for module in self.modules if self.tile.tokens else ():
             own = vars(module).get("forward")
             if not isinstance(own, _TiledForward):  # the first time, or Liger has put its own there since
-                module.forward = _TiledForward(module, own, self)
+                module.forward = _TiledForward(module, own, self.tile)
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in self.modules:
@@ -59,8 +87,8 @@ class TiledMLP(Part):
 class _TiledForward:
     """Stands for the `forward` of a module: its own one, of some tokens at a time."""
 
-    def __init__(self, module: Any, own: Any, part: TiledMLP) -> None:
-        self.module, self.own, self.part = module, own, part
+    def __init__(self, module: Any, own: Any, tile: "Tile") -> None:
+        self.module, self.own, self.tile = module, own, tile
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         def forward(*inputs: Tensor) -> Tensor:
@@ -73,7 +101,7 @@ class _TiledForward:
             return out
 
         inputs = *args, *kwargs.values()
-        return tiled(self.module, forward, self.part.tokens, *inputs) if self.part.tokens else forward(*inputs)
+        return tiled(self.module, forward, self.tile.tokens, *inputs) if self.tile.tokens else forward(*inputs)
 
 
 def tokenwise_modules(model: nn.Module) -> list[Any]:
