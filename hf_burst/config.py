@@ -58,6 +58,12 @@ class Schedule:
             return f"{q_heads} query and {kv_heads} key heads cannot be spread over {self.ulysses} ranks"
         return None
 
+    def hosts(self, ranks: int, ranks_per_host: int) -> int:
+        """Hosts between which a ring of so many ranks has a level of its own. It is 1, and the ring has one level, with
+        one host, with unequal ones, and if ranks that exchange heads are on several hosts."""
+        even = ranks % ranks_per_host == 0 and ranks_per_host % self.ulysses == 0
+        return ranks // ranks_per_host if even else 1
+
     def __str__(self) -> str:
         return self.ring if self.ulysses == 1 else f"ulysses_{self.ulysses}+{self.ring}"
 
@@ -86,7 +92,8 @@ class BurstConfig:
             - `"ulysses_2+kv_ring"`: a product of two, with any number and any of the first three.
             - `"auto"`: a ring over two ranks, or if documents mostly stay at home. Otherwise as many ranks of one host
               exchange heads as the heads allow. The ring is `"burst"` if there are as many key heads as query heads.
-              The documents of every batch count (under `torch.compile`, one whole document). The log says why.
+              Over several hosts it is the schedule that is predicted to take the least time. The documents of every
+              batch count (under `torch.compile`, one whole document). The log says why.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile. `"auto"` takes the fastest that can, and logs why.
 
@@ -99,6 +106,10 @@ class BurstConfig:
         transport (`str`, defaults to `"auto"`):
             How blocks travel. By `"symmetric"` ranks of one host read each other's memory. By `"p2p"` they send and
             receive, over NCCL or gloo. `"auto"` takes the first where it can be had.
+        ranks_per_host (`int`, *optional*):
+            Ranks of a group on one host, neighbours of each other. By default it is found: `NCCL_HOSTID` where it is
+            set, else host names. Between hosts every block crosses once, and ranks of a host hand it round. With as
+            many as the group has ranks, blocks go straight to every rank that needs them.
         recurrence (`str`, defaults to `"auto"`):
             How recurrent layers pass what they know over the ranks. By `"states"` every rank computes its own tokens,
             and the states at the ends of its runs of tokens travel. By `"heads"` tokens are exchanged for heads, as
@@ -137,6 +148,7 @@ class BurstConfig:
     schedule: str = "auto"
     kernel: KernelName = "auto"
     transport: Transport = "auto"
+    ranks_per_host: int | None = None
     recurrence: Recurrence = "auto"
     memory: Memory = "named"
     attention_keep: float = 1.0
@@ -171,6 +183,9 @@ class BurstConfig:
             raise ConfigError(f"BurstConfig.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
         if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
             raise ConfigError(f"BurstConfig.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
+        per_host = self.ranks_per_host
+        if per_host is not None and (type(per_host) is not int or per_host < 1):
+            raise ConfigError(f"BurstConfig.ranks_per_host is {per_host!r}; give a number of at least 1, or None.")
         if type(self.head_groups) is not int or self.head_groups < 1:
             raise ConfigError(f"BurstConfig.head_groups is {self.head_groups!r}; give a number of at least 1.")
         if self.chunking == "documents" and self.stretches > 1:

@@ -5,6 +5,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -99,6 +100,24 @@ class ContextGroup:
                 f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, mesh=mesh)."
             )
         return now
+
+    def part(self, ranks: Sequence[int], device: torch.device) -> "ContextGroup":
+        """A new process group of some of these ranks, this one among them. Each of them calls this at the same time.
+
+        Args:
+            ranks (sequence of `int`): Their rising numbers in this group.
+            device (`torch.device`): Where they communicate; the time limit of its backend stays the same.
+        """
+        if len(ranks) == 1:
+            return ContextGroup()
+        members = [self.members[rank] for rank in ranks]
+        part = dist.new_group(members, timeout=self.time_limit(device), use_local_synchronization=True)
+        return ContextGroup.from_mesh(part)
+
+    def time_limit(self, device: torch.device) -> timedelta:
+        """How long the backend of a device waits for the other ranks."""
+        limit: timedelta = self.process_group._get_backend(device).options._timeout
+        return limit
 
     @property
     def process_group(self) -> dist.ProcessGroup:

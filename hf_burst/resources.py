@@ -6,6 +6,7 @@ a group that is destroyed takes its resources along, and one that is made anew b
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from .calibrate import machine_for
 from .errors import ConfigError
 from .mesh import ContextGroup, group_by_name
 from .plan import Machine, Segments
-from .ring import Exchange, ExchangeClock, PeerToPeer, Symmetric, SymmetricPool, open_pool
+from .ring import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
 
 class GroupResources:
@@ -30,19 +31,36 @@ class GroupResources:
         self.group = group
         self.clock: ExchangeClock | None = None  # times the messages of all passes, while there is one
         self.context: tuple[Segments, Any] | None = None  # of another library's context parallelism, for the last batch
-        self._machines: dict[tuple[torch.device, str], Machine] = {}
+        self._machines: dict[tuple[torch.device, str, int | None], Machine] = {}
         self._pools: dict[torch.device, SymmetricPool | str] = {}
+        self._levels: dict[int, tuple[ContextGroup, ContextGroup]] = {}
 
     def knows(self, device: torch.device, kernel: str) -> bool:
         """Whether the ranks have agreed on their machine, so that [`GroupResources.machine`] sends nothing."""
-        return (device, kernel) in self._machines
+        return (device, kernel, None) in self._machines
 
-    def machine(self, device: torch.device, kernel: str) -> Machine:
-        """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]."""
-        machine = self._machines.get((device, kernel))
-        if machine is None:
-            machine = machine_for(self.group, device, None if kernel == "auto" else kernel)
-            self._machines[device, kernel] = machine
+    def machine(self, device: torch.device, kernel: str, ranks_per_host: int | None = None) -> Machine:
+        """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]; with so many
+        ranks on a host if that is named.
+
+        Raises:
+            ConfigError: If so many ranks on a host do not divide the group.
+        """
+        machine = self._machines.get((device, kernel, ranks_per_host))
+        if machine is not None:
+            return machine
+        found = self._machines.get((device, kernel, None))
+        if found is None:
+            found = machine_for(self.group, device, None if kernel == "auto" else kernel)
+            self._machines[device, kernel, None] = found
+        if ranks_per_host is None:
+            return found
+        if self.group.size % ranks_per_host:
+            raise ConfigError(
+                f"BurstConfig(ranks_per_host={ranks_per_host}) does not divide the {self.group.size} ranks that share "
+                "a sequence. Name a number that does, or leave it out."
+            )
+        machine = self._machines[device, kernel, ranks_per_host] = replace(found, ranks_per_host=ranks_per_host)
         return machine
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
@@ -52,8 +70,25 @@ class GroupResources:
             pool = self._pools[device] = open_pool(self.group, device)
         return pool
 
+    def levels(self, device: torch.device, per_host: int) -> tuple[ContextGroup, ContextGroup]:
+        """The ranks on the host of this rank, if so many neighbours are on each, and those of its number on all hosts.
+
+        They have process groups of their own, so that what travels inside does not wait for what crosses.
+        """
+        levels = self._levels.get(per_host)
+        if levels is None:
+            number, ranks = self.group.rank % per_host, range(self.group.size)
+            first = self.group.rank - number
+            near = self.group.part(ranks[first : first + per_host], device)
+            far = self.group if per_host == 1 else self.group.part(ranks[number::per_host], device)
+            levels = self._levels[per_host] = near, far
+        return levels
+
     def check(self) -> None:
         """Raises a ConfigError if an attention ended in the middle on this rank."""
+        for near, _ in self._levels.values():
+            if near.size > 1:
+                resources_of(near).check()
         for pool in self._pools.values():
             if isinstance(pool, SymmetricPool) and pool.failure:
                 raise ConfigError(
@@ -62,15 +97,25 @@ class GroupResources:
                 )
 
     @contextmanager
-    def messages(self, device: torch.device, transport: str) -> Iterator[Exchange]:
+    def messages(self, device: torch.device, transport: str, near_ranks: int | None = None) -> Iterator[Exchanges]:
         """The messages of one pass, by a transport of [`BurstConfig`]. A failure in its middle is noted down: ranks
         need not agree then on what was sent.
+
+        Args:
+            device (`torch.device`): This rank's device.
+            transport (`str`): As in [`BurstConfig`]; between hosts ranks always send and receive.
+            near_ranks (`int`, *optional*): As in [`ShardedAttention`]; all ranks by default.
 
         Raises:
             ConfigError: If the ranks cannot read each other's memory although that was asked for; if an attention ended
                 in the middle; or if the caller records a CUDA graph, which would not take part in the turns in which
                 ranks publish.
         """
+        if near_ranks not in (None, self.group.size):
+            near, far = self.levels(device, near_ranks)
+            with resources_of(near).messages(device, transport) as inside:
+                yield Exchanges(self._timed(inside.near), self._timed(PeerToPeer(far, device)))
+            return
         direct = self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda")
         pool = "" if direct else self.pool(device)
         if isinstance(pool, str):
@@ -78,7 +123,8 @@ class GroupResources:
                 raise ConfigError(
                     f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
                 )
-            yield self._timed(PeerToPeer(self.group, device))
+            exchange = self._timed(PeerToPeer(self.group, device))
+            yield Exchanges(exchange, exchange)
             return
         self.check()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -88,7 +134,8 @@ class GroupResources:
             )
         pool.settle()
         try:
-            yield self._timed(Symmetric(pool))
+            exchange = self._timed(Symmetric(pool))
+            yield Exchanges(exchange, exchange)
         except BaseException as problem:  # also when the user interrupts
             pool.failure = repr(problem).splitlines()[0]
             raise
@@ -97,7 +144,11 @@ class GroupResources:
         return exchange if self.clock is None else self.clock.watch(exchange)
 
     def close(self) -> None:
-        """Frees the symmetric memory and forgets the machine; the next use makes them anew, on all ranks."""
+        """Frees the symmetric memory and forgets the machine; the next use makes them anew, on all ranks. The process
+        groups of hosts stay as long as this one."""
+        for near, _ in self._levels.values():
+            if near.size > 1:
+                resources_of(near).close()
         for pool in self._pools.values():
             if isinstance(pool, SymmetricPool):
                 pool.close()

@@ -28,7 +28,7 @@ from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
-from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, row_products
+from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, row_products
 from recipes.benchmarks import attention, host_copies, reach, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
@@ -271,9 +271,9 @@ def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
     shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
     q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
     there, back = (PeerToPeer(group, case.device) for _ in range(2))
-    out, lse, kept = attention.forward(there, q, k, v)
+    out, lse, kept = attention.forward(Exchanges(there, there), q, k, v)
     delta = row_products(dout, out, None)
-    attention.backward(back, HeadSizes(8, 4, 16, 16), kept or [q, k, v], dout, out, lse, delta)
+    attention.backward(Exchanges(back, back), HeadSizes(8, 4, 16, 16), kept or [q, k, v], dout, out, lse, delta)
     return there.sent.bytes, back.sent.bytes
 
 

@@ -24,7 +24,7 @@ from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.cutting import CutPoint
 from hf_burst.hf.parts.base import Part
 from hf_burst.hf.sharded import checksum
-from hf_burst.plan import MaskPattern, choose, name_of
+from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models
 from tests.ranks import RankError, RankPool, reset_accelerate
@@ -639,7 +639,9 @@ def choose_by_documents(rank: int, size: int) -> None:
     short = hf_burst.SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
     group = hf_burst.ContextGroup.from_mesh(None)
     machine = replace(cpu(), ranks_per_host=size)
-    choices = [choose(layout.masks(MaskPattern()), layout.sharding, 4, 4, size) for layout in (whole, short)]
+    shapes = Shapes(4, 4, 16, 16, 8, 8)
+    layers = [Layer(layout.masks(MaskPattern()), layout.sharding, shapes) for layout in (whole, short)]
+    choices = [choose(layer, machine) for layer in layers]
     wanted = [name_of(choice.schedule, size) for choice in choices]
     assert wanted == ["ulysses", "burst"]
     resources.resources_of(group).close()  # tests before may have measured another machine

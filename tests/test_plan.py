@@ -25,6 +25,7 @@ from hf_burst.plan import (
 )
 from hf_burst.plan.sharding import pattern
 from hf_burst.plan.steps import goes_ahead
+from hf_burst.plan.traffic import row_bytes
 from tests.oracle import admitted_pairs
 
 ROTATING = ("kv", "q")
@@ -57,7 +58,8 @@ def plans(draw) -> Plan:
     length = draw(st.integers(len(owners), 48))
     rows = draw(st.lists(masks_of(length), min_size=1, max_size=3))
     repeated = tuple(row for row in rows for _ in range(draw(st.integers(1, 2))))
-    return make_plan(repeated, cut(length, owners))
+    hosts = draw(st.sampled_from([count for count in range(1, ranks + 1) if ranks % count == 0]))
+    return make_plan(repeated, cut(length, owners), hosts=hosts)
 
 
 @settings(max_examples=150)
@@ -142,10 +144,12 @@ def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rota
     batch, shapes = len(plan.masks), Shapes(6, 3, 5, 7, itemsize=2, accumulator_itemsize=4)
     keys, values, queries, outputs = 3 * 5, 3 * 7, 6 * 5, 6 * 7
     for rank in range(plan.ranks):
-        steps = plan.steps(rank, rotating)
         traffic = rank_traffic(plan, rank, direction, rotating, shapes)
-        messages = total = 0
-        for step in steps:
+        messages = total = across = 0
+        crossings = plan.crossings(rank, rotating)
+        inner = [step for crossing in crossings for step in plan.steps(rank, rotating, crossing.order)]
+        for step in (*crossings, *inner):
+            before = total
             if step.send:
                 messages += 2 if rotating == "kv" else 4
                 visit = 2 * (keys + values) if rotating == "kv" else 2 * (queries + outputs) + 2 * 6 * 4
@@ -154,7 +158,8 @@ def test_traffic_is_the_sum_of_the_steps_and_of_their_rows(plan, direction, rota
                 messages += 2 if rotating == "kv" else 1
                 returned = keys + values if rotating == "kv" else queries
                 total += batch * (step.recv.stop - step.recv.start) * returned * (2 if step.recv.lone else 4)
-        assert traffic == Traffic(messages, total)
+            across += total - before if step in crossings else 0
+        assert traffic == Traffic(messages, total, across)
 
 
 @settings(max_examples=60)
@@ -253,16 +258,21 @@ def test_the_traffic_of_a_window_grows_with_the_window_and_not_with_the_sequence
 
 
 class Tampered(Plan):
-    """A plan of which the steps of one rank are changed."""
+    """A plan of which the steps of one rank are changed: those after a crossing, or the crossings."""
 
     change: Callable[[tuple[Step, ...]], tuple[Step, ...]]
+    crossing: int | None = 0
 
-    def steps(self, rank, rotating):
-        steps = super().steps(rank, rotating)
-        return type(self).change(steps) if rank == 1 else steps
+    def steps(self, rank, rotating, crossing=0):
+        steps = super().steps(rank, rotating, crossing)
+        return type(self).change(steps) if rank == 1 and crossing == self.crossing else steps
+
+    def crossings(self, rank, rotating):
+        crossings = super().crossings(rank, rotating)
+        return type(self).change(crossings) if rank == 1 and self.crossing is None else crossings
 
 
-def tampered(plan: Plan, index: int, **changes: Callable[[Step], object]) -> Plan:
+def tampered(plan: Plan, index: int, crossing: int | None = 0, **changes: Callable[[Step], object]) -> Plan:
     """`plan` with the fields of step `index` of rank 1 replaced by what `changes` make of it."""
 
     def change(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -270,7 +280,8 @@ def tampered(plan: Plan, index: int, **changes: Callable[[Step], object]) -> Pla
         new = replace(step, **{name: make(step) for name, make in changes.items()})
         return (*steps[:index], new, *steps[index + 1 :])
 
-    return type("TamperedHere", (Tampered,), {"change": staticmethod(change)})(plan.masks, plan.queries, plan.keys)
+    kind = type("TamperedHere", (Tampered,), {"change": staticmethod(change), "crossing": crossing})
+    return kind(plan.masks, plan.queries, plan.keys, plan.hosts)
 
 
 def first_tile(**changes: Callable[[object], object]) -> Callable[[Step], object]:
@@ -319,6 +330,52 @@ def test_a_broken_plan_is_found_out(name, rotating):
         verify_plan(tampered(plan, index, **changes), rotating)
 
 
+BROKEN_CROSSINGS = {
+    "a crossing withheld": (1, None, {"send": lambda step: None}),
+    "a crossing that is not waited for": (1, None, {"recv": lambda step: None}),
+    "a crossing of too few rows": (1, None, {"recv": transfer("recv", stop=lambda t: t.stop - 1)}),
+    "a crossing to another rank": (1, None, {"send": transfer("send", peer=lambda t: t.peer ^ 1)}),
+    "a crossing at another time": (1, None, {"order": lambda step: 0}),
+    "a tile of what crossed dropped": (0, 1, {"tiles": lambda step: step.tiles[1:]}),
+    "a tile beyond what crossed": (0, 1, {"tiles": first_tile(k=lambda t: (t.k[0], t.k[1] + 1))}),
+    "what crossed withheld from the next rank": (1, 1, {"send": lambda step: None}),
+}
+
+
+@pytest.mark.parametrize("rotating", ROTATING)
+@pytest.mark.parametrize("name", BROKEN_CROSSINGS)
+def test_a_broken_plan_over_hosts_is_found_out(name, rotating):
+    plan = make_plan((Mask(34),), make_sharding(34, 4), hosts=2)
+    assert verify_plan(plan, rotating) == plan.pairs
+    index, crossing, changes = BROKEN_CROSSINGS[name]
+    with pytest.raises(PlanError):
+        verify_plan(tampered(plan, index, crossing, **changes), rotating)
+
+
+def test_hosts_divide_the_ring_ranks():
+    with pytest.raises(ShardingError, match="4 ring ranks cannot be spread evenly over 3 hosts"):
+        make_plan((Mask(34),), make_sharding(34, 4), hosts=3)
+
+
+@pytest.mark.parametrize("rotating", ROTATING)
+@pytest.mark.parametrize(("ranks", "hosts"), [(64, 8), (16, 2), (12, 4)])
+def test_a_block_crosses_once_to_each_host_over_all_network_cards(ranks, hosts, rotating):
+    plan, per_host = (
+        make_plan((Mask(ranks * 8, causal=False),), make_sharding(ranks * 8, ranks), hosts=hosts),
+        ranks // hosts,
+    )
+    for direction in ("forward", "backward"):
+        kind = "kv" if direction == "forward" else rotating
+        sent = rank_traffic(plan, 3, direction, kind, BF16_GQA)
+        block, summed = map(sum, row_bytes(direction, kind, BF16_GQA, lone=False))
+        lone = sum(row_bytes(direction, kind, BF16_GQA, lone=True)[1])  # of the one tile of an inner step
+        assert sent.across == 8 * (hosts - 1) * (block + summed)
+        assert sent.bytes == sent.across + 8 * hosts * (per_host - 1) * (block + lone)
+    crossings = [plan.crossings(rank, rotating) for rank in range(ranks)]
+    for order in range(1, hosts):  # every card sends once in every step, to the card of the same number
+        assert {(steps[order].send.peer - rank) % ranks for rank, steps in enumerate(crossings)} == {order * per_host}
+
+
 @pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, rotating):
@@ -331,7 +388,7 @@ def test_a_tile_that_reaches_beyond_the_shard_is_found_out(side, rotating):
 @pytest.mark.parametrize("rotating", ROTATING)
 def test_two_ends_that_agree_on_too_few_rows_are_found_out(rotating):
     class Short(Plan):
-        def steps(self, rank, rotating):
+        def steps(self, rank, rotating, crossing=0):
             def cut(move):
                 return replace(move, stop=move.stop - 1) if move else None
 

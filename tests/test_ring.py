@@ -38,7 +38,7 @@ from hf_burst.plan import (
     make_sharding,
     rank_traffic,
 )
-from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention, accumulation_dtype, merge_
+from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, accumulation_dtype, merge_
 from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.ranks import RankError, forked
@@ -80,6 +80,7 @@ class Case:
     seed: int = 0
     transport: str = "auto"
     head_groups: int = 1
+    ranks_per_host: int | None = None
 
     @property
     def length(self) -> int:
@@ -96,6 +97,7 @@ class Case:
             schedule=self.schedule,
             transport=self.transport,
             head_groups=self.head_groups,
+            ranks_per_host=self.ranks_per_host,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -258,6 +260,7 @@ def cases(draw, ranks: int, longest: int = 41, flash: str = "cpu_flash") -> Case
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
         head_groups=draw(st.sampled_from([1, 1, 2, 3])),
+        ranks_per_host=draw(st.sampled_from([None, *(size for size in range(1, ranks + 1) if ranks % size == 0)])),
     )
 
 
@@ -452,10 +455,10 @@ def direct(plan: Plan, rank: int, size: int, rotating: str, heads: tuple[int, in
     group = context_group(size)
     there, back = PeerToPeer(group, q.device), PeerToPeer(group, q.device)
     with poisoned_memory():
-        out, lse = forward(attention, there, q, k, v)
+        out, lse = forward(attention, Exchanges(there, there), q, k, v)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1) - dlse
         inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=None, lse=lse, delta=delta)
-        gradients = backward(attention, back, rotating, inputs)
+        gradients = backward(attention, Exchanges(back, back), rotating, inputs)
     arrays = [tensor.double().numpy() for tensor in (out, lse, *gradients)]
     return [arrays, rows.numpy(), there.sent, back.sent]
 
@@ -825,9 +828,10 @@ def ask_for_capacity(rank: int, size: int, case: Case) -> list:
         scores=Scores(1.0),
     )
     exchange = Asked(attention.group, q.device)
-    out, lse, kept = attention.forward(exchange, q, k, v)
+    exchanges = Exchanges(exchange, exchange)
+    out, lse, kept = attention.forward(exchanges, q, k, v)
     sizes = HeadSizes(*case.heads, *case.dims)
-    attention.backward(exchange, sizes, kept or [q, k, v], dout, out, lse, (dout * out).sum(-1))
+    attention.backward(exchanges, sizes, kept or [q, k, v], dout, out, lse, (dout * out).sum(-1))
     return exchange.asked
 
 

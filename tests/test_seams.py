@@ -17,7 +17,7 @@ from hf_burst.config import Schedule
 from hf_burst.errors import ShardingError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
 from hf_burst.plan import Mask, Plan, Sharding, Step, Traffic, cut, make_plan, make_sharding, verify_plan
-from hf_burst.ring import HeadSizes, PeerToPeer, ShardedAttention
+from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention
 from hf_burst.ring.exchange import Channel, HeadRound, Pending, Round, Shape
 from hf_burst.ring.gather import gather_backward, gather_forward
 from hf_burst.ring.loop import RingAttention, backward, forward
@@ -99,7 +99,7 @@ def test_shardings_that_do_not_fit_the_masks_are_refused() -> None:
 class Reordered(Plan):
     """A plan whose blocks come the other way round: the next rank's first."""
 
-    def steps(self, rank: int, rotating: str) -> tuple[Step, ...]:
+    def steps(self, rank: int, rotating: str, crossing: int = 0) -> tuple[Step, ...]:
         turned = [replace(step, order=-step.order % self.ranks) for step in super().steps(rank, rotating)]
         return tuple(sorted(turned, key=lambda step: step.order))
 
@@ -144,16 +144,17 @@ def run_plan(rank: int, size: int, plan: Plan, way: str, transports: bool) -> li
     attention = RingAttention(plan, rank, tuple(range(size)), kernel, Scores(SCALE))
     local = local_tensors(plan, rank)
     exchange = TwoTransports(rank, size) if transports else PeerToPeer(context_group(size), torch.device("cpu"))
+    exchanges = Exchanges(exchange, exchange)
     with poisoned_memory():
         run = gather_forward if way == "gather" else forward
-        out, lse = run(attention, exchange, local["q"], local["k"], local["v"])
+        out, lse = run(attention, exchanges, local["q"], local["k"], local["v"])
         inputs = BackwardInputs(
             dout=local["dout"], q=local["q"], k=local["k"], v=local["v"], out=None, lse=lse, delta=delta_of(local, out)
         )
         if way == "gather":
-            gradients = gather_backward(attention, exchange, inputs)
+            gradients = gather_backward(attention, exchanges, inputs)
         else:
-            gradients = backward(attention, exchange, way, inputs)
+            gradients = backward(attention, exchanges, way, inputs)
     return [tensor.numpy() for tensor in (out, lse, *gradients)]
 
 
@@ -172,11 +173,12 @@ def run_schedule(rank: int, size: int, plan: Plan, name: str, slice_blocks: int 
     local = local_tensors(plan, rank)
     q, k, v = local["q"], local["k"], local["v"]
     exchange = PeerToPeer(attention.group, torch.device("cpu"))
+    exchanges = Exchanges(exchange, exchange)
     with poisoned_memory():
-        out, lse, kept = attention.forward(exchange, q, k, v)
+        out, lse, kept = attention.forward(exchanges, q, k, v)
         sizes = HeadSizes(*HEADS, 5, 5)
         saved = kept or [q, k, v]
-        gradients = attention.backward(exchange, sizes, saved, local["dout"], None, lse, delta_of(local, out))
+        gradients = attention.backward(exchanges, sizes, saved, local["dout"], None, lse, delta_of(local, out))
     return [tensor.numpy() for tensor in (out, lse, *gradients)]
 
 

@@ -41,8 +41,8 @@ class CachedAttention(NamedTuple):
         attention = sharded_attention(resources, request.flatten(), encoded, InputKind.of(q, k, v))
         if attention.schedule.ulysses == 1:
             return out, lse, []
-        with resources.messages(q.device, request.transport) as exchange:
-            return out, lse, attention.exchanged(exchange, q, k, v)
+        with resources.messages(q.device, request.transport, attention.near_ranks) as exchanges:
+            return out, lse, attention.exchanged(exchanges, q, k, v)
 
 
 class AttentionCache:

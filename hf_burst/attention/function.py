@@ -62,10 +62,10 @@ def burst_attention(
         error = problem
     if check:
         request.group.agree(facts, error, _device_of(q, request.group))
-        machine_of_group(request.group, q.device, request.kernel)
+        machine_of_group(request, q.device)
     elif error is not None:
         raise error
-    request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k)
+    request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k, v)
     out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, layout.encode(), *request.flatten())
     return out, lse
 
@@ -87,7 +87,7 @@ def attend(
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
         cache ([`AttentionCache`], *optional*): That of the checkpointed layer which runs.
     """
-    request = with_schedule(request, layout, q, k)
+    request = with_schedule(request, layout, q, k, v)
     if cache is not None:
         return cache.attention(q, k, v, sinks, encoded, request)
     out: Tensor = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())[0]

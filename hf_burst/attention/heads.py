@@ -91,7 +91,7 @@ class _HeadExchange(torch.autograd.Function):
         ctx.to_heads, ctx.settings = to_heads, (sharding, group, transport)
         owners = (ulysses_ranks_of(sharding, group.rank, group.size),) * len(tensors)
         own, whole = sharding.tokens(group.rank), sharding.length
-        with resources_of(group).messages(tensors[0].device, transport) as exchange:
+        with resources_of(group).messages(tensors[0].device, transport) as (exchange, _):
             if to_heads:
                 results = [_empty(x, whole, x.shape[2] // group.size) for x in tensors]
                 TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, beside_kernel=False).wait()

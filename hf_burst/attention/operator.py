@@ -16,7 +16,7 @@ from ..errors import KernelError
 from ..resources import resources_of
 from ..ring import HeadSizes, accumulation_dtype, kept_shapes, row_products
 from .choice import machine_of_group, schedule_of
-from .prepare import InputKind, head_sizes, sharded_attention
+from .prepare import InputKind, sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat
 
 # From q, k, v, sinks and the encoded layout to the results of the operator, where they are known already.
@@ -47,21 +47,21 @@ def _attention(
     *_, transport, group = flat
     resources = resources_of(group)
     attention = sharded_attention(resources, flat, layout, InputKind.of(q, k, v))
-    with resources.messages(q.device, transport) as exchange:
-        return attention.forward(exchange, q, k, v, sinks)
+    with resources.messages(q.device, transport, attention.near_ranks) as exchanges:
+        return attention.forward(exchanges, q, k, v, sinks)
 
 
 @torch.library.register_fake("hf_burst::attention", lib=_library)
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    request, sizes, (batch, tokens) = AttentionRequest.restore(flat), head_sizes(q, k, v), q.shape[:2]
+    request, sizes, (batch, tokens) = AttentionRequest.restore(flat), HeadSizes.of(q, k, v), q.shape[:2]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    machine = machine_of_group(request.group, q.device, request.kernel)
+    machine = machine_of_group(request, q.device)
     if machine is None:
         return out, lse, []
-    schedule = schedule_of(request, sizes, batch, tokens, machine.ranks_per_host)
+    schedule = schedule_of(request, sizes, batch, tokens, q.dtype, machine)
     kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, machine.slice_blocks, request.head_groups)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
@@ -89,8 +89,8 @@ def _attention_backward(
     attention = sharded_attention(resources, flat, layout, InputKind(sizes, batch, tokens, dout.dtype, device))
     own_out = out if dlse is None else None
     delta = row_products(dout, out, dlse) if attention.needs_delta or own_out is None else None
-    with resources.messages(device, transport) as exchange:
-        return attention.backward(exchange, sizes, inputs, dout, own_out, lse, delta)
+    with resources.messages(device, transport, attention.near_ranks) as exchanges:
+        return attention.backward(exchanges, sizes, inputs, dout, own_out, lse, delta)
 
 
 @torch.library.register_fake("hf_burst::attention_backward", lib=_library)

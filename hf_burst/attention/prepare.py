@@ -9,6 +9,7 @@ from torch import Tensor
 from ..kernels import Kernel, KernelRequest, select_kernel
 from ..layout import SequenceLayout
 from ..mesh import ContextGroup
+from ..plan import Machine
 from ..resources import GroupResources
 from ..ring import HeadSizes, ShardedAttention
 from .choice import schedule_of
@@ -27,12 +28,7 @@ class InputKind(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "InputKind":
         """That of these tensors."""
-        return cls(head_sizes(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
-
-
-def head_sizes(q: Tensor, k: Tensor, v: Tensor) -> HeadSizes:
-    """The heads of q, k and v, also of fake tensors, whose heads are never symbols."""
-    return HeadSizes(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
+        return cls(HeadSizes.of(q, k, v), q.shape[0], q.shape[1], q.dtype, q.device)
 
 
 def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, inputs: InputKind) -> ShardedAttention:
@@ -44,22 +40,20 @@ def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, in
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
         inputs ([`InputKind`]): What the attention is given.
     """
-    per_host, slice_blocks = 1, 0
-    if resources.group.size > 1:
-        *_, kernel, _, _, _ = flat
-        machine = resources.machine(inputs.device, kernel)
-        per_host, slice_blocks = machine.ranks_per_host, machine.slice_blocks
-    layout = encoded.numpy().tobytes()
-    return _prepared(resources.group, flat, layout, inputs, deterministic(), per_host, slice_blocks)
+    *_, per_host, kernel, _, _, _ = flat
+    group, machine = resources.group, None
+    if group.size > 1:
+        machine = resources.machine(inputs.device, kernel, per_host or None)
+    return _prepared(group, flat, encoded.numpy().tobytes(), inputs, deterministic(), machine)
 
 
 @lru_cache(maxsize=64)
 def _prepared(
-    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, per_host: int, slice_blocks: int
+    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, machine: Machine | None
 ) -> ShardedAttention:
     request, decoded = AttentionRequest.restore(flat), SequenceLayout.decode(layout)
     assert request.scores is not None, "with_scale sets them"
-    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, per_host)
+    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, inputs.dtype, machine)
     windowed = request.pattern.window is not None or schedule.ring == "all_gather"
     return ShardedAttention(
         schedule=schedule,
@@ -69,8 +63,9 @@ def _prepared(
         keys=decoded.sharding,
         kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
-        slice_blocks=slice_blocks,
+        slice_blocks=machine.slice_blocks if machine else 0,
         head_groups=request.head_groups,
+        ranks_per_host=machine.ranks_per_host if machine else None,
     )
 
 

@@ -6,13 +6,13 @@ from ..kernels import Scores
 from ..mesh import ContextGroup
 from ..plan import MaskPattern
 
-# A request as torch.library declares it. A missing window is -1, a missing chunk size 0, and one process "".
+# A request as torch.library declares it. A missing window is -1, a missing number 0, and one process "".
 SCHEMA = (
-    "bool causal, int window, int attention_chunk_size, float scale, float softcap, int head_groups, str kernel, "
-    "str schedule, str transport, str group"
+    "bool causal, int window, int attention_chunk_size, float scale, float softcap, int head_groups, "
+    "int ranks_per_host, str kernel, str schedule, str transport, str group"
 )
 _ONE_PROCESS, _CAUSAL = ContextGroup(), MaskPattern()
-Flat = tuple[bool, int, int, float, float, int, str, str, str, str]
+Flat = tuple[bool, int, int, float, float, int, int, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class AttentionRequest:
         schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         head_groups (`int`, defaults to 1): As in [`BurstConfig`].
+        ranks_per_host (`int`, *optional*): As in [`BurstConfig`].
     """
 
     group: ContextGroup = _ONE_PROCESS
@@ -36,6 +37,7 @@ class AttentionRequest:
     schedule: str = "auto"
     transport: str = "auto"
     head_groups: int = 1
+    ranks_per_host: int | None = None
 
     def with_scale(self, head_dim: int) -> "AttentionRequest":
         """The request with the scores for heads of this size, where it has none."""
@@ -52,6 +54,7 @@ class AttentionRequest:
             self.scores.scale,
             self.scores.softcap,
             self.head_groups,
+            self.ranks_per_host or 0,
             self.kernel,
             self.schedule,
             self.transport,
@@ -61,7 +64,8 @@ class AttentionRequest:
     @classmethod
     def restore(cls, flat: Flat) -> "AttentionRequest":
         """The request that [`AttentionRequest.flatten`] wrote."""
-        causal, window, attention_chunk_size, scale, softcap, groups, kernel, schedule, transport, name = flat
+        causal, window, attention_chunk_size, scale, softcap, groups, per_host, *names = flat
+        kernel, schedule, transport, name = names
         pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
         group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
-        return cls(group, pattern, scores, kernel, schedule, transport, groups)
+        return cls(group, pattern, scores, kernel, schedule, transport, groups, per_host or None)

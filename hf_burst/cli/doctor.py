@@ -248,7 +248,7 @@ def _describe_attention(arguments: argparse.Namespace, layer: Layer, machine: Ma
     q_heads, kv_heads = shapes.q_heads, shapes.kv_heads
     taken, reason = _asked(arguments.schedule, ranks, q_heads, kv_heads), "asked for"
     if taken is None:
-        choice = choose(layer.masks, layer.sharding, q_heads, kv_heads, machine.ranks_per_host)
+        choice = choose(layer, machine)
         taken, reason = choice.schedule, choice.reason
     count = arguments.batch * (len(layer.masks[0].documents) - 1)
     title = (

@@ -170,7 +170,7 @@ def attention_forward(
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-    settings = config.kernel, config.schedule, config.transport, config.head_groups
+    settings = config.kernel, config.schedule, config.transport, config.head_groups, config.ranks_per_host
     request = AttentionRequest(group, pattern, scores, *settings)
     cache = None if torch.compiler.is_compiling() or burst_call.cache is None else burst_call.cache()
     out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)

@@ -230,7 +230,7 @@ class _Patch:
         if not resources.knows(run.device, self.config.kernel):
             facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
             run.group.agree(facts, error, run.device)
-        machine = resources.machine(run.device, self.config.kernel)
+        machine = resources.machine(run.device, self.config.kernel, self.config.ranks_per_host)
         run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
 
     @torch.compiler.disable

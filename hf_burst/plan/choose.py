@@ -1,13 +1,17 @@
-"""The choice of a schedule: a rule that follows from the heads, the ranks and the documents of a batch. A search over
-predicted seconds was no better where both were measured (recipes/benchmarks/README.md, "The rule for schedules")."""
+"""The choice of a schedule. On one host it is a rule that follows from the heads, the ranks and the documents of a
+batch. A search over predicted seconds was no better where both were measured (recipes/benchmarks/README.md, "The rule
+for schedules"). Over several hosts links differ by orders of magnitude, so that the fastest prediction is taken."""
 
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import RingKind, Schedule
+from .cost import estimate
+from .machine import Machine
 from .mask import Mask
 from .sharding import Sharding
+from .work import Layer
 
 # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
 _AT_HOME = 0.1
@@ -22,7 +26,7 @@ class Choice:
 
 
 @lru_cache(maxsize=256)
-def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: int, ranks_per_host: int) -> Choice:
+def choose(layer: Layer, machine: Machine) -> Choice:
     """The schedule of a layer, the same on all ranks.
 
     A ring where documents mostly stay at home, and over two ranks: its only exchange is hidden behind the own block.
@@ -30,25 +34,31 @@ def choose(masks: tuple[Mask, ...], sharding: Sharding, q_heads: int, kv_heads: 
     K and V travel round the ring. With as many key heads as query heads it is the `"burst"` ring, whose backward pass
     then sends three tensors instead of four (BurstAttention, arXiv 2403.09347).
 
+    Over several hosts it is the schedule that is predicted to take the least time.
+
     Args:
-        masks (`tuple[Mask, ...]`): One mask for every row of the batch.
-        sharding ([`Sharding`]): Which rank of the group holds what.
-        q_heads, kv_heads (`int`): Query heads and key heads.
-        ranks_per_host (`int`): Ranks of the group on one host, neighbours of each other; divides the ranks.
+        layer ([`Layer`]): What is computed.
+        machine ([`Machine`]): On what.
     """
-    ranks = sharding.ranks
+    ranks, q_heads, kv_heads = layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads
+    per_host = machine.ranks_per_host
     if ranks == 1:
         return Choice(Schedule(), "one rank exchanges nothing")
-    ring: RingKind = "burst" if q_heads == kv_heads else "kv_ring"
-    share = fetched_share(masks, sharding)
+    share = fetched_share(layer.masks, layer.sharding)
     needed = f"a rank needs {share:.0%} of the others' keys"
+    if ranks > per_host:
+        costs = {one: estimate(one, layer, machine) for one in candidates(ranks, q_heads, kv_heads, per_host)}
+        fastest = min(costs, key=lambda one: costs[one].total_s)
+        across = f"{costs[fastest].across_bytes / 1e6:,.0f} MB between hosts"
+        return Choice(fastest, f"predicted to be the fastest of {len(costs)}, {across}; {needed}")
+    ring: RingKind = "burst" if q_heads == kv_heads else "kv_ring"
     if share <= _AT_HOME:
         return Choice(Schedule(ring), f"documents mostly stay at home: {needed}")
     if ranks == 2:
         return Choice(Schedule(ring), f"two ranks hide their only exchange behind their own block; {needed}")
-    ulysses = math.gcd(ranks, ranks_per_host, q_heads, kv_heads)
+    ulysses = math.gcd(ranks, q_heads, kv_heads)
     if ulysses == 1:
-        return Choice(Schedule(ring), f"no ranks of one host divide the {q_heads} query and {kv_heads} key heads")
+        return Choice(Schedule(ring), f"no number of ranks divides the {q_heads} query and {kv_heads} key heads")
     reason = f"{ulysses} ranks of one host divide the {q_heads} query and {kv_heads} key heads; {needed}"
     return Choice(Schedule("kv_ring" if ulysses == ranks else ring, ulysses), reason)
 
@@ -71,7 +81,7 @@ def candidates(ranks: int, q_heads: int, kv_heads: int, ranks_per_host: int) -> 
     """The schedules that a group can run.
 
     Products whose Ulysses groups would lie across hosts while hosts divide them no further are left out: the same
-    degree inside of hosts is never slower. Arguments as in [`choose`].
+    degree inside of hosts is never slower.
     """
     if ranks == 1:
         return [Schedule()]

@@ -1,7 +1,8 @@
 """What a schedule costs on a machine: the seconds, bytes and memory of one attention layer on its busiest rank.
 
 A pass is a row of stages: the steps of a ring, or slices of the heads. A stage computes beside messages under way and
-takes `max(kernels + other + drag, messages)` seconds; `other` is the time of copies, merges and launches.
+takes `max(kernels + other + drag, messages)` seconds; `other` is the time of copies, merges and launches. What crosses
+between hosts is under way beside all stages of an inner ring.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import get_args
 from ..config import Schedule, Transport
 from ..errors import ConfigError
 from .machine import Link, Machine
-from .steps import Transfer, goes_ahead
+from .steps import Rotating, Step, goes_ahead
 from .tiles import Tile
 from .traffic import Pass, row_bytes
 from .work import Layer, busiest, gathered_rows, lag, rotating_of, tile_pairs
@@ -31,6 +32,7 @@ class Cost:
         exposed_s (`float`): Seconds by which messages make the passes longer.
         other_s (`float`): Seconds of copies, merges, sums and launches.
         sent_bytes (`int`): Bytes that leave the rank, or arrive if that is more, in both passes.
+        across_bytes (`int`): Those of them that travel between hosts.
         memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
         transport (`str`): `"p2p"` or `"symmetric"`: what carries messages inside a host.
         slices (`int`): Parts of a rank's heads, computed one after another.
@@ -42,6 +44,7 @@ class Cost:
     exposed_s: float
     other_s: float
     sent_bytes: int
+    across_bytes: int
     memory_bytes: int
     transport: Transport
     slices: int
@@ -74,14 +77,16 @@ def estimate(
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
     """
-    within = machine.symmetric is not None and layer.ranks <= machine.ranks_per_host
+    hosts = schedule.hosts(layer.ranks, min(layer.ranks, machine.ranks_per_host))
+    within = machine.symmetric is not None and 1 < layer.ranks // hosts <= machine.ranks_per_host
     if transport == "symmetric" and not within:
         unreached = f"{layer.ranks} ranks with {machine.ranks_per_host} on a host of {machine.device}"
         raise ConfigError(f"Symmetric memory does not reach {unreached}. Take the transport 'p2p', or 'auto'.")
     transport = ("symmetric" if within else "p2p") if transport == "auto" else transport
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
     count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks, head_groups)
-    forward, backward = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
+    passes = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
+    forward, backward = passes
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,
@@ -90,6 +95,7 @@ def estimate(
         exposed_s=max(0.0, forward.seconds + backward.seconds - kernels - other),
         other_s=other,
         sent_bytes=max(forward.sent + backward.sent, forward.received + backward.received),
+        across_bytes=forward.across + backward.across,
         memory_bytes=max(forward.memory, backward.memory),
         transport=transport,
         slices=count,
@@ -142,12 +148,13 @@ class _PassCost:
     ) -> None:
         self.schedule, self.layer, self.machine, self.direction = schedule, layer, machine, direction
         self.backward, self.symmetric = direction == "backward", transport == "symmetric"
-        self.plan, self.slices = layer.plan(schedule.ulysses), slices
+        self.hosts = schedule.hosts(layer.ranks, min(layer.ranks, machine.ranks_per_host))
+        self.plan, self.slices = layer.plan(schedule.ulysses, self.hosts), slices
         parts, shapes = schedule.ulysses * slices, layer.shapes
         self.shapes = replace(shapes, q_heads=shapes.q_heads // parts, kv_heads=shapes.kv_heads // parts)  # of a slice
         self.batch, self.rows = len(layer.masks), len(layer.masks) * self.plan.queries.most_tokens
-        self.seconds = self.kernels = self.other = self.messages = 0.0
-        self.sent = self.received = self.memory = 0
+        self.seconds = self.kernels = self.other = self.messages = self.crossing = 0.0
+        self.sent = self.received = self.across = self.memory = 0
         gathers = schedule.ring == "all_gather" and self.plan.ranks > 1
         coming, leaving = self._gather() if gathers else self._ring()
         if schedule.ulysses > 1:
@@ -162,9 +169,10 @@ class _PassCost:
         for index in range(self.slices):
             beside = (coming if index + 1 < self.slices else _SILENCE) + (leaving if index else _SILENCE)
             computing = self.kernels + self.other + idle + beside.drag
-            self.seconds += max(computing, self.messages + beside.seconds)
+            self.seconds += max(computing, self.messages + beside.seconds, self.crossing)
         self.kernels, self.other = self.slices * self.kernels, self.slices * self.other
         self.sent, self.received = self.slices * self.sent, self.slices * self.received
+        self.across *= self.slices
 
     def _stage(
         self, kernels: float = 0.0, touched: float = 0.0, launches: int = 0, messages: _Messages = _SILENCE
@@ -180,19 +188,33 @@ class _PassCost:
         """The link inside a host."""
         return (self.machine.symmetric if self.symmetric else None) or self.machine.p2p
 
-    def _hop(self, size: float) -> _Messages:
-        """A step of the ring. All ranks send equally far, so some cross hosts wherever there are several hosts."""
-        link = self.machine.between_hosts if self.layer.ranks > self.machine.ranks_per_host else self._inside
+    def _hop(self, size: float, crosses: bool) -> _Messages:
+        """A step of a ring. All ranks send equally far, so some cross hosts wherever a level of it lies on several."""
+        link = self.machine.between_hosts if crosses else self._inside
         return _Messages(link.seconds(size), link.drag * link.seconds(size))
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether ranks of the inner ring, or of the only one, are on several hosts."""
+        return self.layer.ranks // self.hosts > self.machine.ranks_per_host
 
     def _spread(self, size: float, ranks: int, stride: int, share: float = 1.0) -> _Messages:
         """`size` bytes to each of `ranks - 1` peers, `stride` ranks apart, at a share of the bandwidth inside a host.
         Other hosts are reached at the same time as this one."""
         near = min(ranks, max(1, self.machine.ranks_per_host // stride))
+        self.across += round(size * (ranks - near))
         within = self._inside.seconds(size * (near - 1) / share)
         between = self.machine.between_hosts.seconds(size * (ranks - near))
         link = self._inside if within >= between else self.machine.between_hosts
         return _Messages(max(within, between), max(within, between) * link.drag)
+
+    def _hops(self, size: float, ranks: int, stride: int) -> _Messages:
+        """The same by two hops, each byte once between two hosts. The hop inside has nothing beside it."""
+        crossing, inside = size * (self.hosts - 1), size * self.hosts * (ranks // self.hosts - 1)
+        self.across += round(crossing)
+        self._stage(messages=_Messages(self._inside.seconds(inside)))
+        seconds = self.machine.between_hosts.seconds(crossing)
+        return _Messages(seconds, seconds * self.machine.between_hosts.drag)
 
     def _kernels(self, tiles: tuple[Tile, ...]) -> float:
         """Seconds of kernel calls: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
@@ -205,31 +227,24 @@ class _PassCost:
         return seconds
 
     def _ring(self) -> tuple[_Messages, _Messages]:
-        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels."""
+        """Steps of the outer ring: blocks of the next one cross, and gradients of the last one cross back, beside an
+        inner ring."""
         rotating = rotating_of(self.schedule, self.direction)
-        steps = self.plan.steps(busiest(self.plan, rotating), rotating)
-        block, summed = map(sum, row_bytes(self.direction, rotating, self.shapes, lone=False))
-        lone = sum(row_bytes(self.direction, rotating, self.shapes, lone=True)[1])
-
-        def travel(leaving: tuple[Transfer | None, int], arriving: tuple[Transfer | None, int]) -> _Messages:
-            """Rows, of so many bytes each, leave and arrive: the longer way counts."""
-            sent, received = (self.batch * rows.rows * size if rows else 0 for rows, size in (leaving, arriving))
-            self.sent, self.received = self.sent + sent, self.received + received
-            self.memory = max(self.memory, sent, received)
-            return self._hop(max(sent, received))
-
+        rank = busiest(self.plan, rotating)
+        crossings = self.plan.crossings(rank, rotating)
         returning = coming = _SILENCE
-        for step, following in zip_longest(steps, steps[1:]):
+        count = 0
+        for crossing, following in zip_longest(crossings, crossings[1:]):
             if following:
-                coming = travel((following.send, block), (following.recv, block))
-            ahead = following is not None and goes_ahead(step, following, self.backward)
-            kept = step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
-            touched, launches = (0, len(step.tiles)) if kept else self._sum(step.tiles)
-            self._stage(self._kernels(step.tiles), touched, launches, returning + coming if ahead else returning)
-            returning = _SILENCE
-            if self.backward and (step.send or step.recv):
-                home, away = ((rows, lone if rows and rows.lone else summed) for rows in (step.recv, step.send))
-                returning = travel(home, away)
+                coming = self._travel(following, rotating, home=False, crosses=True)
+            ahead = following is not None and goes_ahead(crossing, following, self.backward)
+            beside, started = returning + coming if ahead else returning, self.seconds
+            steps = self.plan.steps(rank, rotating, crossing.order)
+            self._inner_ring(steps, rotating)
+            count += sum(len(step.tiles) for step in steps)
+            self.crossing += beside.seconds
+            self.seconds = max(self.seconds + beside.drag, started + beside.seconds)
+            returning = self._travel(crossing, rotating, home=True, crosses=True) if self.backward else _SILENCE
             if following and not ahead:
                 self._stage(messages=coming)
         self._stage(messages=returning)
@@ -237,8 +252,37 @@ class _PassCost:
             self._stage(messages=_Messages(self.machine.waiting * lag(self.plan, rotating) * self.kernels))
         # two slots of what comes, two of what returns, or three where kernels write it in place
         self.memory *= 2 if not self.backward else 5 if self.symmetric else 4
-        self._ends(alone=sum(len(step.tiles) for step in steps) == 1)
+        self._ends(alone=count == 1)
         return _SILENCE, _SILENCE
+
+    def _inner_ring(self, steps: tuple[Step, ...], rotating: Rotating) -> None:
+        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels."""
+        returning = coming = _SILENCE
+        for step, following in zip_longest(steps, steps[1:]):
+            if following:
+                coming = self._travel(following, rotating, home=False, crosses=self._crosses)
+            ahead = following is not None and goes_ahead(step, following, self.backward)
+            kept = step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
+            touched, launches = (0, len(step.tiles)) if kept else self._sum(step.tiles)
+            if step.tiles:
+                beside = returning + coming if ahead else returning
+                self._stage(self._kernels(step.tiles), touched, launches, beside)
+            returning = self._travel(step, rotating, home=True, crosses=self._crosses) if self.backward else _SILENCE
+            if following and not ahead:
+                self._stage(messages=coming)
+        self._stage(messages=returning)
+
+    def _travel(self, step: Step, rotating: Rotating, home: bool, crosses: bool) -> _Messages:
+        """The block of a step leaves and another one arrives, or gradients go `home`: the longer way counts."""
+        block, summed = map(sum, row_bytes(self.direction, rotating, self.shapes, lone=False))
+        lone = sum(row_bytes(self.direction, rotating, self.shapes, lone=True)[1])
+        ways = (step.recv, step.send) if home else (step.send, step.recv)
+        sizes = [0 if rows is None else block if not home else lone if rows.lone else summed for rows in ways]
+        sent, received = (self.batch * rows.rows * size if rows else 0 for rows, size in zip(ways, sizes, strict=True))
+        self.sent, self.received = self.sent + sent, self.received + received
+        self.across += max(sent, received) if crosses else 0
+        self.memory = max(self.memory, sent, received)
+        return self._hop(max(sent, received), crosses)
 
     def _sum(self, tiles: tuple[Tile, ...]) -> tuple[int, int]:
         """Bytes that merges, or sums of gradients, read (the kernel's results and a sum) and write (the sum), and their
@@ -285,12 +329,13 @@ class _PassCost:
             min(2, self.slices),
             max(fetched_rows, sent_rows) * row / (ranks - 1),
         )  # elements to or from a peer
-        coming, leaving = self._spread(size * narrow, ranks, stride), _SILENCE
+        spread = self._spread if self.hosts == 1 else self._hops
+        coming, leaving = spread(size * narrow, ranks, stride), _SILENCE
         touched, launches = 2 * self.rows * row * narrow, len(tiles) + 4
         self.sent, self.received = sent_rows * row * narrow, fetched_rows * row * narrow
         self.memory = (self.rows + slots * sequence) * row * narrow
         if self.backward:
-            leaving = self._spread(size * wide, ranks, stride)
+            leaving = spread(size * wide, ranks, stride)
             touched += (sequence * wide + _rows(tiles)[1] * (narrow + 2 * wide) + 3 * sent_rows * wide) * row
             touched += self.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
             launches += 2 * len(tiles) + 2 * (ranks - 1)

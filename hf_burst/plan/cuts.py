@@ -283,7 +283,8 @@ def _attention_s(masks: tuple[Mask, ...], sharding: Sharding, hybrid: Hybrid) ->
     if shapes is None:
         return 0.0
     heads, ranks = (shapes.q_heads, shapes.kv_heads), sharding.ranks
+    layer = Layer(masks, sharding, shapes)
     schedule = None if hybrid.schedule == "auto" else Schedule.parse(hybrid.schedule, ranks)
     if schedule is None or schedule.refusal(ranks, *heads):
-        schedule = choose(masks, sharding, *heads, min(machine.ranks_per_host, ranks)).schedule
-    return estimate(schedule, Layer(masks, sharding, shapes), machine).total_s
+        schedule = choose(layer, machine).schedule
+    return estimate(schedule, layer, machine).total_s

@@ -118,8 +118,7 @@ def _lay_out(model: ModelSize, training: Training, machine: Machine) -> LaidOut:
     attention = []
     for count, mask in masks:
         layer = Layer((mask,), sharding, shapes)
-        per_host = min(machine.ranks_per_host, ranks)
-        schedule = choose(layer.masks, layer.sharding, model.q_heads, model.kv_heads, per_host).schedule
+        schedule = choose(layer, machine).schedule
         cost = estimate(schedule, layer, machine, head_groups=training.head_groups)
         attention.append((count, schedule, cost))
     return LaidOut(chunking, tuple(attention), tuple(recurrence), choice)

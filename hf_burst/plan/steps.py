@@ -3,6 +3,10 @@
 In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its home, cut to the rows that the
 mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the backward
 pass the gradients of the rotating block return to its home in the same step.
+
+Over several hosts a ring has two levels (the double ring of BurstEngine, arXiv 2509.19836). In step o of the outer ring
+a block crosses from its home to the rank of the same number on the host that is o hosts ahead. The ranks of that host
+hand it round in the steps of an inner ring. Its gradients are summed there, and cross back once.
 """
 
 from collections.abc import Callable
@@ -38,11 +42,12 @@ class Step:
     """One step of a rank.
 
     Args:
-        order (`int`): When it comes; both ends of a transfer have the same number. Step 0 uses the rank's own block.
+        order (`int`): When it comes; both ends of a transfer have the same number. Step 0 uses the block that the rank
+            holds: its own, or one that crossed to it.
         source (`int`): The rank whose block is used.
-        tiles (`tuple[Tile, ...]`): What this rank computes with it.
-        send (`Transfer`, *optional*): The rows of this rank that another one uses in this step.
-        recv (`Transfer`, *optional*): The rows of `source` that this rank uses.
+        tiles (`tuple[Tile, ...]`): What this rank computes with it; nothing in the outer ring.
+        send (`Transfer`, *optional*): The rows that this rank holds and another one uses in this step.
+        recv (`Transfer`, *optional*): The rows of `source` that this rank uses, from the rank that holds them.
     """
 
     order: int
@@ -70,13 +75,20 @@ class Plan:
         masks (`tuple[Mask, ...]`): One mask for every row of the batch.
         queries ([`Sharding`]): Who holds the queries of which tokens.
         keys ([`Sharding`]): Who holds the keys and values of which tokens; on as many ranks.
+        hosts (`int`, defaults to 1): Hosts of the ring ranks, neighbours of each other. They divide the ranks.
     """
 
     masks: tuple[Mask, ...]
     queries: Sharding
     keys: Sharding
+    hosts: int = 1
 
     def __post_init__(self) -> None:
+        if self.queries.ranks % self.hosts:
+            raise ShardingError(
+                f"{self.queries.ranks} ring ranks cannot be spread evenly over {self.hosts} hosts: name a number of "
+                "hosts that divides the ranks."
+            )
         length = min(mask.length for mask in self.masks)
         if self.queries.ranks != self.keys.ranks or max(self.queries.stop, self.keys.stop) > length:
             raise ShardingError(
@@ -94,18 +106,78 @@ class Plan:
         """Who holds the blocks that rotate."""
         return self.keys if rotating == "kv" else self.queries
 
-    @lru_cache(maxsize=256)  # noqa: B019, since plans are values
-    def steps(self, rank: int, rotating: Rotating) -> tuple[Step, ...]:
-        """The steps of `rank`, in order; steps in which it neither computes nor sends are left out."""
-        own = _batch_tiles(self, rank, rank, rotating)
-        steps = [Step(0, rank, own)] if own else []
-        for order in range(1, self.ranks):
-            source, target = (rank - order) % self.ranks, (rank + order) % self.ranks
-            arriving, leaving = _batch_tiles(self, rank, source, rotating), _batch_tiles(self, target, rank, rotating)
-            send, recv = _transfer(self, leaving, target, rotating), _transfer(self, arriving, source, rotating)
+    @property
+    def per_host(self) -> int:
+        """Ring ranks of one host."""
+        return self.ranks // self.hosts
+
+    @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
+    def steps(self, rank: int, rotating: Rotating, crossing: int = 0) -> tuple[Step, ...]:
+        """The steps in which `rank` uses the blocks of a host; those in which it neither computes nor sends are left
+        out.
+
+        Args:
+            rank (`int`): The ring rank.
+            rotating (`str`): What travels.
+            crossing (`int`, defaults to 0): The step of the outer ring in which the blocks came to this host; those of
+                this host itself by default, which are all with one host.
+        """
+        first, number = self._place(rank)
+        from_first = (first - crossing * self.per_host) % self.ranks  # the first rank of the host that they came from
+        own = _batch_tiles(self, rank, from_first + number, rotating)
+        steps = [Step(0, from_first + number, own)] if own else []
+        for order in range(1, self.per_host):
+            before, behind = (number - order) % self.per_host, (number + order) % self.per_host
+            arriving = _batch_tiles(self, rank, from_first + before, rotating)
+            leaving = _batch_tiles(self, first + behind, from_first + number, rotating)
+            send = _transfer(self, leaving, first + behind, rotating)
+            recv = _transfer(self, arriving, first + before, rotating)
             if send or recv:
-                steps.append(Step(order, source, arriving, send, recv))
+                steps.append(Step(order, from_first + before, arriving, send, recv))
         return tuple(steps)
+
+    @lru_cache(maxsize=256)  # noqa: B019, since plans are values
+    def crossings(self, rank: int, rotating: Rotating) -> tuple[Step, ...]:
+        """The steps of the outer ring, in which blocks cross between hosts; those in which `rank` sends nothing and its
+        host computes nothing are left out. In the first one, the only one of one host, nothing crosses."""
+        steps = []
+        for order in range(self.hosts):
+            source, target = (rank - order * self.per_host) % self.ranks, (rank + order * self.per_host) % self.ranks
+            send = _transfer(self, self._used(target, rank, rotating), target, rotating) if order else None
+            recv = _transfer(self, self._used(rank, source, rotating), source, rotating) if order else None
+            if send or self.visited(rank, rotating, order):
+                steps.append(Step(order, source, (), send, recv))
+        return tuple(steps)
+
+    @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
+    def visited(self, rank: int, rotating: Rotating, crossing: int) -> bool:
+        """Whether a rank of the host of `rank` computes anything in a step of the outer ring; the first one is always
+        gone through."""
+        if not crossing:
+            return True
+        first, _ = self._place(rank)
+        ahead = crossing * self.per_host
+        return any(self._used(one, (one - ahead) % self.ranks, rotating) for one in range(first, first + self.per_host))
+
+    def held(self, rank: int, rotating: Rotating, crossing: int) -> tuple[int, int]:
+        """The rows `[start, stop)` of a shard that a rank holds in a step of the outer ring: all of its own, or those
+        that crossed to it, possibly none."""
+        if not crossing:
+            return 0, self.blocks(rotating).tokens(rank)
+        source = (rank - crossing * self.per_host) % self.ranks
+        rows = _transfer(self, self._used(rank, source, rotating), source, rotating)
+        return (rows.start, rows.stop) if rows else (0, 0)
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The first rank of the host of a rank, and the number of the rank on this host."""
+        return rank - rank % self.per_host, rank % self.per_host
+
+    @lru_cache(maxsize=1024)  # noqa: B019, since plans are values
+    def _used(self, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
+        """The tiles that all ranks of the host of `rank` compute with the block of `source`."""
+        first, _ = self._place(rank)
+        on_host = range(first, first + self.per_host)
+        return tuple(tile for one in on_host for tile in _batch_tiles(self, one, source, rotating))
 
     @lru_cache(maxsize=256)  # noqa: B019, since plans are values
     def gathered(self, rank: int) -> tuple[Tile, ...]:
@@ -118,6 +190,20 @@ class Plan:
         tiles, first = self.gathered(rank), self.keys.start
         return first + min((tile.k[0] for tile in tiles), default=0), first + max((t.k[1] for t in tiles), default=0)
 
+    def key_span_on_host(self, rank: int) -> tuple[int, int]:
+        """The same for the queries of all ranks of the host of `rank`."""
+        first, _ = self._place(rank)
+        spans = [self.key_span(one) for one in range(first, first + self.per_host)]
+        return min(start for start, _ in spans), max(stop for _, stop in spans)
+
+    @property
+    def keys_on_host(self) -> Sharding:
+        """Who holds which keys inside a host, after a rank has those of its number on all hosts."""
+        keys, per_host = self.keys, self.per_host
+        if self.hosts == 1:
+            return keys
+        return Sharding(keys.boundaries, tuple(owner % per_host for owner in keys.owners), per_host)
+
     @property
     def pairs(self) -> int:
         """The (query, key) pairs that the masks admit."""
@@ -128,11 +214,12 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None) -> Plan:
+def make_plan(masks: tuple[Mask, ...], queries: Sharding, keys: Sharding | None = None, hosts: int = 1) -> Plan:
     """A [`Plan`] whose keys are held as the queries by default; the same arguments give the same object."""
-    return Plan(masks, queries, queries if keys is None else keys)
+    return Plan(masks, queries, queries if keys is None else keys, hosts)
 
 
+@lru_cache(maxsize=4096)
 def _batch_tiles(plan: Plan, rank: int, source: int, rotating: Rotating) -> tuple[Tile, ...]:
     """The tiles that `rank` computes with the block of `source`, rows of the batch with one mask together."""
     q_rank, k_rank = (rank, source) if rotating == "kv" else (source, rank)

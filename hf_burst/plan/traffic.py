@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .steps import Plan, Rotating
+from .steps import Plan, Rotating, Step
 
 Pass = Literal["forward", "backward"]
 
@@ -24,13 +24,14 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages and bytes that leave one rank."""
+    """Messages and bytes that leave one rank, and those of the bytes that leave its host."""
 
     messages: int = 0
     bytes: int = 0
+    across: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes, self.across + other.across)
 
 
 def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, shapes: Shapes) -> Traffic:
@@ -39,13 +40,23 @@ def rank_traffic(plan: Plan, rank: int, direction: Pass, rotating: Rotating, sha
     For K and V (design of ring attention) these are 2·n·Hkv·D elements a step forward, and as many more gradients
     backward; for the burst backward Q, dO, dQ and two accumulator scalars a head (arXiv 2403.09347, section 3).
     """
+    sent = Traffic()
+    for crossing in plan.crossings(rank, rotating):
+        far = _sent(plan, crossing, direction, rotating, shapes)
+        sent += Traffic(far.messages, far.bytes, far.bytes)
+        for step in plan.steps(rank, rotating, crossing.order):
+            sent += _sent(plan, step, direction, rotating, shapes)
+    return sent
+
+
+def _sent(plan: Plan, step: Step, direction: Pass, rotating: Rotating, shapes: Shapes) -> Traffic:
+    """The block that leaves a rank in a step, and the gradients of the one that it received."""
     sent, batch = Traffic(), len(plan.masks)
-    for step in plan.steps(rank, rotating):
-        block, returned = row_bytes(direction, rotating, shapes, lone=step.recv is not None and step.recv.lone)
-        if step.send:
-            sent += Traffic(len(block), batch * step.send.rows * sum(block))
-        if step.recv:
-            sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
+    block, returned = row_bytes(direction, rotating, shapes, lone=step.recv is not None and step.recv.lone)
+    if step.send:
+        sent += Traffic(len(block), batch * step.send.rows * sum(block))
+    if step.recv:
+        sent += Traffic(len(returned), batch * step.recv.rows * sum(returned))
     return sent
 
 

@@ -20,11 +20,19 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     """
     queries, keys = plan.queries, plan.keys
     seen: Seen = [{query: [] for query in range(queries.start, queries.stop)} for _ in plan.masks]
-    steps = [{step.order: step for step in plan.steps(rank, rotating)} for rank in range(plan.ranks)]
+    crossings = [{step.order: step for step in plan.crossings(rank, rotating)} for rank in range(plan.ranks)]
     for rank in range(plan.ranks):
-        for step in steps[rank].values():
-            _check_messages(steps, rank, step)
-            _collect(seen, plan, rank, step, rotating)
+        for crossing in crossings[rank].values():
+            _check_messages(crossings, rank, crossing, "crossing")
+    for order in range(plan.hosts):
+        steps = [{step.order: step for step in plan.steps(rank, rotating, order)} for rank in range(plan.ranks)]
+        for rank in range(plan.ranks):
+            if steps[rank] and order not in crossings[rank]:
+                raise PlanError(f"rank {rank} computes with blocks of crossing {order}, of which it knows nothing")
+            for step in steps[rank].values():
+                _check_messages(steps, rank, step, "step")
+                _check_rows(plan, rank, step, crossings[rank].get(order), rotating)
+                _collect(seen, plan, rank, step, rotating)
     pairs = 0
     for row, mask in enumerate(plan.masks):
         for query in range(queries.start, queries.stop):
@@ -44,16 +52,27 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     return pairs
 
 
-def _check_messages(steps: list[dict[int, Step]], rank: int, step: Step) -> None:
+def _check_messages(steps: list[dict[int, Step]], rank: int, step: Step, kind: str) -> None:
     """The two ends of a transfer name the same rows; a gradient returns on the same pair of ends."""
     for here, there, ends in ((step.send, "recv", "sends"), (step.recv, "send", "expects")):
         if here is None:
             continue
         twin = getattr(steps[here.peer].get(step.order), there, None)
         if twin != replace(here, peer=rank):
-            raise PlanError(f"rank {rank}, step {step.order} {ends} {here}, rank {here.peer} has {twin}")
-    if step.order and bool(step.tiles) != (step.recv is not None):
+            raise PlanError(f"rank {rank}, {kind} {step.order} {ends} {here}, rank {here.peer} has {twin}")
+    if kind == "step" and step.order and bool(step.tiles) != (step.recv is not None):
         raise PlanError(f"rank {rank}, step {step.order}: {len(step.tiles)} tiles, but receives {step.recv}")
+
+
+def _check_rows(plan: Plan, rank: int, step: Step, crossing: Step | None, rotating: Rotating) -> None:
+    """A rank has the rows that it sends, or uses without receiving them: its own, or those that crossed to it."""
+    held = plan.held(rank, rotating, crossing.order if crossing else 0)
+    if crossing is not None and crossing.order and crossing.recv is not None:
+        held = crossing.recv.start, crossing.recv.stop
+    used = [] if step.order else [tile.k if rotating == "kv" else tile.q for tile in step.tiles]
+    for start, stop in [*used, *([(step.send.start, step.send.stop)] if step.send else [])]:
+        if not (held[0] <= start and stop <= held[1]):
+            raise PlanError(f"rank {rank}, step {step.order}: rows {start}-{stop} are not in the {held} that it holds")
 
 
 def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) -> None:

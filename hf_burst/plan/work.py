@@ -35,9 +35,10 @@ class Layer:
         """Ranks of the group."""
         return self.sharding.ranks
 
-    def plan(self, ulysses: int) -> Plan:
-        """The plan of the ring in which `ulysses` neighbouring ranks, which exchange heads, are one ring rank."""
-        return make_plan(self.masks, self.sharding.joined(ulysses))
+    def plan(self, ulysses: int, hosts: int = 1) -> Plan:
+        """The plan of the ring in which `ulysses` neighbouring ranks, which exchange heads, are one ring rank; on two
+        levels over several hosts."""
+        return make_plan(self.masks, self.sharding.joined(ulysses), hosts=hosts)
 
 
 def tile_pairs(tile: Tile) -> int:
@@ -118,17 +119,24 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
 
 
 def pairs_by_step(
-    work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int], ranks: int, rotating: Rotating
+    work: Sequence[int],
+    met: dict[tuple[int, int], int],
+    owners: Sequence[int],
+    ranks: int,
+    rotating: Rotating,
+    hosts: int = 1,
 ) -> list[list[int]]:
     """The pairs that each rank computes in each step of a ring, by step and rank, from the pairs of each chunk's
-    queries (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
-    steps = [[0] * ranks for _ in range(ranks)]
+    queries (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks. On two levels the
+    steps of the inner rings follow each other."""
+    steps, per_host = [[0] * ranks for _ in range(ranks)], ranks // hosts
     for owner, pairs in zip(owners, work, strict=True):
         steps[0][owner] += pairs
     for (queries, keys), pairs in met.items():
         host, guest = (queries, keys) if rotating == "kv" else (keys, queries)
         steps[0][owners[queries]] -= pairs
-        steps[(owners[host] - owners[guest]) % ranks][owners[host]] += pairs
+        crossing = (owners[host] // per_host - owners[guest] // per_host) % hosts
+        steps[crossing * per_host + (owners[host] - owners[guest]) % per_host][owners[host]] += pairs
     return steps
 
 
@@ -140,7 +148,7 @@ def lag(plan: Plan, rotating: Rotating) -> float:
     met = meetings(plan.masks, boundaries) if plan.ranks > 1 else None
     if met is None:
         return 0.0
-    steps = pairs_by_step(pairs_of_chunks(plan.masks, boundaries), met, owners, plan.ranks, rotating)
+    steps = pairs_by_step(pairs_of_chunks(plan.masks, boundaries), met, owners, plan.ranks, rotating, plan.hosts)
     return sum(map(max, steps)) / max(map(sum, zip(*steps, strict=True))) - 1
 
 

@@ -1,7 +1,7 @@
 """Attention over ranks: messages, merging, and the loops that execute the steps of a plan."""
 
 from .clock import ExchangeClock
-from .exchange import MOST_TENSORS, Exchange, PeerToPeer
+from .exchange import MOST_TENSORS, Exchange, Exchanges, PeerToPeer
 from .merge import accumulation_dtype, merge_, row_products
 from .sharded import HeadSizes, ShardedAttention, kept_shapes
 from .symmetric import Symmetric, SymmetricPool, open_pool
@@ -11,6 +11,7 @@ __all__ = [
     "MOST_TENSORS",
     "Exchange",
     "ExchangeClock",
+    "Exchanges",
     "HeadSizes",
     "HeadsToTokens",
     "PeerToPeer",

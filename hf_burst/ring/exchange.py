@@ -6,9 +6,9 @@ to the same round at both of its ends. So no rank waits for a round that its pee
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -209,6 +209,24 @@ class Exchange(Protocol):
 
     def wait_later(self, pending: Pending) -> None:
         """Leaves a round under way; the next pass over these ranks waits for it, and nobody touches it before."""
+
+
+class Exchanges(NamedTuple):
+    """The messages of one rank in one pass.
+
+    Args:
+        near ([`Exchange`]): With the ranks of this host, or with all ranks of the group.
+        far ([`Exchange`]): With the ranks of the same number on other hosts, where a ring has two levels.
+    """
+
+    near: Exchange
+    far: Exchange
+
+    @property
+    def sent(self) -> Traffic:
+        """Messages and bytes that have left this rank so far."""
+        far = self.far.sent
+        return self.near.sent if self.far is self.near else self.near.sent + replace(far, across=far.bytes)
 
 
 @dataclass

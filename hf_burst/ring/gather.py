@@ -1,11 +1,13 @@
 """K and V of all ranks at once, some heads at a time; dK and dV go home summed over the rows of a rank.
 
 Every row of the output has one kernel call. The next heads are under way while some are computed, and so are the
-gradients of the heads before.
+gradients of the heads before. Over several hosts every key crosses once to a host: first the ranks of one number gather
+theirs, then the ranks of a host. Gradients take the same way back, summed on the host before they cross.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from torch import Tensor
 from ..config import Schedule
 from ..kernels import BackwardInputs, project_out
 from ..plan import head_slices
-from .exchange import Exchange, Incoming, Outgoing, Pending, Round, Shape
+from ..plan.sharding import Run
+from .exchange import Exchange, Exchanges, Incoming, Outgoing, Pending, Round, Shape
 from .loop import Keys, RingAttention, Rows, add_tiles
 from .merge import Merged, Summed, accumulation_dtype
 
@@ -22,10 +25,10 @@ _Targets = list[tuple[int, int, int]]
 
 
 def gather_forward(
-    attention: RingAttention, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    attention: RingAttention, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As [`forward`], by all-gathers."""
-    keys = _GatheredKeys(attention, exchange, q.shape[2], k, v)
+    keys = _GatheredKeys(attention, exchanges, q.shape[2], k, v)
     outs, lses = [], []
     for index, (heads, _) in enumerate(keys.slices(q)):
         q_slice = q[:, :, heads]
@@ -46,15 +49,15 @@ def gather_forward(
 
 
 def gather_backward(
-    attention: RingAttention, exchange: Exchange, inputs: BackwardInputs
+    attention: RingAttention, exchanges: Exchanges, inputs: BackwardInputs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As [`backward`], by all-gathers and reduce-scatters."""
     q, k, v, dout, out, delta = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.out, inputs.delta
     if out is None and attention.kernel.capabilities.wants_out:
         assert delta is not None, "there is out or delta"
         dout, out = project_out(dout, delta)
-    keys = _GatheredKeys(attention, exchange, q.shape[2], k, v)
-    home = _ScatteredGradients(attention, exchange, k, v)
+    keys = _GatheredKeys(attention, exchanges, q.shape[2], k, v)
+    home = _gradients_home(attention, exchanges, k, v)
     dqs = []
     for index, (heads, kv_heads) in enumerate(keys.slices(q)):
         all_k, all_v = keys.take(index)
@@ -70,19 +73,87 @@ def gather_backward(
     return torch.cat(dqs, 2), dk_home.to(k.dtype), dv_home.to(v.dtype)
 
 
+@dataclass(frozen=True)
+class _Hop:
+    """One hop of keys to the ranks that look at them: inside a host or, before, between hosts.
+
+    Args:
+        attention ([`RingAttention`]): Whose plan it follows.
+        inside (`bool`): Whether it is the hop inside a host.
+    """
+
+    attention: RingAttention
+    inside: bool
+
+    @cached_property
+    def number(self) -> int:
+        """The number of this rank among those of the hop."""
+        number, host = self.attention.ring_rank % self._per_host, self.attention.ring_rank // self._per_host
+        return number if self.inside else host
+
+    @cached_property
+    def ring_ranks(self) -> range:
+        """The ring ranks of the hop."""
+        rank, per_host = self.attention.ring_rank, self._per_host
+        first = rank - rank % per_host
+        return (
+            range(first, first + per_host)
+            if self.inside
+            else range(rank % per_host, self.attention.plan.ranks, per_host)
+        )
+
+    @property
+    def _per_host(self) -> int:
+        return self.attention.plan.per_host
+
+    def holds(self, number: int) -> tuple[Run, ...]:
+        """The keys that a rank holds before the hop."""
+        plan = self.attention.plan
+        return plan.keys_on_host.runs(number) if self.inside else plan.keys.runs(self.ring_ranks[number])
+
+    def rows(self, number: int) -> int:
+        """How many they are."""
+        return sum(run.size for run in self.holds(number))
+
+    @cached_property
+    def found(self) -> tuple[Run, ...]:
+        """Where keys lie after the hop: all of the sequence, or those of this rank's number on all hosts."""
+        plan = self.attention.plan
+        if self.inside:
+            return (Run(plan.keys.start, plan.keys.stop, 0),)
+        return plan.keys_on_host.runs(self.attention.ring_rank % self._per_host)
+
+    @lru_cache(maxsize=1024)  # noqa: B019, since hops are values
+    def spans(self, looking: int, home: int) -> list[tuple[int, int, int]]:
+        """The keys of `home` between the first and the last that the queries of `looking`, a rank or a host, see: first
+        row where they go, first row of `home`, how many."""
+        plan, rank = self.attention.plan, self.ring_ranks[looking]
+        start, stop = plan.key_span(rank) if self.inside else plan.key_span_on_host(rank)
+        spans = []
+        for run in self.holds(home):
+            first, last = max(run.start, start), min(run.stop, stop)
+            if first < last:
+                place = next(place for place in self.found if place.start <= first < place.stop)
+                spans.append((place.local + first - place.start, run.local + first - run.start, last - first))
+        return spans
+
+
 class _GatheredKeys:
     """K and V of all ranks, slice by slice of their heads."""
 
-    def __init__(self, attention: RingAttention, exchange: Exchange, q_heads: int, k: Tensor, v: Tensor) -> None:
-        self.attention, self.exchange = attention, exchange
+    def __init__(self, attention: RingAttention, exchanges: Exchanges, q_heads: int, k: Tensor, v: Tensor) -> None:
+        self.attention, self.exchanges = attention, exchanges
+        self.hops = _hops(attention)
         ranks, most, heads = attention.plan.keys.ranks, attention.most_tokens["kv"], (q_heads, k.shape[2])
         slicing = attention.slice_blocks, attention.head_groups
         self.count = head_slices(Schedule("all_gather"), ranks, heads, most, *slicing)
         slices = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [tensor.contiguous() for pair in slices for tensor in pair]
-        capacity = sum(block.nbytes for block in self.blocks) // k.shape[1] * attention.most_tokens["kv"]
-        exchange.publish("blocks", self.blocks, capacity)
+        self.row = sum(block.nbytes for block in self.blocks) // k.shape[1]
+        self.crossing: tuple[Pending, list[Tensor]] | None = None
         self.arriving: tuple[Pending, list[Tensor]] | None = None
+        if len(self.hops) == 1:
+            exchanges.near.publish("blocks", self.blocks, self.row * most)
 
     def slices(self, q: Tensor) -> list[tuple[slice, slice]]:
         """Query heads and key heads of every slice."""
@@ -93,95 +164,123 @@ class _GatheredKeys:
         ]
 
     def take(self, index: int) -> list[Tensor]:
-        """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look, while the next is fetched."""
-        pending, landing = self.arriving or self._fetch(index)
-        self.arriving = self._fetch(index + 1) if index + 1 < self.count else None
+        """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look. The next one is fetched
+        meanwhile; over several hosts it crosses."""
+        if len(self.hops) > 1:
+            pending, landing = self._fetch_crossed(index)
+        else:
+            pending, landing = self.arriving or self._fetch(self.hops[0], self.exchanges.near, self.blocks, 2 * index)
+            last = index + 1 == self.count
+            self.arriving = None if last else self._fetch(self.hops[0], self.exchanges.near, self.blocks, 2 * index + 2)
         pending.wait()
         return landing
 
-    def _fetch(self, index: int) -> tuple[Pending, list[Tensor]]:
-        attention, own = self.attention, self.attention.ring_rank
-        landing = [
-            block.new_empty(block.shape[0], attention.plan.keys.length, *block.shape[2:])
-            for block in self.blocks[2 * index : 2 * index + 2]
-        ]
-        for block, landed in zip(self.blocks[2 * index :], landing, strict=False):
-            for column, row, size in _key_spans(attention, own, own):
-                landed[:, column : column + size].copy_(block[:, row : row + size])
-        shapes = tuple((block.shape, block.dtype) for block in self.blocks)
-        this_round, targets = _round(attention, index, shapes, gradients=False)
-        into = [landing[tensor][:, column : column + size] for tensor, column, size in targets]
-        return self.exchange.fetch("blocks", this_round, self.blocks, into), landing
+    def _fetch_crossed(self, index: int) -> tuple[Pending, list[Tensor]]:
+        inside, across = self.hops
+        crossing, blocks = self.crossing or self._fetch(across, self.exchanges.far, self.blocks, 2 * index)
+        crossing.wait()
+        most = self.attention.plan.keys_on_host.most_tokens
+        self.exchanges.near.publish("blocks", blocks, self.row // self.count * most)
+        fetched = self._fetch(inside, self.exchanges.near, blocks, 0)
+        last = index + 1 == self.count
+        self.crossing = None if last else self._fetch(across, self.exchanges.far, self.blocks, 2 * index + 2)
+        return fetched
+
+    def _fetch(
+        self, hop: _Hop, exchange: Exchange, blocks: Sequence[Tensor], first: int
+    ) -> tuple[Pending, list[Tensor]]:
+        """K and V on their way by a hop; they are `first` and the next one of these blocks."""
+        rows = sum(place.size for place in hop.found)
+        landing = [block.new_empty(block.shape[0], rows, *block.shape[2:]) for block in blocks[first : first + 2]]
+        for block, landed in zip(blocks[first:], landing, strict=False):
+            for place, row, size in hop.spans(hop.number, hop.number):
+                landed[:, place : place + size].copy_(block[:, row : row + size])
+        shapes = tuple((block.shape, block.dtype) for block in blocks)
+        this_round, targets = _round(hop, first, shapes, gradients=False)
+        into = [landing[tensor][:, place : place + size] for tensor, place, size in targets]
+        return exchange.fetch("blocks", this_round, blocks, into), landing
 
 
-class _ScatteredGradients:
-    """dK and dV on their way home, slice by slice, and summed there: the home's own first, then those of the next ranks
-    in turn."""
+class _Homeward:
+    """dK and dV on their way back by a hop, slice by slice, and summed where they come: the own ones first, then those
+    of the next ranks in turn. Then they take the hop before.
 
-    def __init__(self, attention: RingAttention, exchange: Exchange, k: Tensor, v: Tensor) -> None:
-        self.attention, self.exchange = attention, exchange
-        wide = accumulation_dtype(k.dtype)
-        self.home = [torch.zeros(tensor.shape, dtype=wide, device=k.device) for tensor in (k, v)]
-        self.pending: tuple[slice, Pending, _Targets] | None = None
+    Args:
+        hop ([`_Hop`]): The hop that K and V have taken.
+        exchange ([`Exchange`]): Its messages.
+        sums (sequence of `torch.Tensor` of shape `(B, S, Hkv, D)`): Zeros for what K and V were before it.
+        before ([`_Homeward`], *optional*): The hop before.
+    """
+
+    def __init__(
+        self, hop: _Hop, exchange: Exchange, sums: Sequence[Tensor], before: "_Homeward | None" = None
+    ) -> None:
+        self.hop, self.exchange, self.sums, self.before = hop, exchange, sums, before
+        self.pending: tuple[int, slice, Pending, _Targets] | None = None
 
     def send(self, index: int, heads: slice, totals: Sequence[Tensor]) -> None:
-        """Sends the gradients of a slice, `(B, S, heads, D)`, home; adds those of the slice before."""
+        """Sends the gradients of a slice, `(B, S, heads, D)`, back; adds those of the slice before."""
         self.exchange.publish("gradients", totals, sum(total.nbytes for total in totals))
-        own = self.attention.ring_rank
-        for home, total in zip(self.home, totals, strict=True):
-            for column, row, size in _key_spans(self.attention, own, own):
-                home[:, row : row + size, heads].add_(total[:, column : column + size])
+        for home, total in zip(self.sums, totals, strict=True):
+            for place, row, size in self.hop.spans(self.hop.number, self.hop.number):
+                home[:, row : row + size, heads].add_(total[:, place : place + size])
         shapes = tuple((total.shape, total.dtype) for total in totals)
-        this_round, targets = _round(self.attention, index, shapes, gradients=True)
+        this_round, targets = _round(self.hop, 0, shapes, gradients=True)
         pending = self.exchange.fetch("gradients", this_round, totals)
         self._add_pending()
-        self.pending = heads, pending, targets
+        self.pending = index, heads, pending, targets
 
-    def finish(self) -> list[Tensor]:
+    def finish(self) -> Sequence[Tensor]:
         """The gradients of this rank's K and V."""
         self._add_pending()
-        return self.home
+        return self.sums if self.before is None else self.before.finish()
 
     def _add_pending(self) -> None:
         if self.pending is None:
             return
-        heads, pending, targets = self.pending
+        index, heads, pending, targets = self.pending
         for (tensor, row, size), gradient in zip(targets, pending.wait(), strict=True):
-            self.home[tensor][:, row : row + size, heads].add_(gradient)
+            self.sums[tensor][:, row : row + size, heads].add_(gradient)
         self.pending = None
+        if self.before is not None:
+            self.before.send(index, heads, [total[:, :, heads] for total in self.sums])
+
+
+def _gradients_home(attention: RingAttention, exchanges: Exchanges, k: Tensor, v: Tensor) -> _Homeward:
+    """The way of dK and dV."""
+    hops, way = _hops(attention), None
+    for hop, exchange in ((hops[-1], exchanges.far), (hops[0], exchanges.near))[2 - len(hops) :]:
+        wide, rows = accumulation_dtype(k.dtype), hop.rows(hop.number)
+        sums = [torch.zeros(tensor.shape[0], rows, *tensor.shape[2:], dtype=wide, device=k.device) for tensor in (k, v)]
+        way = _Homeward(hop, exchange, sums, way)
+    assert way is not None
+    return way
 
 
 @lru_cache(maxsize=128)
-def _round(attention: RingAttention, index: int, shapes: tuple[Shape, ...], gradients: bool) -> tuple[Round, _Targets]:
-    """How K and V of a slice are fetched, if all slices of this rank have these shapes; or how their `gradients`, of
-    these shapes on every rank, go home. And where what comes is put: at columns, or rows.
+def _hops(attention: RingAttention) -> tuple[_Hop, ...]:
+    """The hop inside a host, and the one between hosts where there are several."""
+    return (_Hop(attention, True), _Hop(attention, False))[: 1 + (attention.plan.hosts > 1)]
+
+
+@lru_cache(maxsize=256)
+def _round(hop: _Hop, first: int, shapes: tuple[Shape, ...], gradients: bool) -> tuple[Round, _Targets]:
+    """How K and V, `first` and the next one of the tensors of these shapes that this rank has published, are fetched by
+    a hop; or how their `gradients`, of these shapes on every rank, go back. And where what comes is put.
     The next rank is first, so that no two ranks read from the same one at the same time.
     """
-    own, ranks, first = attention.ring_rank, len(attention.peers), 0 if gradients else 2 * index
+    own, ranks = hop.number, len(hop.ring_ranks)
     outgoing, incoming, targets = [], [], []
-    for ring_rank in ((own + ahead) % ranks for ahead in range(1, ranks)):
-        peer, tokens = attention.peers[ring_rank], attention.plan.keys.tokens(ring_rank)
-        theirs = tuple(((batch, tokens, *rest), dtype) for (batch, _, *rest), dtype in shapes)
-        leaving = [(row, size) for _, row, size in _key_spans(attention, ring_rank, own)]
-        coming = [(row, column, size) for column, row, size in _key_spans(attention, own, ring_rank)]
+    for number in ((own + ahead) % ranks for ahead in range(1, ranks)):
+        peer, rows = hop.attention.peers[hop.ring_ranks[number]], hop.rows(number)
+        theirs = tuple(((batch, rows, *rest), dtype) for (batch, _, *rest), dtype in shapes)
+        leaving = [(row, size) for _, row, size in hop.spans(number, own)]
+        coming = [(row, place, size) for place, row, size in hop.spans(own, number)]
         if gradients:
             theirs = shapes
-            leaving, coming = [(column, size) for _, column, size in coming], _key_spans(attention, ring_rank, own)
+            leaving, coming = [(place, size) for _, place, size in coming], hop.spans(number, own)
         for tensor in range(2):
             outgoing += [Outgoing(peer, first + tensor, start, start + size) for start, size in leaving]
             incoming += [Incoming(peer, theirs, first + tensor, start, start + size) for start, _, size in coming]
             targets += [(tensor, target, size) for _, target, size in coming]
-    return Round(shapes, tuple(outgoing), tuple(incoming), 2 * index + gradients), targets
-
-
-@lru_cache(maxsize=1024)
-def _key_spans(attention: RingAttention, rank: int, home: int) -> list[tuple[int, int, int]]:
-    """The keys of `home` between the first and the last that the queries of `rank` see: first column among all keys,
-    first row of `home`, how many."""
-    start, stop = attention.plan.key_span(rank)
-    keys, spans = attention.plan.keys, []
-    for run in keys.runs(home):
-        first, last = max(run.start, start), min(run.stop, stop)
-        if first < last:
-            spans.append((first - keys.start, first - run.start + run.local, last - first))
-    return spans
+    return Round(shapes, tuple(outgoing), tuple(incoming), first + gradients), targets

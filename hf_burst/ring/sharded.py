@@ -15,7 +15,7 @@ from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
 from ..mesh import ContextGroup
 from ..plan import Mask, Sharding, head_slices, make_plan
 from ..plan.steps import Rotating
-from .exchange import Exchange, Pending
+from .exchange import Exchange, Exchanges, Pending
 from .gather import gather_backward, gather_forward
 from .loop import RingAttention, backward, forward
 from .merge import accumulation_dtype, by_head, heads_first
@@ -30,6 +30,11 @@ class HeadSizes(NamedTuple):
     kv_heads: int
     head_dim: int
     value_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "HeadSizes":
+        """Those of q, k and v, also of fake tensors, whose heads are never symbols."""
+        return cls(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
     def shapes(self, batch: int, queries: int, keys: int) -> list[tuple[int, int, int, int]]:
         """The shapes of q, k and v for so many rows of a batch, queries and keys."""
@@ -83,6 +88,7 @@ class ShardedAttention:
         scores ([`Scores`]): Scale and soft-capping.
         slice_blocks (`int`, defaults to 0): As in [`head_slices`].
         head_groups (`int`, defaults to 1): As in [`BurstConfig`].
+        ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; all by default.
     """
 
     schedule: Schedule
@@ -94,6 +100,7 @@ class ShardedAttention:
     scores: Scores
     slice_blocks: int = 0
     head_groups: int = 1
+    ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         queries, keys = ([who.tokens(rank) for rank in range(self.group.size)] for who in (self.queries, self.keys))
@@ -104,12 +111,12 @@ class ShardedAttention:
             )
 
     def forward(
-        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Attention of this rank's queries over the keys of all ranks.
 
         Args:
-            exchange ([`Exchange`]): The messages.
+            exchanges ([`Exchanges`]): The messages, over the [`ShardedAttention.near_ranks`].
             q (`torch.Tensor` of shape `(B, n, Hq, D)`): This rank's queries.
             k (`torch.Tensor` of shape `(B, m, Hkv, D)`): This rank's keys.
             v (`torch.Tensor` of shape `(B, m, Hkv, Dv)`): This rank's values.
@@ -120,12 +127,12 @@ class ShardedAttention:
             instead of q, k and v: none, or all of this rank's heads, a slice each.
         """
         if self.schedule.ulysses == 1:
-            return *self._ring_forward_in_groups(exchange, q, k, v, sinks), []
-        kept, heads, pending = self._fetch_heads(exchange, q, k, v, waits=True)
+            return *self._ring_forward_in_groups(exchanges, q, k, v, sinks), []
+        kept, heads, pending = self._fetch_heads(exchanges.near, q, k, v, waits=True)
         owner, slices = self._query_owner, len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
-        leaving = HeadsToTokens(exchange, (owner, owner), (out, lse.unsqueeze(3)), slices)
+        leaving = HeadsToTokens(exchanges.near, (owner, owner), (out, lse.unsqueeze(3)), slices)
         own_sinks = None if sinks is None else sinks.chunk(self.schedule.ulysses)[owner.member].chunk(slices)
         rows = (*heads[0][0].shape[:3],)
         shapes = ((*rows, v.shape[3]), q.dtype), ((*rows, 1), lse.dtype)
@@ -134,17 +141,17 @@ class ShardedAttention:
             out_buffer, lse_buffer = leaving.output_buffers(shapes)
             buffers = (out_buffer, None if lse_buffer is None else lse_buffer.squeeze(3))
             slice_sinks = None if own_sinks is None else own_sinks[index]
-            part, part_lse = self._ring_forward(exchange, own_q, own_k, own_v, slice_sinks, buffers)
+            part, part_lse = self._ring_forward(exchanges, own_q, own_k, own_v, slice_sinks, buffers)
             leaving.send(index, (part, part_lse.unsqueeze(3)))
         leaving.finish()
         return out, lse, kept
 
-    def exchanged(self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def exchanged(self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """The tensors that [`ShardedAttention.forward`] keeps where heads are exchanged, without the attention; under
         way until the next pass begins."""
-        kept, _, pending = self._fetch_heads(exchange, q, k, v, waits=False)
+        kept, _, pending = self._fetch_heads(exchanges.near, q, k, v, waits=False)
         for arriving in pending:
-            exchange.wait_later(arriving)
+            exchanges.near.wait_later(arriving)
         return kept
 
     def _fetch_heads(
@@ -172,7 +179,7 @@ class ShardedAttention:
 
     def backward(
         self,
-        exchange: Exchange,
+        exchanges: Exchanges,
         sizes: HeadSizes,
         saved: Sequence[Tensor],
         dout: Tensor,
@@ -183,7 +190,7 @@ class ShardedAttention:
         """Gradients of this rank's q, k and v.
 
         Args:
-            exchange ([`Exchange`]): The messages.
+            exchanges ([`Exchanges`]): The messages, over the [`ShardedAttention.near_ranks`].
             sizes ([`HeadSizes`]): Of the forward pass.
             saved (sequence of `torch.Tensor`): The tensors that the forward pass kept, or q, k and v if it kept none.
             dout (`torch.Tensor` of shape `(B, n, Hq, Dv)`): Gradient of `out`.
@@ -195,15 +202,15 @@ class ShardedAttention:
         if self.schedule.ulysses == 1:
             q, k, v = saved
             inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
-            return self._ring_backward_in_groups(exchange, inputs)
+            return self._ring_backward_in_groups(exchanges, inputs)
         assert delta is not None, "delta is sent"
         owner, slices, lse, delta = self._query_owner, len(saved), by_head(lse), by_head(delta)
-        self._use_current_stream(exchange, slices)
-        arriving = TokensToHeads(exchange, (owner,) * 3, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
+        self._use_current_stream(exchanges.near, slices)
+        arriving = TokensToHeads(exchanges.near, (owner,) * 3, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         key_tokens = self.keys.tokens(self.group.rank)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(dout.shape[0], dout.shape[1], key_tokens))
         owners = (owner, self._key_owner, self._key_owner)
-        leaving = HeadsToTokens(exchange, owners, (dq, dk, dv), slices)
+        leaving = HeadsToTokens(exchanges.near, owners, (dq, dk, dv), slices)
         parts = self.schedule.ulysses * slices
         rows, slice_sizes = (dout.shape[0], owner.tokens, sizes.q_heads // parts), sizes.slice(parts)
 
@@ -219,7 +226,7 @@ class ShardedAttention:
             q, k, v = unpack(packed, slice_sizes)
             buffers = leaving.output_buffers([(tensor.shape, dout.dtype) for tensor in (q, k, v)])
             own = BackwardInputs(dout=own_dout, q=q, k=k, v=v, out=None, lse=own_lse, delta=own_delta)
-            leaving.send(index, self._ring_backward(exchange, own, buffers))
+            leaving.send(index, self._ring_backward(exchanges, own, buffers))
         leaving.finish()
         return dq, dk, dv
 
@@ -240,47 +247,48 @@ class ShardedAttention:
         ]
 
     def _ring_forward_in_groups(
-        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         groups = self._groups(q.shape[2], k.shape[2])
         if len(groups) == 1:
-            return self._ring_forward(exchange, q, k, v, sinks, None)
+            return self._ring_forward(exchanges, q, k, v, sinks, None)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         for heads, kv_heads in groups:
             inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
             own_sinks = None if sinks is None else sinks[heads]
-            out[:, :, heads], lse[:, :, heads] = self._ring_forward(exchange, *inputs, own_sinks, None)
+            out[:, :, heads], lse[:, :, heads] = self._ring_forward(exchanges, *inputs, own_sinks, None)
         return out, lse
 
-    def _ring_backward_in_groups(self, exchange: Exchange, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _ring_backward_in_groups(self, exchanges: Exchanges, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         groups = self._groups(inputs.q.shape[2], inputs.k.shape[2])
         if len(groups) == 1:
-            return self._ring_backward(exchange, inputs)
+            return self._ring_backward(exchanges, inputs)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
         for heads, kv_heads in groups:
-            gradients = self._ring_backward(exchange, inputs.of_heads(heads, kv_heads))
+            gradients = self._ring_backward(exchanges, inputs.of_heads(heads, kv_heads))
             dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
         return dq, dk, dv
 
     def _ring_forward(
-        self, exchange: Exchange, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, buffers: OutputBuffers | None
+        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, buffers: OutputBuffers | None
     ) -> tuple[Tensor, Tensor]:
         if self._gathers:
-            return gather_forward(self._ring, exchange, q, k, v, sinks)
-        return forward(self._ring, exchange, q, k, v, sinks, buffers)
+            return gather_forward(self._ring, exchanges, q, k, v, sinks)
+        return forward(self._ring, exchanges, q, k, v, sinks, buffers)
 
     def _ring_backward(
-        self, exchange: Exchange, inputs: BackwardInputs, buffers: OutputBuffers | None = None
+        self, exchanges: Exchanges, inputs: BackwardInputs, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gathers:
-            return gather_backward(self._ring, exchange, inputs)
+            return gather_backward(self._ring, exchanges, inputs)
         rotating: Rotating = "q" if self.schedule.ring == "burst" else "kv"
-        return backward(self._ring, exchange, rotating, inputs, buffers)
+        return backward(self._ring, exchanges, rotating, inputs, buffers)
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
-        """Where nothing is computed meanwhile, with one slice and no ring, copies need no stream of their own."""
-        if slices == 1 and self.schedule.ulysses == self.group.size and isinstance(exchange, Symmetric):
+        """Where nothing else is exchanged on a host, with one slice and no ring there, copies need no stream of their
+        own."""
+        if slices == 1 and self.schedule.ulysses == self.near_ranks and isinstance(exchange, Symmetric):
             exchange.use_current_stream()
 
     @cached_property
@@ -288,14 +296,21 @@ class ShardedAttention:
         return self.schedule.ring == "all_gather" and self.group.size > self.schedule.ulysses
 
     @cached_property
+    def near_ranks(self) -> int:
+        """Ranks that `Exchanges.near` joins: those of a host where a ring has two levels, else all of the group."""
+        size = self.group.size
+        return size // self.schedule.hosts(size, self.ranks_per_host or size)
+
+    @cached_property
     def _ring(self) -> RingAttention:
         """The attention of a ring rank."""
-        degree = self.schedule.ulysses
+        degree, near, size = self.schedule.ulysses, self.near_ranks, self.group.size
         ring_rank, member = divmod(self.group.rank, degree)
+        same = (other * degree + member for other in range(size // degree))
         return RingAttention(
-            plan=make_plan(self.masks, self.queries.joined(degree), self.keys.joined(degree)),
+            plan=make_plan(self.masks, self.queries.joined(degree), self.keys.joined(degree), size // near),
             ring_rank=ring_rank,
-            peers=tuple(other * degree + member for other in range(self.group.size // degree)),
+            peers=tuple(rank % near if rank // near == self.group.rank // near else rank // near for rank in same),
             kernel=self.kernel,
             scores=self.scores,
             slice_blocks=self.slice_blocks,
@@ -304,8 +319,12 @@ class ShardedAttention:
 
     @cached_property
     def _query_owner(self) -> UlyssesRanks:
-        return ulysses_ranks_of(self.queries, self.group.rank, self.schedule.ulysses)
+        return self._owner(self.queries)
 
     @cached_property
     def _key_owner(self) -> UlyssesRanks:
-        return ulysses_ranks_of(self.keys, self.group.rank, self.schedule.ulysses)
+        return self._owner(self.keys)
+
+    def _owner(self, sharding: Sharding) -> UlyssesRanks:
+        first = self.group.rank - self.group.rank % self.near_ranks
+        return ulysses_ranks_of(sharding, self.group.rank, self.schedule.ulysses, first)

@@ -312,7 +312,7 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
         problems.append("every rank sees one GPU as its first; let all see all GPUs of the host")
     if problems:
         return "; ".join(problems)
-    limit = group.process_group._get_backend(device).options._timeout  # after which the process group gives up, too
+    limit = group.time_limit(device)  # after which the process group gives up, too
     pool = SymmetricPool(group, device, int(1000 * limit.total_seconds()))
     failure = _trial(pool, [index for _, index, _ in reports])
     failures: list[str | None] = [failure] * group.size

@@ -22,11 +22,13 @@ class UlyssesRanks:
         sharding ([`Sharding`]): Which rank of the whole group holds which tokens.
         rank (`int`): This rank of the group.
         degree (`int`): How many ranks exchange heads.
+        first (`int`, defaults to 0): The rank of the group that is the first one of the exchange.
     """
 
     sharding: Sharding
     rank: int
     degree: int
+    first: int = 0
 
     @cached_property
     def together(self) -> Sharding:
@@ -66,9 +68,9 @@ class UlyssesRanks:
 
 
 @lru_cache(maxsize=64)
-def ulysses_ranks_of(sharding: Sharding, rank: int, degree: int) -> UlyssesRanks:
+def ulysses_ranks_of(sharding: Sharding, rank: int, degree: int, first: int = 0) -> UlyssesRanks:
     """The [`UlyssesRanks`]: one object for all layers and for batches that are cut alike."""
-    return UlyssesRanks(sharding, rank, degree)
+    return UlyssesRanks(sharding, rank, degree, first)
 
 
 class TokensToHeads:
@@ -160,17 +162,19 @@ def _round(
             outgoing += [source for source, _ in leaving]
             incoming += coming
     rows = {
-        rank: tuple(owner.sharding.tokens(rank) if to_heads else owner.tokens for owner in owners) for rank in own.ranks
+        rank - own.first: tuple(owner.sharding.tokens(rank) if to_heads else owner.tokens for owner in owners)
+        for rank in own.ranks
     }
     return HeadRound(tuple(outgoing), tuple(incoming), rows)
 
 
 def _moves(owner: UlyssesRanks, holder: int, peer: int, tensor: int, heads: tuple[int, int]) -> list[HeadMove]:
-    """These heads of the shard of `holder`, and where they lie among all tokens of a slice."""
+    """These heads of the shard of `holder`, and where they lie among all tokens of a slice; to or from `peer`."""
+    number = peer - owner.first
     return [
         (
-            HeadBlock(peer, tensor, (row, row + size), heads),
-            HeadBlock(peer, tensor, (row_together, row_together + size), (0, heads[1] - heads[0])),
+            HeadBlock(number, tensor, (row, row + size), heads),
+            HeadBlock(number, tensor, (row_together, row_together + size), (0, heads[1] - heads[0])),
         )
         for row_together, row, size in owner.spans(holder)
     ]

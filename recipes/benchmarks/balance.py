@@ -15,16 +15,18 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
-from hf_burst.plan import Mask, assign, choose, cut, imbalance, imbalance_of_steps
+from hf_burst.plan import Layer, Mask, Shapes, assign, choose, cut, imbalance, imbalance_of_steps
+from hf_burst.plan.machine import h200
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.provenance import git_commit
 
-Q_HEADS, KV_HEADS, HOST = 32, 8, 8
+SHAPES, HOST = Shapes(32, 8, 128, 128, 2, 4), 8
 WAYS = ("contiguous", "zigzag", "balanced")
 
 
@@ -47,7 +49,7 @@ def measure(ranks: int, batches: list[tuple[int, ...]]) -> dict[str, object]:
         start = time.perf_counter()
         owners = assign((mask,), ranks)
         seconds.append(time.perf_counter() - start)
-        choose((mask,), cut(mask.length, owners), Q_HEADS, KV_HEADS, min(HOST, ranks))
+        choose(Layer((mask,), cut(mask.length, owners), SHAPES), replace(h200(), ranks_per_host=HOST))
         choices.append(time.perf_counter() - start - seconds[-1])
         chunks.append(len(owners) // ranks)
         for way in WAYS:

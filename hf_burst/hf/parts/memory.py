@@ -72,7 +72,7 @@ class Memory(Part):
         return self.chosen[training]
 
     def _choose(self, run: ForwardPass, size: ModelSize, training: Training) -> BurstConfig:
-        known = resources_of(run.group).machine(run.device, run.config.kernel)
+        known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
         machine = replace(known, host_memory=min(self.host, known.host_memory))
         choice = fit(size, training, machine, self.fixed, _KEEPS, self.held)
         settings = {name: getattr(choice.training, name) for name in SETTINGS}
