@@ -1,0 +1,102 @@
+"""The hosts of `tests/hosts.py`: what crosses between them is counted and takes the time that the link allows."""
+
+import os
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts import INTERFACE, HostPool
+
+SENT = 10_000_000  # bytes
+
+
+@pytest.fixture(scope="module")
+def pool(hosts) -> HostPool:
+    return hosts(2, 2)
+
+
+def test_ranks_sum_over_hosts(pool):
+    answers = pool.run(_sum)
+    assert answers == [(6.0, f"host{rank // 2}", rank % 2) for rank in range(4)]
+
+
+@pytest.mark.parametrize(("source", "target"), [(0, 2), (3, 1), (0, 1), (3, 2)])
+def test_bytes_that_leave_a_host_are_counted(pool, source, target):
+    pool.run(_message, source, target, 1)  # opens the connection
+    before = pool.network.sent()
+    pool.run(_message, source, target, SENT)
+    left = [after - earlier for after, earlier in zip(pool.network.sent(), before, strict=True)]
+    if source // 2 == target // 2:
+        assert max(left) < 0.01 * SENT
+    else:
+        assert SENT < left[source // 2] < 1.05 * SENT
+        assert left[target // 2] < 0.05 * SENT
+
+
+def test_a_shaped_link_takes_its_time(pool):
+    """Two pairs at once share the link of their hosts; each way has its own. Inside a host nothing is slower. The best
+    of a few tries counts: a busy machine, and acknowledgements behind the data of the other way, only take longer."""
+
+    def seconds(function, *arguments, tries=4):
+        return min(max(pool.run(function, *arguments)) for _ in range(tries))
+
+    length = SENT // 4
+    least = length * 8 / 100e6
+    pool.network.shape(100)
+    try:
+        assert 0.95 * least < seconds(_message, 0, 2, length) < 1.3 * least
+        assert 0.95 * least < seconds(_exchange, 2, length // 2) < 1.5 * least
+        assert seconds(_message, 0, 1, length) < least / 3
+    finally:
+        pool.network.shape(None)
+    assert seconds(_message, 0, 2, length) < least / 3
+
+
+def test_a_host_sees_its_own_interfaces_only(pool):
+    seen = subprocess.run(pool.network.command(1, ["ip", "-o", "addr"]), capture_output=True, text=True, check=True)
+    assert {line.split()[1] for line in seen.stdout.splitlines()} == {"lo", INTERFACE}
+    assert pool.network.addresses[1] in seen.stdout
+    assert pool.network.addresses[0] not in seen.stdout
+
+
+def test_a_closed_pool_leaves_nothing(pool):
+    other = HostPool(2, 1)  # beside the first, with the same addresses
+    assert other.run(_sum)[0][0] == 1.0
+    names = [other.network.switch, *other.network.namespaces]
+    assert set(names) <= set(os.listdir("/run/netns"))
+    other.close()
+    assert not set(names) & set(os.listdir("/run/netns"))
+
+
+def _sum(rank, size):
+    number = torch.tensor(float(rank))
+    dist.all_reduce(number)
+    return float(number), os.environ["NCCL_HOSTID"], int(os.environ["LOCAL_RANK"])
+
+
+def _message(rank, size, source, target, length):
+    """Seconds in which a message arrived, 0 elsewhere."""
+    block = torch.zeros(length, dtype=torch.uint8)
+    dist.barrier()
+    started = time.perf_counter()
+    if rank == source:
+        dist.send(block, target)
+    if rank == target:
+        dist.recv(block, source)
+        return time.perf_counter() - started
+    return 0.0
+
+
+def _exchange(rank, size, distance, length):
+    """Seconds in which every rank has sent to one and received from one `distance` ranks away."""
+    mine, theirs = torch.zeros(length, dtype=torch.uint8), torch.empty(length, dtype=torch.uint8)
+    dist.barrier()
+    started = time.perf_counter()
+    calls = [dist.P2POp(dist.isend, mine, (rank + distance) % size)]
+    calls.append(dist.P2POp(dist.irecv, theirs, (rank - distance) % size))
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    return time.perf_counter() - started
