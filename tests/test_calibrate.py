@@ -21,6 +21,7 @@ from hf_burst.calibrate import (
     ranks_per_host,
 )
 from hf_burst.errors import RankMismatchError
+from hf_burst.host import host_id
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import KernelRate, Machine
 from hf_burst.plan.machine import cpu
@@ -55,6 +56,32 @@ def test_ranks_on_one_host_are_neighbours():
     assert ranks_per_host("abab") == 1
     assert ranks_per_host("aaaabb") == 2  # blocks of 2 lie on one host each
     assert ranks_per_host("aab") == 1
+
+
+@pytest.mark.parametrize(
+    ("environments", "equal"),
+    [
+        (({}, {}), True),
+        (({"name": "a"}, {"name": "b"}), False),  # also containers of one host, as NCCL has it
+        (({"boot": "1"}, {"boot": "2"}), False),  # hosts from one image, which share a name
+        (({"NCCL_HOSTID": "x", "name": "a"}, {"NCCL_HOSTID": "x", "name": "b"}), True),
+        (({"NCCL_HOSTID": "x"}, {"NCCL_HOSTID": "y"}), False),
+        (({"NCCL_HOSTID": "", "name": "a"}, {"NCCL_HOSTID": "", "name": "b"}), True),  # set, although to nothing
+    ],
+)
+def test_hosts_are_told_apart_as_nccl_does(environments, equal, monkeypatch, tmp_path):
+    found = []
+    for environment in environments:
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        if "NCCL_HOSTID" in environment:
+            monkeypatch.setenv("NCCL_HOSTID", environment["NCCL_HOSTID"])
+        name = environment.get("name", "same")
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        monkeypatch.setattr("hf_burst.host._BOOT", tmp_path / environment.get("boot", "none"))
+        (tmp_path / "1").write_text("first\n")
+        (tmp_path / "2").write_text("second\n")
+        found.append(host_id())
+    assert (found[0] == found[1]) is equal
 
 
 def test_where_a_machine_is_remembered(monkeypatch):

@@ -3,11 +3,15 @@
 import os
 import subprocess
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hf_burst import calibrate as calibration
+from hf_burst.calibrate import calibrate, default_kernel
+from hf_burst.mesh import ContextGroup
 from tests.hosts import INTERFACE, HostPool
 
 SENT = 10_000_000  # bytes
@@ -69,6 +73,28 @@ def test_a_closed_pool_leaves_nothing(pool):
     assert set(names) <= set(os.listdir("/run/netns"))
     other.close()
     assert not set(names) & set(os.listdir("/run/netns"))
+
+
+def test_calibrate_measures_the_share_of_a_rank(pool, tmp_path):
+    """All ranks of a host send through its one link at once; the ranks of a host meet no limit."""
+    pool.network.shape(800)
+    try:
+        machines = pool.run(_calibrate, str(tmp_path))
+    finally:
+        pool.network.shape(None)
+    assert all(machine == machines[0] for machine in machines)
+    machine = machines[0]
+    assert machine.ranks_per_host == 2
+    assert 0.5 < machine.between_hosts.bandwidth / 50e6 < 1.05
+    assert machine.p2p.bandwidth > 4 * machine.between_hosts.bandwidth
+
+
+def _calibrate(rank, size, home):
+    os.environ["HF_HOME"] = f"{home}/{rank}"
+    sizes = calibration._CPU._replace(rows=(16, 32, 64), copied=1 << 20)
+    with mock.patch.object(calibration, "_CPU", sizes):
+        device = torch.device("cpu")
+        return calibrate(ContextGroup.from_mesh(None), device, default_kernel(device))
 
 
 def _sum(rank, size):
