@@ -1,5 +1,6 @@
 """The hosts of `tests/hosts.py`: what crosses between them is counted and takes the time that the link allows."""
 
+import logging
 import os
 import subprocess
 import time
@@ -8,7 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 
+import hf_burst
 from hf_burst import calibrate as calibration
 from hf_burst.calibrate import calibrate, default_kernel
 from hf_burst.mesh import ContextGroup
@@ -73,6 +76,26 @@ def test_a_closed_pool_leaves_nothing(pool):
     assert set(names) <= set(os.listdir("/run/netns"))
     other.close()
     assert not set(names) & set(os.listdir("/run/netns"))
+
+
+@pytest.mark.parametrize(("order", "said"), [([0, 0, 1, 1], 0), ([0, 1, 0, 1], 1)], ids=["block", "cyclic"])
+def test_groups_across_hosts_are_warned_of(pool, order, said):
+    """As SLURM numbers the ranks with `--distribution=cyclic`."""
+    answers = pool.run(_warnings, order)
+    assert [len(warnings) for warnings in answers] == [said, 0, 0, 0]
+    assert all("not neighbours" in warning for warning in answers[0])
+
+
+def _warnings(rank, size, order):
+    heard = []
+    with (
+        mock.patch.dict(os.environ, NCCL_HOSTID=f"host{order[rank]}"),
+        mock.patch.object(
+            logging.getLogger("hf_burst.hf.accelerate"), "warning", lambda text, *values: heard.append(text % values)
+        ),
+    ):
+        Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
+    return heard
 
 
 def test_calibrate_measures_the_share_of_a_rank(pool, tmp_path):

@@ -53,14 +53,15 @@ class Case:
         return replace(self, data=1, burst=0, checkpointing=False, explicit=False, replicas=1)
 
     @property
+    def ranks(self) -> int:
+        return self.data * max(self.burst, 1)
+
+    @property
     def mesh(self) -> hf_burst.BurstParallelismConfig | None:
-        """What is passed to accelerate, which gives a mesh without replicas its `dp_shard` dimension by itself."""
-        if self.replicas == 1:
-            return hf_burst.BurstParallelismConfig(burst_size=self.burst) if self.burst else None
-        shards = self.data // self.replicas
-        return hf_burst.BurstParallelismConfig(
-            burst_size=self.burst, dp_replicate_size=self.replicas, dp_shard_size=shards
-        )
+        """What is passed to accelerate; the size of `dp_shard` follows."""
+        if not self.burst:
+            return None
+        return hf_burst.BurstParallelismConfig(burst_size=self.burst, dp_replicate_size=self.replicas)
 
     @property
     def full(self) -> "Case":
@@ -261,6 +262,9 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
         os.environ.clear()
         os.environ.update(outer)
     assert isinstance(trainer.model_wrapped, FSDPModule) == wrapped
+    if wrapped:
+        mesh = next(model.parameters()).device_mesh  # replicas, and the ranks that share one copy of the weights
+        assert tuple(mesh.shape) == (case.replicas, case.ranks // case.replicas)[case.replicas == 1 :]
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
         "losses": [entry["loss"] for entry in steps],
