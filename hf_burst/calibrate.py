@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from .cache import cache_file, write_whole
 from .errors import RankMismatchError
+from .host import host_id
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .offload import host_memory
@@ -319,7 +319,7 @@ def _slowest(machines: Sequence[Machine]) -> Machine:
 def _report(device: torch.device) -> dict[str, Any]:
     """What the ranks tell each other of the place where they run."""
     own = {"memory": _memory(device), "host_memory": host_memory()[0], "reaches": reaches_peers(device)}
-    return {"host": socket.gethostname(), **own}
+    return {"host": host_id(), **own}
 
 
 def _memory(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.hosts import HostPool, refusal
 from tests.ranks import RankPool
 
 settings.register_profile(
@@ -68,6 +69,27 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         if size not in pools:
             pools[size] = RankPool(size)
         return pools[size]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Callable[..., HostPool]]:
+    """`hosts(hosts, per_host)` is the pool of ranks on so many hosts, which are network namespaces of this machine."""
+    problem = refusal()
+    if problem:
+        pytest.skip(problem)
+    pools: dict[tuple[int, int], HostPool] = {}
+
+    def pool(hosts: int, per_host: int) -> HostPool:
+        key = (hosts, per_host)
+        if key in pools and not pools[key].alive:
+            pools.pop(key).close()
+        if key not in pools:
+            pools[key] = HostPool(hosts, per_host)
+        return pools[key]
 
     yield pool
     for opened in pools.values():

@@ -54,14 +54,18 @@ class RankPool:
     """`size` processes of this machine, joined by gloo, or by NCCL with a GPU each."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
-        self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
         context = mp.get_context("spawn") if backend == "nccl" or size == 3 else forked()
+        self._start(context, size, _serve, self.store.port, backend)
+
+    def _start(self, context: BaseContext, size: int, serve: Callable[..., None], *arguments: Any) -> None:
+        """Starts the processes, each as `serve(rank, size, pipe, *arguments)`."""
+        self.size = size
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self.store.port, there, backend))
+            process = context.Process(target=serve, args=(rank, size, there, *arguments))
             process.start()
             there.close()
             self.pipes.append(here)
@@ -114,23 +118,19 @@ def reset_accelerate() -> None:
     GradientState._reset_state()
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        **_ENVIRONMENT,
-    )
+def join(rank: int, size: int, store: dist.Store, backend: str = "gloo") -> None:
+    """Makes this process a rank, on one thread; gloo's ranks are on CPUs for accelerate, too."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), **_ENVIRONMENT)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     else:
         os.environ["ACCELERATE_USE_CPU"] = "1"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def answer(rank: int, size: int, pipe: Connection) -> None:
+    """Runs what comes through a pipe, and sends back what it returns or raises, until the pipe is closed."""
     while True:
         try:
             function, arguments = pipe.recv()
@@ -145,3 +145,9 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, backend: str) -> N
                 pipe.send((None, error, trace))
             except Exception:
                 pipe.send((None, RuntimeError(str(error)), trace))
+
+
+def _serve(rank: int, size: int, pipe: Connection, port: int, backend: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    join(rank, size, dist.TCPStore("127.0.0.1", port, is_master=False), backend)
+    answer(rank, size, pipe)

@@ -21,6 +21,7 @@ from hf_burst.calibrate import (
     ranks_per_host,
 )
 from hf_burst.errors import RankMismatchError
+from hf_burst.host import host_id, misplaced
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import KernelRate, Machine
 from hf_burst.plan.machine import cpu
@@ -55,6 +56,52 @@ def test_ranks_on_one_host_are_neighbours():
     assert ranks_per_host("abab") == 1
     assert ranks_per_host("aaaabb") == 2  # blocks of 2 lie on one host each
     assert ranks_per_host("aab") == 1
+
+
+@pytest.mark.parametrize(
+    ("environments", "equal"),
+    [
+        (({}, {}), True),
+        (({"name": "a"}, {"name": "b"}), False),  # also containers of one host, as NCCL has it
+        (({"boot": "1"}, {"boot": "2"}), False),  # hosts from one image, which share a name
+        (({"NCCL_HOSTID": "x", "name": "a"}, {"NCCL_HOSTID": "x", "name": "b"}), True),
+        (({"NCCL_HOSTID": "x"}, {"NCCL_HOSTID": "y"}), False),
+        (({"NCCL_HOSTID": "", "name": "a"}, {"NCCL_HOSTID": "", "name": "b"}), True),  # set, although to nothing
+    ],
+)
+def test_hosts_are_told_apart_as_nccl_does(environments, equal, monkeypatch, tmp_path):
+    found = []
+    for environment in environments:
+        monkeypatch.delenv("NCCL_HOSTID", raising=False)
+        if "NCCL_HOSTID" in environment:
+            monkeypatch.setenv("NCCL_HOSTID", environment["NCCL_HOSTID"])
+        name = environment.get("name", "same")
+        monkeypatch.setattr("socket.gethostname", lambda name=name: name)
+        monkeypatch.setattr("hf_burst.host._BOOT", tmp_path / environment.get("boot", "none"))
+        (tmp_path / "1").write_text("first\n")
+        (tmp_path / "2").write_text("second\n")
+        found.append(host_id())
+    assert (found[0] == found[1]) is equal
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "words"),
+    [
+        ("aaaa", 4, None),
+        ("aabb", 1, None),
+        ("abab", 1, None),
+        ("aabb", 2, None),
+        ("aabb", 4, None),
+        ("aaaabbbbcccc", 6, None),  # a rank of each has to cross
+        ("abab", 2, "rank 0 on a, rank 1 on b, rank 2 on a"),
+        ("abab", 4, "--distribution=block"),
+        ("abba", 2, "not neighbours"),
+        ("aaabbb", 2, "ranks 2 to 3 reaches over 2 hosts (3 on a, 3 on b)"),
+    ],
+)
+def test_groups_that_cross_hosts_without_need(hosts, size, words):
+    problem = misplaced(hosts, size)
+    assert problem is None if words is None else words in problem
 
 
 def test_where_a_machine_is_remembered(monkeypatch):

@@ -9,6 +9,7 @@ ORDER = [
         "version",
         "errors",
         "cache",
+        "host",
         "config",
         "plan",
         "mesh",

@@ -33,7 +33,8 @@ STEPS, ACCUMULATION, CLIP = 3, 2, 0.1
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: `burst = 0` is one process, not patched and not wrapped."""
+    """One way to train: `data` groups of `burst` ranks, weights in `replicas` copies; `burst = 0` is one process, not
+    patched and not wrapped."""
 
     data: int = 1
     burst: int = 2
@@ -45,10 +46,22 @@ class Case:
     dtype: torch.dtype = torch.float32
     half: bool = False
     steps: int = STEPS
+    replicas: int = 1
 
     @property
     def alone(self) -> "Case":
-        return replace(self, data=1, burst=0, checkpointing=False, explicit=False)
+        return replace(self, data=1, burst=0, checkpointing=False, explicit=False, replicas=1)
+
+    @property
+    def ranks(self) -> int:
+        return self.data * max(self.burst, 1)
+
+    @property
+    def mesh(self) -> hf_burst.BurstParallelismConfig | None:
+        """What is passed to accelerate; the size of `dp_shard` follows."""
+        if not self.burst:
+            return None
+        return hf_burst.BurstParallelismConfig(burst_size=self.burst, dp_replicate_size=self.replicas)
 
     @property
     def full(self) -> "Case":
@@ -220,8 +233,8 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
         output_dir=folder,
         use_cpu=device == "cpu",
         max_steps=case.steps,
-        per_device_train_batch_size=2 // case.data,
-        gradient_accumulation_steps=ACCUMULATION,
+        per_device_train_batch_size=max(1, 2 // case.data),
+        gradient_accumulation_steps=min(ACCUMULATION, 2 * ACCUMULATION // case.data),
         max_grad_norm=CLIP,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
@@ -236,7 +249,7 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
         gradient_checkpointing=case.checkpointing,
         fsdp="full_shard" if wrapped else None,
         fsdp_config={"version": 2, "reshard_after_forward": case.reshard} if wrapped else None,
-        parallelism_config=hf_burst.BurstParallelismConfig(burst_size=case.burst) if case.burst else None,
+        parallelism_config=case.mesh,
     )
     assert arguments.device.type == device
     if device == "cpu" and wrapped:
@@ -249,6 +262,9 @@ def train_by_accelerate(rank: int, size: int, folder: str, case: Case, device: s
         os.environ.clear()
         os.environ.update(outer)
     assert isinstance(trainer.model_wrapped, FSDPModule) == wrapped
+    if wrapped:
+        mesh = next(model.parameters()).device_mesh  # replicas, and the ranks that share one copy of the weights
+        assert tuple(mesh.shape) == (case.replicas, case.ranks // case.replicas)[case.replicas == 1 :]
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return {
         "losses": [entry["loss"] for entry in steps],
@@ -273,8 +289,11 @@ def assert_half_as_close(ranks: Ranks, folder: str, case: Case, device: str) -> 
         Case(1, 2, "padded"),
         Case(1, 2, "packed", lora=True, checkpointing=True, explicit=True),
         Case(2, 2, "packed", reshard=False),
+        Case(2, 2, "padded", explicit=True, replicas=2),
+        Case(4, 1, "packed", replicas=2),
+        Case(4, 2, "packed", checkpointing=True, replicas=2),
     ],
-    ids=["1x2", "1x2 lora", "2x2"],
+    ids=["1x2", "1x2 lora", "2x2", "2 copies x1x2", "2 copies x2x1", "2 copies x2x2"],
 )
 def test_fsdp2_by_accelerate(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     wanted = train_by_accelerate(0, 1, str(tmp_path), case.alone, "cpu")

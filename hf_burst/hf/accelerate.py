@@ -1,5 +1,6 @@
 """accelerate's mesh: data-parallel x context-parallel, by a subclass of its own `ParallelismConfig`."""
 
+import logging
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import seed_worker
 
 from ..errors import BatchError, ConfigError
+from ..host import host_id, misplaced
 from ..mesh import CP_DIM, ContextGroup
+
+logger = logging.getLogger(__name__)
 
 SIZE_VARIABLE = "HF_BURST_SIZE"
 PATCH = "_hf_burst"  # the attribute by which a patched model is known
@@ -33,7 +37,8 @@ class BurstParallelismConfig(ParallelismConfig):
 
     Passed by the official argument, `Accelerator(parallelism_config=...)` or
     `TrainingArguments(parallelism_config=...)`; accelerate's data loaders then give every rank of a group the same
-    batch. What is left of the ranks is data-parallel: sharded under FSDP2, replicated otherwise.
+    batch. What is left of the ranks is data-parallel: sharded under FSDP2, replicated otherwise. Under FSDP2
+    `dp_replicate_size=N` makes N copies of the weights, each sharded over neighbouring ranks, such as those of a host.
 
     Args:
         burst_size (`int`, *optional*): Ranks that share a sequence; all ranks by default.
@@ -105,10 +110,11 @@ class BurstParallelismConfig(ParallelismConfig):
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if self.burst_size is None:
             self.burst_size = max(1, world // (self.dp_replicate_size * self.dp_shard_size))
-        if self.dp_replicate_size == self.dp_shard_size == 1 and world % self.burst_size == 0:
-            fsdp = AcceleratorState._shared_state.get("fsdp_plugin")
-            dimension = "dp_shard" if fsdp is not None and fsdp.fsdp_version == 2 else "dp_replicate"
-            self._set_size(dimension, world // self.burst_size)
+        fsdp = AcceleratorState._shared_state.get("fsdp_plugin")
+        shards = fsdp is not None and fsdp.fsdp_version == 2
+        given = self.burst_size * self.dp_replicate_size
+        if (shards or self.dp_replicate_size == 1) and self.dp_shard_size == 1 and world % given == 0:
+            self._set_size("dp_shard" if shards else "dp_replicate", world // given)
         if self.total_size != world:
             raise ConfigError(
                 f"burst_size={self.burst_size} x dp_replicate_size={self.dp_replicate_size} x "
@@ -116,13 +122,25 @@ class BurstParallelismConfig(ParallelismConfig):
                 "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
             )
         self._sizes[CP_DIM] = self.burst_size
-        return super().build_device_mesh(device_type)
+        mesh = super().build_device_mesh(device_type)
+        if self.shares_sequences:
+            _warn_of_places(world, self.burst_size)
+        return mesh
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
         check_processes()
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
+
+
+def _warn_of_places(ranks: int, size: int) -> None:
+    """Says once if groups of `size` ranks reach over more hosts than they must: they are right, and slower."""
+    hosts = [""] * ranks
+    dist.all_gather_object(hosts, host_id())
+    problem = misplaced(hosts, size)
+    if problem and dist.get_rank() == 0:
+        logger.warning("%s", problem)
 
 
 class _Shared:

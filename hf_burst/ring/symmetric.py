@@ -9,7 +9,6 @@ limit of the process group.
 
 import logging
 import math
-import socket
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from ..host import host_id
 from ..mesh import ContextGroup
 from ..plan import Traffic
 from .exchange import Channel, HeadRound, Pending, Round, Shape
@@ -302,7 +302,7 @@ def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     of them alike. Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
     """
     refusal = _refusal(device)
-    mine = (socket.gethostname(), device.index, refusal)
+    mine = (host_id(), device.index, refusal)
     reports: list[tuple[str, int, str | None]] = [mine] * group.size
     dist.all_gather_object(reports, mine, group=group.process_group)
     problems = _by_rank(problem for _, _, problem in reports)

@@ -1,0 +1,55 @@
+"""Which host a process is on, by what NCCL goes by: so both agree on which ranks reach each other without a network."""
+
+import os
+import socket
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+HOST_VARIABLE = "NCCL_HOSTID"
+NEIGHBOURS = (
+    "Number the ranks host by host: srun --distribution=block, or torchrun and accelerate launch once on every host."
+)
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_id() -> str:
+    """The host of this process: equal for two ranks if they are on one.
+
+    This is `NCCL_HOSTID` where it is set, even to nothing. Otherwise it is the host's name and the number of its boot.
+    Hosts of one name differ by that number. Containers of one host differ by their names, and NCCL joins them by the
+    network. Source: `getHostHashOnce` of NCCL's `src/misc/utils.cc`.
+    """
+    named = os.environ.get(HOST_VARIABLE)
+    if named is not None:
+        return named
+    try:
+        boot = _BOOT.read_text().strip()
+    except OSError:  # not on Linux
+        boot = ""
+    return f"{socket.gethostname()}{boot}"
+
+
+def misplaced(hosts: Sequence[str], size: int) -> str | None:
+    """Why groups of neighbouring ranks reach over more hosts than they must, and what to do; `None` if they do not.
+
+    Args:
+        hosts (sequence of `str`): The hosts of all ranks, in rank order.
+        size (`int`): Ranks of a group; divides the ranks.
+    """
+    if size == 1:
+        return None
+    runs = [(host, len(list(run))) for host, run in groupby(hosts)]
+    counts = {host: hosts.count(host) for host in hosts}
+    if len(runs) > len(counts):
+        order = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts[:4]))
+        return f"Ranks of a host are not neighbours ({order}, ...), so groups of {size} cross the network. {NEIGHBOURS}"
+    for first in range(0, len(hosts), size):
+        used = list(dict.fromkeys(hosts[first : first + size]))
+        if len(used) > -(-size // max(counts.values())):
+            held = ", ".join(f"{count} on {host}" for host, count in counts.items())
+            return (
+                f"The group of ranks {first} to {first + size - 1} reaches over {len(used)} hosts ({held}), although "
+                f"{size} ranks need fewer. Choose a burst_size that divides the ranks of every host, or a multiple."
+            )
+    return None
