@@ -469,7 +469,9 @@ def test_symmetric_memory_is_taken_where_it_reaches():
     assert estimate(RING, causal(32768, 8), h200()).transport == "symmetric"
     assert estimate(RING, layer, h200()).transport == "symmetric"  # inside of hosts
     assert estimate(RING, layer, apart).transport == "p2p"
-    assert estimate(Schedule("kv_ring", 16), causal(32768, 16, 32), h200()).transport == "p2p"  # which exchanges heads across hosts
+    assert (
+        estimate(Schedule("kv_ring", 16), causal(32768, 16, 32), h200()).transport == "p2p"
+    )  # which exchanges heads across hosts
     with pytest.raises(ConfigError, match="does not reach 16 ranks with 1 on a host"):
         estimate(RING, layer, apart, "symmetric")
 
