@@ -1,11 +1,7 @@
 """Fixtures: pools of ranks, shared by all tests of a session."""
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,37 +21,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
 
-@pytest.fixture(scope="session", autouse=True)
-def mypy(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str] | None"]:
-    """The check of types, which takes most of a minute: on the core that other tests leave idle, if it is to run."""
-    if not any(item.name == "test_types" for item in request.session.items):
-        yield None
-        return
-    command = ["nice", "-n", "5", sys.executable, "-m", "mypy"]
-    root = Path(__file__).parents[1]
-    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        yield process
-        process.kill()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def notebooks_in_background(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path | None]:
-    """The folder in which notebooks are executed, one after another, beside other tests, if theirs are to run."""
-    items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_runs_from_its_folder"]
-    if not items:
-        yield None
-        return
-    folder, root = tmp_path_factory.mktemp("notebooks"), Path(__file__).parents[1]
-    command = ["nice", "-n", "5", sys.executable, "-m", "tests.notebooks", str(folder)]
-    command += [item.callspec.params["notebook"].stem for item in items]
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
-    with subprocess.Popen(command, cwd=root, env=environment, start_new_session=True) as process:
-        yield folder
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # kernels too
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes run tests, each some files of them: few, since most tests start ranks; on GPUs one alone."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
 @pytest.fixture(scope="session")

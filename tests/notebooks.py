@@ -1,14 +1,6 @@
-"""Executes notebooks, each in a folder of its own: `python -m tests.notebooks FOLDER NAME ...`, shorter than they are.
+"""Executes notebooks, each in a folder of its own, as they are or shorter."""
 
-Notebooks wait for kernels, imports and launched processes for most of their time. So a process runs one after another
-while other tests run, and the tests of notebooks read what it wrote.
-"""
-
-import os
 import shutil
-import sys
-import time
-import traceback
 from pathlib import Path
 
 import nbclient
@@ -36,8 +28,8 @@ SHORTER = {  # what is trained always; notebooks as they stand are run by `pytes
 }
 
 
-def execute(notebook: Path, folder: Path, shorter: bool) -> None:
-    """Writes the notebook with its outputs, or what it raised, into the folder, beside what it writes itself."""
+def execute(notebook: Path, folder: Path, shorter: bool) -> nbformat.NotebookNode:
+    """The notebook with its outputs. What it writes itself lies in the folder."""
     for name in ("hf_burst", "notebooks", "recipes") if notebook.stem in IN_A_CLONE else ():
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     place = folder / "notebooks"
@@ -48,36 +40,4 @@ def execute(notebook: Path, folder: Path, shorter: bool) -> None:
         cell.source = cell.source.replace(old, new)
     resources = {"metadata": {"path": str(place)}}
     nbclient.NotebookClient(content, timeout=600, kernel_name="python3", resources=resources).execute()
-    written = folder / "executed.tmp"
-    nbformat.write(content, written)
-    written.rename(folder / "executed.ipynb")
-
-
-def wait(folder: Path, seconds: float = 550.0) -> "nbformat.NotebookNode":
-    """The notebook that another process executes in the folder."""
-    last = time.monotonic() + seconds
-    while not (folder / "executed.ipynb").exists():
-        if (folder / "error.txt").exists():
-            raise RuntimeError((folder / "error.txt").read_text())
-        if time.monotonic() > last:
-            raise TimeoutError(f"no notebook was executed in {folder} within {seconds} s")
-        time.sleep(0.1)
-    return nbformat.read(folder / "executed.ipynb", as_version=4)
-
-
-def main() -> None:
-    (folder, *names), parent = sys.argv[1:], os.getppid()
-    for name in names:
-        if os.getppid() != parent:  # whoever wanted them is gone
-            return
-        own = Path(folder, name)
-        own.mkdir()
-        try:
-            execute(ROOT / "notebooks" / f"{name}.ipynb", own, shorter=True)
-        except Exception:
-            (own / "error.tmp").write_text(traceback.format_exc())
-            (own / "error.tmp").rename(own / "error.txt")
-
-
-if __name__ == "__main__":
-    main()
+    return content

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-from tests.notebooks import IN_A_CLONE, execute, wait  # noqa: E402
+from tests.notebooks import IN_A_CLONE, execute  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -22,21 +22,25 @@ def notebook(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) == 6
 
 
-def test_runs_from_its_folder(notebook: Path, notebooks_in_background: Path) -> None:
+def test_runs_from_its_folder(notebook: Path, tmp_path: Path, offline: None) -> None:
     """Shorter, in a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
-    folder = notebooks_in_background / notebook.stem
-    check_executed(notebook, folder, wait(folder), steps=60)
+    check_executed(notebook, tmp_path, execute(notebook, tmp_path, shorter=True), steps=60)
 
 
 @pytest.mark.full
-def test_runs_as_a_whole(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    execute(notebook, tmp_path, shorter=False)
-    content = wait(tmp_path)
+def test_runs_as_a_whole(notebook: Path, tmp_path: Path, offline: None) -> None:
+    content = execute(notebook, tmp_path, shorter=False)
     check_executed(notebook, tmp_path, content, steps=300)
     CLAIMS.get(notebook.stem, str)(printed(content))
 

@@ -663,7 +663,7 @@ def operator_arguments(grad: bool, schedule: str = "burst") -> tuple:
     layout = SequenceLayout.for_batch(case.documents, 1)
     inputs = [whole[name].requires_grad_(grad) for name in "qkv"]
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0][: inputs[0].shape[2]], dtype=inputs[0].dtype).requires_grad_(grad)
-    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, 1, "auto", schedule, "auto", "")
+    return (*inputs, sinks, layout.encode(), True, 4, 6, 0.5, 0.0, 1, 0, "auto", schedule, "auto", "")
 
 
 OPCHECKS = (

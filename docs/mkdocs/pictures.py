@@ -120,6 +120,51 @@ def ring_step() -> Figure:
     return figure
 
 
+def two_levels() -> Figure:
+    """Two hosts of four ranks: where blocks go in a step of the outer ring, and what one rank does over time."""
+    figure, (places, time) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=[1, 1.25], layout="constrained")
+    blank(places, (-0.2, 5.4), (-0.3, 4.75), "K and V cross once, by every network card")
+    for host, x in enumerate((1.1, 4.1)):
+        places.add_patch(Rectangle((x - 1, 0.0), 2, 4.05, facecolor="#f3f4f6", edgecolor=GREY))
+        places.text(x, 4.2, f"host {host}", ha="center", fontsize=10, color=DARK, weight="bold")
+        for number in range(RANKS):
+            y = 3.5 - number
+            box(places, x, y, 1.1, 0.6, f"rank {RANKS * host + number}", COLORS[number])
+            if number:
+                arrow(places, (x, y + 0.68), (x, y + 0.3), color=GREY)
+        side = -0.75 if host == 0 else 0.75
+        bend = f"arc3,rad={-0.3 if host == 0 else 0.3}"
+        arrow(places, (x + side * 0.75, 0.5), (x + side * 0.75, 3.5), color=GREY, connectionstyle=bend)
+    for number in range(RANKS):
+        y = 3.5 - number
+        arrow(places, (1.68, y + 0.08), (3.52, y + 0.08), color=COLORS[number], linewidth=2.4)
+        arrow(places, (3.52, y - 0.12), (1.68, y - 0.12), color=COLORS[number], linewidth=2.4)
+    places.text(2.6, 4.25, "outer ring", ha="center", fontsize=9, color=DARK)
+    places.text(2.6, -0.22, "grey: the inner ring of each host", ha="center", fontsize=9, color=DARK)
+
+    blank(time, (-1.75, 8.4), (-0.1, 4.1), "Rank 0 over time, forward")
+    lanes = {"compute": 3, "inside the host": 2, "between hosts": 1}
+    for name, y in lanes.items():
+        time.text(-0.1, y, name, ha="right", va="center", fontsize=9, color=DARK)
+    for step in range(2 * RANKS):
+        crossing, order = divmod(step, RANKS)
+        block = RANKS * crossing + -order % RANKS
+        color = COLORS[block % RANKS]
+        box(time, step + 0.5, lanes["compute"], 0.95, 0.62, f"K{block} V{block}", color, fontsize=8)
+        if order + 1 < RANKS:
+            following = RANKS * crossing + -(order + 1) % RANKS
+            color = COLORS[following % RANKS]
+            box(time, step + 0.4, lanes["inside the host"], 0.75, 0.5, f"K{following}", color, fontsize=8)
+    box(time, 1.9, lanes["between hosts"], 3.75, 0.5, "K4 V4 come, K0 V0 leave", COLORS[0])
+    for crossing in range(2):
+        title = "blocks of host 0" if crossing == 0 else "blocks of host 1, that crossed"
+        time.plot([RANKS * crossing + 0.05, RANKS * crossing + 3.95], [3.55, 3.55], color=GREY)
+        time.text(RANKS * crossing + 2, 3.65, title, ha="center", fontsize=9, color=DARK)
+    arrow(time, (0, 0.35), (8.3, 0.35))
+    time.text(8.3, 0.08, "time", ha="right", va="center", fontsize=9, color=DARK)
+    return figure
+
+
 def pairs_of(tile: Tile) -> int:
     spans = (tile.columns(row) for row in range(tile.q[1] - tile.q[0]))
     return sum(max(0, last - first) for first, last in spans)
@@ -271,7 +316,7 @@ def step_memory() -> Figure:
     return figure
 
 
-PICTURES = (step_time, ring_step, packed_batch, state_passing, query_path, step_memory)
+PICTURES = (step_time, ring_step, two_levels, packed_batch, state_passing, query_path, step_memory)
 
 
 def main() -> None:
