@@ -206,10 +206,11 @@ def _measure_links(
     if group.size > per_host:
         peers = ((rank + per_host) % group.size, (rank - per_host) % group.size)
         links["between_hosts"] = _measure_link(_messages(group, device, peers), sizes.messages, work, device)
-    if group.size == per_host > 1 and peer_memory:
+    if per_host > 1 and peer_memory:
         error = None
+        near = group if group.size == per_host else group.part(range(first, first + per_host), device)
         try:
-            copies = _copies(group, device, max(sizes.messages))
+            copies = _copies(near, device, max(sizes.messages))
         except RuntimeError as problem:  # containers may forbid it
             error = problem
         try:

@@ -291,10 +291,15 @@ def _predicted(layer: Layer, machine: Machine, taken: Schedule) -> list[str]:
     schedules = dict.fromkeys([taken, *candidates(ranks, *heads, machine.ranks_per_host)])
     costs = {schedule: estimate(schedule, layer, machine) for schedule in schedules}
     rows = [["schedule", "forward", "backward", "total", "exposed", "sent", "memory", "by", "slices", ""]]
+    across = ranks > machine.ranks_per_host
+    if across:
+        rows[0].insert(6, "between hosts")
     for schedule in sorted(costs, key=lambda schedule: (schedule != taken, costs[schedule].total_s)):
         cost = costs[schedule]
         times = (cost.forward_s, cost.backward_s, cost.total_s, cost.exposed_s)
         sizes = [f"{cost.sent_bytes / 1e6:.1f} MB", f"{cost.memory_bytes / 2**20:.0f} MiB"]
+        if across:
+            sizes.insert(1, f"{cost.across_bytes / 1e6:.1f} MB")
         ratio = f"{cost.total_s / costs[taken].total_s:.2f}x"
         rows.append([name_of(schedule, ranks), *map(_time, times), *sizes])
         rows[-1] += [cost.transport if ranks > 1 else "-", str(cost.slices), "taken" if schedule == taken else ratio]
