@@ -3,6 +3,7 @@ NCCL nor gloo, so that what keeps these from connecting is said before they try.
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +69,7 @@ def report(backend: str) -> Report:
     versions = {name: _version(name) for name in _PACKAGES}
     if torch.cuda.is_available():
         versions |= {"NCCL": ".".join(map(str, torch.cuda.nccl.version())), "GPU": torch.cuda.get_device_name()}
-        versions["driver"] = _DRIVER.read_text().split("  ")[1] if _DRIVER.exists() else ""
+        versions["driver"] = _driver()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = {
         name: [one.address for one in addresses if one.family == socket.AF_INET]
@@ -305,6 +306,12 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, empty where it is not told."""
+    told = re.search(r"Kernel Module.*?\s(\d+(\.\d+)+)\s", _DRIVER.read_text()) if _DRIVER.exists() else None
+    return told[1] if told else ""
 
 
 def _linked() -> list[str]:
