@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ import hf_burst
 from hf_burst import calibrate as calibration
 from hf_burst.calibrate import calibrate, default_kernel
 from hf_burst.mesh import ContextGroup
+from tests import test_wrappers, trainers
 from tests.hosts import INTERFACE, HostPool, Network, refusal
 
 ROOT = Path(__file__).parents[1]
@@ -155,6 +157,28 @@ def _exchange(rank, size, distance, length):
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(("data", "burst"), [(2, 2), (1, 4)], ids=["inside hosts", "across hosts"])
+def test_groups_inside_and_across_hosts_train_as_one_process(pool, tmp_path, data, burst):
+    case = trainers.Case(data=data, burst=burst)
+    wanted = trainers.train(0, 1, str(tmp_path), case.alone)
+    for found in pool.run(trainers.train, str(tmp_path), case):
+        test_wrappers.compare(found, wanted)
+
+
+def test_copies_of_sharded_weights_send_gradients_alone(pool, tmp_path):
+    """HSDP: a copy lies inside each host, and its layers are gathered there."""
+    case = test_wrappers.Case(data=2, burst=2, replicas=2)
+    wanted = test_wrappers.train_by_accelerate(0, 1, str(tmp_path), case.alone, "cpu")
+    sent = []
+    for replicas in (1, 2):
+        before = pool.network.sent()
+        one = replace(case, replicas=replicas)
+        for found in pool.run(test_wrappers.train_by_accelerate, str(tmp_path), one, "cpu"):
+            test_wrappers.compare(found, wanted)
+        sent.append(max(after - earlier for after, earlier in zip(pool.network.sent(), before, strict=True)))
+    assert sent[1] < sent[0] / 2
 
 
 RECIPE = ["recipes/finetune_long_document.py", "--config", "recipes/configs/text_cpu.yaml"]
