@@ -1,9 +1,15 @@
 """The hosts of `tests/hosts.py`: what crosses between them is counted and takes the time that the link allows."""
 
+import json
 import logging
 import os
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +21,10 @@ import hf_burst
 from hf_burst import calibrate as calibration
 from hf_burst.calibrate import calibrate, default_kernel
 from hf_burst.mesh import ContextGroup
-from tests.hosts import INTERFACE, HostPool
+from tests import test_wrappers, trainers
+from tests.hosts import INTERFACE, HostPool, Network, refusal
 
+ROOT = Path(__file__).parents[1]
 SENT = 10_000_000  # bytes
 
 
@@ -149,3 +157,125 @@ def _exchange(rank, size, distance, length):
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(("data", "burst"), [(2, 2), (1, 4)], ids=["inside hosts", "across hosts"])
+def test_groups_inside_and_across_hosts_train_as_one_process(pool, tmp_path, data, burst):
+    case = trainers.Case(data=data, burst=burst)
+    wanted = trainers.train(0, 1, str(tmp_path), case.alone)
+    for found in pool.run(trainers.train, str(tmp_path), case):
+        test_wrappers.compare(found, wanted)
+
+
+def test_copies_of_sharded_weights_send_gradients_alone(pool, tmp_path):
+    """HSDP: a copy lies inside each host, and its layers are gathered there."""
+    case = test_wrappers.Case(data=2, burst=2, replicas=2)
+    wanted = test_wrappers.train_by_accelerate(0, 1, str(tmp_path), case.alone, "cpu")
+    sent = []
+    for replicas in (1, 2):
+        before = pool.network.sent()
+        one = replace(case, replicas=replicas)
+        for found in pool.run(test_wrappers.train_by_accelerate, str(tmp_path), one, "cpu"):
+            test_wrappers.compare(found, wanted)
+        sent.append(max(after - earlier for after, earlier in zip(pool.network.sent(), before, strict=True)))
+    assert sent[1] < sent[0] / 2
+
+
+RECIPE = ["recipes/finetune_long_document.py", "--config", "recipes/configs/text_cpu.yaml"]
+SHORT = ["--warmup_steps", "1", "--max_steps", "3", "--max_length", "512", "--output_dir"]
+SCONTROL = """#!/bin/sh
+printf '%s\\n' {addresses}
+"""
+SRUN = """#!{python}
+# As SLURM: the command once on each node, with the number of the node.
+import os, subprocess, sys
+
+command = [word for word in sys.argv[1:] if not word.startswith("--kill")]
+nodes = []
+for node, inside in enumerate({inside}):
+    own = {{"SLURM_NODEID": str(node), "NCCL_HOSTID": str(node)}}
+    nodes.append(subprocess.Popen([*inside, *command], env={{**os.environ, **own}}))
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> list[float]:
+    """The losses of the recipe in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = _start([sys.executable, *RECIPE, *SHORT, str(folder)])
+    assert _ends([done]) == [0]
+    return _losses(folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_accelerate_launch_on_two_hosts(network, alone, tmp_path, per_host):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch += ["recipes/configs/accelerate_2_hosts.yaml", "--num_processes", str(2 * per_host)]
+    launch += ["--mixed_precision", "no", "--main_process_ip", network.addresses[0], "--machine_rank"]
+    words = [*RECIPE, *SHORT, str(tmp_path)]
+    hosts = [_start(network.command(host, [*launch, str(host), *words]), network, host) for host in range(2)]
+    assert _ends(hosts) == [0, 0]
+    assert _losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+    assert min(network.sent()) > 1e6  # both take part
+
+
+def test_the_script_for_slurm_on_two_hosts(network, alone, tmp_path):
+    """`torchrun --nnodes 2` by the very script, with stand-ins for `srun` and `scontrol`."""
+    inside = [network.command(host, []) for host in range(2)]
+    programs = {
+        "scontrol": SCONTROL.format(addresses=" ".join(network.addresses)),
+        "srun": SRUN.format(python=sys.executable, inside=inside),
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    given = {"PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])}
+    given |= {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "GPUS": "1", "HF_BURST_SIZE": "2"}
+    out = tmp_path / "out"
+    job = _start(["bash", "recipes/configs/slurm_2_nodes.sbatch", *RECIPE[1:], *SHORT, str(out)], network, 0, given)
+    assert _ends([job]) == [0]
+    assert _losses(out) == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    problem = refusal()
+    if problem:
+        pytest.skip(problem)
+    with Network(2) as made:
+        yield made
+
+
+def _start(command, network=None, host=0, more=None):
+    """Starts a command as a user does."""
+    environment = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        **(more or {}),
+    }
+    environment |= network.environment(host) if network else {}
+    environment.pop("MASTER_ADDR", None)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+
+
+def _ends(processes):
+    """The exit statuses; what they said if one is not 0."""
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        print("\n".join(text[-4000:] for text in said))
+    return codes
+
+
+def _losses(folder):
+    return [step["loss"] for step in json.loads((Path(folder) / "training_log.json").read_text())["steps"]]

@@ -66,7 +66,7 @@ WITHIN = {
         *("diagonal", "lightning", "__init__"),
     ],
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
-    "cli": ["launch", "tokens", "recurrence", "sizing", "check", "doctor", "calibrate", "plan", "__init__"],
+    "cli": ["launch", "tokens", "recurrence", "sizing", "check", "hosts", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *(

@@ -377,13 +377,14 @@ def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
     assert f"recipes/{Path(script.__file__).name}" in comment
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "2_processes"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "2_processes", "2_hosts", "2_hosts_fsdp2"])
 def test_accelerate_reads_its_files(name: str) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(ROOT / "recipes" / "configs" / f"accelerate_{name}.yaml"))
     assert config.num_processes >= 2
-    assert (config.fsdp_config.get("fsdp_version") == 2) == (name == "fsdp2")
+    assert (config.fsdp_config.get("fsdp_version") == 2) == name.endswith("fsdp2")
+    assert (config.num_machines == 2) == name.startswith("2_hosts")
 
 
 def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:

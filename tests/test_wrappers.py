@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ import hf_burst
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.support import PEFT_METHODS
 from tests import models, trainers
-from tests.ranks import RankPool, reset_accelerate
+from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import collate, lora_config, samples
 
 Ranks = Callable[[int], RankPool]
@@ -299,6 +300,25 @@ def test_fsdp2_by_accelerate(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     wanted = train_by_accelerate(0, 1, str(tmp_path), case.alone, "cpu")
     for found in ranks(case.data * case.burst).run(train_by_accelerate, str(tmp_path), case, "cpu"):
         compare(found, wanted)
+
+
+def lay_mesh(rank: int, size: int, replicas: int) -> tuple[int, ...]:
+    """The mesh of groups of one rank under FSDP2, by the environment alone; of what size is each dimension?"""
+    reset_accelerate()
+    copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(replicas), "HF_BURST_SIZE": "1"}
+    with mock.patch.dict(os.environ, {**copies, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}):
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig.from_env())
+    return tuple(accelerator.torch_device_mesh.shape)
+
+
+def test_copies_of_the_weights_by_the_environment(ranks: Ranks) -> None:
+    assert ranks(4).run(lay_mesh, 2) == [(2, 2)] * 4
+    with pytest.raises(RankError, match="dp_replicate_size=4 under FSDP2 gives each of 4 ranks"):
+        ranks(4).run(lay_mesh, 4)
+    with pytest.raises(RankError, match="burst_size=1 x dp_replicate_size=3 x dp_shard_size=1 is 3 ranks"):
+        ranks(4).run(lay_mesh, 3)
 
 
 def test_fsdp2_by_accelerate_in_bfloat16(ranks: Ranks, tmp_path: Path) -> None:

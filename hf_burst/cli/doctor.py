@@ -10,6 +10,8 @@ from itertools import accumulate, cycle, takewhile
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from ..calibrate import machine_for, machine_of, profile_path, reaches_peers
 from ..config import Schedule
@@ -36,7 +38,8 @@ from ..plan import (
     named,
 )
 from ..version import __version__
-from .launch import joined
+from . import hosts
+from .launch import backend_of, device_here, joined, launched
 from .recurrence import describe_cuts, describe_ways, table
 from .sizing import find_model
 from .tokens import tokens
@@ -80,7 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report on rank 0; the exit status is 0 if attention can be computed here, 1 if not."""
-    with joined() as (group, device):
+    size, rank = launched()
+    store = None
+    if size > 1 and not dist.is_initialized():
+        store = next(rendezvous("env://"))[0]
+        if _blocked(rank, size, store):
+            return 1
+    with joined(store) as (group, device):
         problems = _problems(arguments, device)
         lines: list[str] = []
         if not problems and not torch.cuda.is_available() and group.size == 1 and not _asked_for(arguments):
@@ -99,6 +108,17 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join([*_describe_place(arguments, group, device), *lines, ""]))
             print("\n".join(f"Not usable: {problem}" for problem in problems) or "Usable.")
         return 1 if problems else 0
+
+
+def _blocked(rank: int, size: int, store: Store) -> bool:
+    """Whether the ranks cannot connect; what is misconfigured is printed on rank 0."""
+    reports, took = hosts.gather(hosts.report(backend_of(device_here())), rank, size, store)
+    found = hosts.findings(reports, took)
+    if rank == 0:
+        kinds = ((finding, "Not usable" if finding.blocks else "Check") for finding in found)
+        said = [f"{kind}: {finding.text}" for finding, kind in kinds]
+        print("\n".join([hosts.describe(reports), *said, ""]), flush=True)
+    return any(finding.blocks for finding in found)
 
 
 def _asked_for(arguments: argparse.Namespace) -> bool:

@@ -121,6 +121,11 @@ class BurstParallelismConfig(ParallelismConfig):
                 f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {world} were launched. Launch a "
                 "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
             )
+        if shards and self.dp_replicate_size == world > 1:
+            raise ConfigError(
+                f"dp_replicate_size={world} under FSDP2 gives each of {world} ranks a copy of the weights: FSDP2 has "
+                "nothing to shard. Launch without FSDP, or choose fewer copies, such as one a host."
+            )
         self._sizes[CP_DIM] = self.burst_size
         mesh = super().build_device_mesh(device_type)
         if self.shares_sequences:
