@@ -78,7 +78,8 @@ class GroupResources:
                 raise ConfigError(
                     f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
                 )
-            yield self._timed(PeerToPeer(self.group, device))
+            with self.group.messages():
+                yield self._timed(PeerToPeer(self.group, device))
             return
         self.check()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -88,7 +89,8 @@ class GroupResources:
             )
         pool.settle()
         try:
-            yield self._timed(Symmetric(pool))
+            with self.group.messages():
+                yield self._timed(Symmetric(pool))
         except BaseException as problem:  # also when the user interrupts
             pool.failure = repr(problem).splitlines()[0]
             raise

@@ -11,6 +11,7 @@ ORDER = [
         "cache",
         "config",
         "plan",
+        "watch",
         "mesh",
         "collectives",
         "layout",
@@ -23,6 +24,7 @@ ORDER = [
     *("resources", "attention", "recurrent", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
+    "watch": ["stack", "report", "channel", "__init__"],
     "plan": [
         *(
             "mask",

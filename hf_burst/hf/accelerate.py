@@ -109,14 +109,27 @@ class BurstParallelismConfig(ParallelismConfig):
             fsdp = AcceleratorState._shared_state.get("fsdp_plugin")
             dimension = "dp_shard" if fsdp is not None and fsdp.fsdp_version == 2 else "dp_replicate"
             self._set_size(dimension, world // self.burst_size)
+        self._agree(world, device_type)
+        self._sizes[CP_DIM] = self.burst_size
+        return super().build_device_mesh(device_type)
+
+    def _agree(self, world: int, device_type: str) -> None:
+        """Raises on all ranks if they would make different meshes, which they would wait for, or an impossible one."""
+        names = ("burst_size", "dp_replicate_size", "dp_shard_size")
+        facts, error = {name: getattr(self, name) for name in names}, None
         if self.total_size != world:
-            raise ConfigError(
+            error = ConfigError(
                 f"burst_size={self.burst_size} x dp_replicate_size={self.dp_replicate_size} x "
                 f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {world} were launched. Launch a "
                 "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
             )
-        self._sizes[CP_DIM] = self.burst_size
-        return super().build_device_mesh(device_type)
+        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
+        advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
+        device = (
+            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        )
+        doing = f"the making of a mesh of {sizes}"
+        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(names, advice), doing=doing)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
