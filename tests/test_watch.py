@@ -26,11 +26,11 @@ from tests.ranks import forked
 PATIENCE, INTERVAL = 1.0, 0.25  # seconds
 SOON = 45.0  # seconds in which an error has to come, on a busy machine; the time limit is far beyond
 LIMIT = 300.0
-SLOW = 12 * PATIENCE
+SLOW = 6 * PATIENCE
 
 
 class Said(logging.Handler):
-    """Sends what hf_burst logs."""
+    """Sends what hf_burst logs, one message after another."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__(logging.ERROR)
@@ -55,7 +55,7 @@ def live(rank: int, size: int, port: int, pipe: Connection, limit: float, scene:
 
 
 def play(scene: Callable[[int, int], Any], size: int = 2, limit: float = LIMIT) -> list[dict[str, Any]]:
-    """For each rank what it returned or raised, the last thing it said, and how its process ended."""
+    """For each rank what it returned or raised, what it said, and how its process ended."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = forked()
     pipes = [context.Pipe() for _ in range(size)]
@@ -76,7 +76,8 @@ def play(scene: Callable[[int, int], Any], size: int = 2, limit: float = LIMIT) 
             for pipe in ready:
                 try:
                     kind, what = pipe.recv()
-                    told[open_pipes[pipe]][kind] = what
+                    own = told[open_pipes[pipe]]
+                    own[kind] = own.get(kind, "") + what if kind == "said" else what
                 except EOFError:
                     open_pipes.pop(pipe)
         for process, own in zip(processes, told, strict=True):
@@ -218,7 +219,7 @@ def come_late(rank: int, size: int) -> None:
 
 
 def test_the_time_limit_is_named_and_what_to_raise() -> None:
-    waiting, _ = play(come_late, limit=5 * PATIENCE)
+    waiting, _ = play(come_late, limit=3 * PATIENCE)
     kind, text = waiting["raised"]
     assert kind is LostRankError
     assert "until the time limit" in text
@@ -306,7 +307,7 @@ def fail_in_a_kernel(rank: int, size: int) -> None:
         try:
             in_time(lambda: model(**batch))
         finally:
-            time.sleep(20 * PATIENCE if size > 2 else 3 * PATIENCE)  # its connections stay
+            time.sleep(12 * PATIENCE if size > 2 else 3 * PATIENCE)  # its connections stay
     in_time(lambda: model(**batch))
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import lru_cache
 from threading import Event, Thread, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -30,9 +31,10 @@ from .stack import stand_of
 logger = logging.getLogger(__name__)
 
 
-def group_key(name: str, members: Sequence[int]) -> str:
+@lru_cache(maxsize=64)
+def group_key(name: str, members: tuple[int, ...]) -> str:
     """A name of a process group that all ranks give it, and no other group of theirs."""
-    return f"{name}/{zlib.crc32(repr(tuple(members)).encode()):x}"
+    return f"{name}/{zlib.crc32(repr(members).encode()):x}"
 
 
 def _begun(group: Any) -> int:
@@ -64,7 +66,11 @@ class Watch:
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.world, self.rank = ref(world), dist.get_rank()
-        self.store = dist.PrefixStore("hf_burst", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore("hf_burst", store)  # type: ignore[attr-defined]
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        self.in_processes = hasattr(store, "port")  # or in files
         self.thread, self.pid = get_ident(), os.getpid()
         self.process = f"process {self.pid} on {socket.gethostname()}"
         self.call: _Call | None = None
@@ -74,6 +80,7 @@ class Watch:
         self.own: dict[str, int] = {}  # how many of the collectives that the backend counts hf_burst began
         self.broken: dict[str, str] = {}
         self.verdict: Verdict | None = None
+        self.farewell: Report | None = None  # of the process that holds the store, and takes it along
         self.heard, self.told = 0, False
         self.place = ""
         self.since, self.again = time.monotonic(), 0.0
@@ -102,9 +109,12 @@ class Watch:
         self.own[key] = self.own.get(key, 0) + 1
         self.call = _Call(key, members, number, doing)
         try:
-            with self.explained(members, doing):
-                yield self._wait
+            yield self._wait
             self.latest = doing
+        except RuntimeError as problem:
+            if lost(problem):
+                raise self.explain(problem, members, doing) from problem
+            raise
         finally:
             self.call = None
 
@@ -128,27 +138,18 @@ class Watch:
                 time.sleep(min(0.01, (time.monotonic() - began) / 50))
 
     @contextmanager
-    def explained(self, members: Sequence[int], doing: str) -> Iterator[None]:
-        """Turns errors of torch.distributed that tell of a lost rank into one that says which, and what to do."""
-        try:
-            yield
-        except RuntimeError as problem:
-            if not lost(problem):
-                raise
-            raise self.explain(problem, members, doing) from problem
-
-    @contextmanager
     def messaging(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Iterator[None]:
         """The messages of one attention. If they end in the middle, no rank is sure any more of what was sent: the
         others are told, and calls over these ranks are refused."""
         self.messages = key, _ = group_key(group.group_name, members), members
         before = _begun(group)
         try:
-            with self.explained(members, f"the attention after {self.latest}"):
-                yield
+            yield
         except BaseException as problem:  # also when the user interrupts
             self.broken.setdefault(key, repr(problem).splitlines()[0][:300])
-            self._within(self.interval, lambda: self._answer(self._ring()))
+            self._within(self.interval, self._tell)
+            if lost(problem):
+                raise self.explain(problem, members, f"the attention after {self.latest}") from problem
             raise
         finally:
             self.messages = None
@@ -158,6 +159,8 @@ class Watch:
         """The error that stands for one of torch.distributed."""
         reports: dict[int, Report] = {}
         reached = self._within(4 * self.interval, lambda: self._ask(members, reports))
+        if self.farewell is not None:
+            reports.setdefault(self.farewell.rank, self.farewell)
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
             return RankMismatchError(self.verdict.text)
         ended = [str(report) for report in reports.values() if report.gives_up("")]
@@ -171,7 +174,7 @@ class Watch:
             )
         if silent and reached:
             ended.insert(0, f"Nothing was heard of rank {', '.join(silent)}, which was probably killed.")
-        elif not reached:
+        elif silent and self.farewell is None:
             ended.insert(0, "The store of the job cannot be reached: the process that holds it, mostly rank 0, ended.")
         return LostRankError(
             f"Rank {self.rank} lost the connection to another rank in {doing}. {' '.join(ended)} Look for the first "
@@ -181,28 +184,29 @@ class Watch:
     def _run(self) -> None:
         """The thread: hears the bell, answers, and asks if the main thread waits."""
         while not self.stopped.wait(self.interval):
-            here = dist.is_initialized() and dist.group.WORLD is self.world()
             try:
-                if not here:
-                    self._answer(self._ring(), "has left its process group")
-                    return
-                self._turn()
+                if dist.is_initialized() and dist.group.WORLD is self.world():
+                    self._turn()
+                    continue
             except RuntimeError as problem:  # the store has gone with the process that holds it
                 logger.debug("hf_burst no longer hears of the other ranks: %s", problem)
-                return
+            self.stopped.set()
 
     def _turn(self) -> None:
-        bell = self._rung()
-        if bell != self.heard:
-            self._answer(bell)
-        report, now = self._report(bell), time.monotonic()
+        if self.farewell is None:
+            self._answer(self._rung())
+        report, now = self._report(self.heard), time.monotonic()
         if report.state != self.place:
             self.place, self.since, self.again = report.state, now, now + self.patience
             self.told, self.suspected = False, []
         if report.kind and self.verdict is not None and self.verdict.states.get(str(self.rank)) == report.state:
             self._free(report)
-        elif report.kind and now >= self.again and (bell or report.kind == "agree"):
+        elif not report.kind or now < self.again:
+            return
+        elif self.farewell is None:
             self._look(now)
+        elif self.farewell.rank in report.members and report.needs(self.farewell):
+            self.verdict = Verdict.of([report, self.farewell])
 
     def _look(self, now: float) -> None:
         """Asks the others, and decides when it has seen the same proof twice."""
@@ -237,7 +241,7 @@ class Watch:
     def _decide(self, verdict: Verdict, own: Report) -> None:
         """Tells all ranks before this one raises, since its end may take connections and the store along."""
         self.store.compare_set("verdict", "", json.dumps(asdict(verdict)))
-        self._answer(self._ring())
+        self._tell()
         if own.kind == "agree":
             time.sleep(2 * self.interval)
         self.verdict = self.verdict or verdict
@@ -288,9 +292,18 @@ class Watch:
         self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(bell, ended))))
         if self.verdict is None and self.store.check(["verdict"]):
             self.verdict = Verdict(**json.loads(self.store.get("verdict")))
+        if self.store.check(["closed by"]):
+            self.farewell = self._read(int(self.store.get("closed by")))
+
+    def _tell(self, ended: str = "") -> None:
+        """Posts where this rank stands, and makes the others look."""
+        if self.farewell is None:
+            self._answer(self._ring(), ended)
 
     def _ask(self, members: Sequence[int], reports: dict[int, Report]) -> None:
         """Collects what these ranks answer within some seconds."""
+        if self.farewell is not None:
+            return
         bell, last = self._ring(), time.monotonic() + 3 * self.interval
         while time.monotonic() < last and len(reports) < len(members):
             self._answer(self._rung())
@@ -331,12 +344,23 @@ class Watch:
         if os.getpid() != self.pid or self.stopped.is_set():
             return
         self.stopped.set()
+        if not dist.is_initialized():
+            return  # and the store may be gone as well
         problem = getattr(sys, "last_value", None)
         if isinstance(problem, RuntimeError) and lost(problem):
-            everyone = range(dist.get_world_size()) if dist.is_initialized() else ()
+            everyone = range(dist.get_world_size())
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
         ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended without an error"
-        self._within(2 * self.interval, lambda: self._answer(self._ring(), ended))
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not self.in_processes
+        closes = self.rank == 0 and not by_agent
+
+        def tell() -> None:
+            if closes:
+                self.store.set("closed by", str(self.rank))
+            self._tell(ended)
+
+        if self._within(2 * self.interval, tell) and closes:
+            time.sleep(1.5 * self.interval)  # until the others know, whom torch would show a trace for each question
 
 
 def lost(problem: BaseException) -> bool:
