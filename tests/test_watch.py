@@ -3,11 +3,14 @@
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -208,6 +211,38 @@ def test_a_rank_that_ended_is_named(scene: Callable[[int, int], None], said: str
     assert "forward pass 2" in text or kind is RankMismatchError
     assert "Connection" not in text
     assert "torchrun --max-restarts" in text
+
+
+SCRIPT = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from hf_burst import ContextGroup
+from hf_burst.watch import Watch
+Watch.interval = 0.2
+dist.init_process_group("gloo")
+ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"), doing="the first pass")
+if dist.get_rank() == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path) -> None:
+    """Each rank is a script of its own, as on a cluster, whose errors nobody catches."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(2):
+        joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "RANK": str(rank)}
+        joined |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        environment = {**os.environ, **joined, "PYTHONPATH": str(Path(__file__).parents[1])}
+        command = [sys.executable, str(tmp_path / "script.py")]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    survivor, killed = (process.communicate(timeout=2 * SOON)[1] for process in processes)
+    assert [process.returncode for process in processes] == [1, -signal.SIGKILL], killed
+    assert "rank 0 lost another rank in a message of torch.distributed" in survivor
+    assert "Nothing was heard of rank 1, which was probably killed." in survivor
+    assert "torchrun --max-restarts" in survivor
 
 
 def come_late(rank: int, size: int) -> None:

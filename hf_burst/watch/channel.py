@@ -39,7 +39,10 @@ def group_key(name: str, members: tuple[int, ...]) -> str:
 
 def _begun(group: Any) -> int:
     """How many collectives of a process group this rank has begun; of gloo, messages between two ranks as well."""
-    return int(group._get_sequence_number_for_group())
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:  # a backend that does not count
+        return 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class Watch:
                 work.wait()
                 return
             else:
-                time.sleep(min(0.01, (time.monotonic() - began) / 50))
+                time.sleep(min(0.0005, (time.monotonic() - began) / 200))  # beside a GPU that is busy
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Iterator[None]:
@@ -156,7 +159,9 @@ class Watch:
             self.own[key] = self.own.get(key, 0) + _begun(group) - before
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
-        """The error that stands for one of torch.distributed."""
+        """The error that stands for one of torch.distributed, after what the others answer within some seconds."""
+        at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
+        logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
         reports: dict[int, Report] = {}
         reached = self._within(4 * self.interval, lambda: self._ask(members, reports))
         if self.farewell is not None:
