@@ -24,7 +24,11 @@ class BatchError(BurstError):
 
 
 class RankMismatchError(BurstError):
-    """The ranks of one group hold inputs that do not belong together."""
+    """The ranks of one group hold inputs that do not belong together, or wait for each other in different places."""
+
+
+class LostRankError(BurstError, RuntimeError):
+    """A rank of the group ended, or did not come within the time limit: this one cannot go on."""
 
 
 class KernelError(BurstError):

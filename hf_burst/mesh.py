@@ -3,7 +3,8 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigError, RankMismatchError
+from .watch import watch_of_process
 
 CP_DIM = "cp"
 _SAME_BATCHES = (
@@ -136,10 +138,12 @@ class ContextGroup:
         tally: int = 0,
         checksums: Mapping[str, Tensor] | None = None,
         advice: Mapping[str, str] | None = None,
+        doing: str = "a comparison of what ranks hold",
     ) -> int:
         """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
 
-        Every rank calls it at the same time: one small all-gather. Facts are only exchanged where something differs.
+        Every rank calls it at the same time: one small all-gather. Facts are only exchanged where something differs. A
+        rank that calls something else meanwhile is found out by the [`Watch`].
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
@@ -149,10 +153,13 @@ class ContextGroup:
             checksums (mapping from `str` to scalar `torch.LongTensor`, *optional*): Numbers that must be equal on all
                 ranks, on any device. The host reads them only where something differs.
             advice (mapping from `str` to `str`, *optional*): What to do if a fact or a checksum of this name differs.
+            doing (`str`, *optional*): What the ranks are about to do, for errors of other ranks.
 
         Raises:
-            ConfigError: If the process group has come to an end, or was made anew with other ranks.
-            RankMismatchError: If another rank met an error, or the facts differ.
+            ConfigError: If the process group has come to an end, or was made anew with other ranks, or if an attention
+                over it ended in the middle before.
+            RankMismatchError: If another rank met an error, the facts differ, or ranks wait in different places.
+            LostRankError: If another rank ended, or did not come within the time limit.
         """
         if self.size == 1:
             if error is not None:
@@ -166,17 +173,27 @@ class ContextGroup:
         for name, checksum in (checksums or {}).items():
             mine[3] += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
         every = [torch.empty_like(mine) for _ in range(process_group.size())]
-        dist.all_gather(every, mine, group=process_group)
-        digests, flags, tallies, contents = torch.stack(every).cpu().unbind(1)
-        if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
-            return int(tallies.sum())
-        reports: list[Any] = [None] * process_group.size()
-        facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
-        report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
-        dist.all_gather_object(reports, report, group=process_group)
+        with watch_of_process().calling(self.name, tuple(dist.get_process_group_ranks(process_group)), doing) as wait:
+            wait(dist.all_gather(every, mine, group=process_group, async_op=True), device.type == "cpu")
+            digests, flags, tallies, contents = torch.stack(every).cpu().unbind(1)
+            if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
+                return int(tallies.sum())
+            reports: list[Any] = [None] * process_group.size()
+            facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
+            report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
+            dist.all_gather_object(reports, report | {"doing": doing}, group=process_group)
         if error is not None:
             raise error
         raise _mismatch(reports, advice or {})
+
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """The messages of one attention: a failure in their middle is noted down, and lost ranks are named."""
+        if self.size == 1:
+            yield
+            return
+        with watch_of_process().messaging(self.process_group, self.members):
+            yield
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
         """Why this is not the process group of this object any more, although it has its name."""
@@ -202,6 +219,10 @@ def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -
     ]
     values = [", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts)) for name in names]
     different = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    if len({report["doing"] for report in reports}) > 1:
+        different = (
+            "; ".join(f"rank {rank}: {report['doing']}" for rank, report in enumerate(reports)) + f". {different}"
+        )
     sentences = [advice.get(name, _SAME_BATCHES) for name in names]
     return RankMismatchError(
         f"The ranks that share a sequence are about to compute different things. {different}. "

@@ -111,11 +111,17 @@ class GroupResources:
                 in the middle; or if the caller records a CUDA graph, which would not take part in the turns in which
                 ranks publish.
         """
+        inside, far = self, None
         if near_ranks not in (None, self.group.size):
             near, far = self.levels(device, near_ranks)
-            with resources_of(near).messages(device, transport) as inside:
-                yield Exchanges(self._timed(inside.near), self._timed(PeerToPeer(far, device)))
-            return
+            inside = resources_of(near)
+        with inside._exchange(device, transport) as exchange, self.group.messages():
+            exchange = self._timed(exchange)
+            yield Exchanges(exchange, exchange if far is None else self._timed(PeerToPeer(far, device)))
+
+    @contextmanager
+    def _exchange(self, device: torch.device, transport: str) -> Iterator[Exchange]:
+        """The messages among the ranks of this group."""
         direct = self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda")
         pool = "" if direct else self.pool(device)
         if isinstance(pool, str):
@@ -123,8 +129,7 @@ class GroupResources:
                 raise ConfigError(
                     f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
                 )
-            exchange = self._timed(PeerToPeer(self.group, device))
-            yield Exchanges(exchange, exchange)
+            yield PeerToPeer(self.group, device)
             return
         self.check()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -134,8 +139,7 @@ class GroupResources:
             )
         pool.settle()
         try:
-            exchange = self._timed(Symmetric(pool))
-            yield Exchanges(exchange, exchange)
+            yield Symmetric(pool)
         except BaseException as problem:  # also when the user interrupts
             pool.failure = repr(problem).splitlines()[0]
             raise

@@ -12,6 +12,7 @@ ORDER = [
         "host",
         "config",
         "plan",
+        "watch",
         "mesh",
         "collectives",
         "layout",
@@ -24,6 +25,7 @@ ORDER = [
     *("resources", "attention", "recurrent", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
+    "watch": ["stack", "report", "channel", "__init__"],
     "plan": [
         *(
             "mask",

@@ -61,7 +61,7 @@ def burst_attention(
     except Exception as problem:  # whatever it is, the other ranks must not wait for this one
         error = problem
     if check:
-        request.group.agree(facts, error, _device_of(q, request.group))
+        request.group.agree(facts, error, _device_of(q, request.group), doing="burst_attention")
         machine_of_group(request, q.device)
     elif error is not None:
         raise error

@@ -115,22 +115,35 @@ class BurstParallelismConfig(ParallelismConfig):
         given = self.burst_size * self.dp_replicate_size
         if (shards or self.dp_replicate_size == 1) and self.dp_shard_size == 1 and world % given == 0:
             self._set_size("dp_shard" if shards else "dp_replicate", world // given)
-        if self.total_size != world:
-            raise ConfigError(
-                f"burst_size={self.burst_size} x dp_replicate_size={self.dp_replicate_size} x "
-                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {world} were launched. Launch a "
-                "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
-            )
-        if shards and self.dp_replicate_size == world > 1:
-            raise ConfigError(
-                f"dp_replicate_size={world} under FSDP2 gives each of {world} ranks a copy of the weights: FSDP2 has "
-                "nothing to shard. Launch without FSDP, or choose fewer copies, such as one a host."
-            )
+        self._agree(world, device_type, shards)
         self._sizes[CP_DIM] = self.burst_size
         mesh = super().build_device_mesh(device_type)
         if self.shares_sequences:
             _warn_of_places(world, self.burst_size)
         return mesh
+
+    def _agree(self, world: int, device_type: str, shards: bool) -> None:
+        """Raises on all ranks if they would make different meshes, which they would wait for, or an impossible one."""
+        names = ("burst_size", "dp_replicate_size", "dp_shard_size")
+        facts, error = {name: getattr(self, name) for name in names}, None
+        if self.total_size != world:
+            error = ConfigError(
+                f"burst_size={self.burst_size} x dp_replicate_size={self.dp_replicate_size} x "
+                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {world} were launched. Launch a "
+                "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
+            )
+        elif shards and self.dp_replicate_size == world > 1:
+            error = ConfigError(
+                f"dp_replicate_size={world} under FSDP2 gives each of {world} ranks a copy of the weights: FSDP2 has "
+                "nothing to shard. Launch without FSDP, or choose fewer copies, such as one a host."
+            )
+        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
+        advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
+        device = (
+            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        )
+        doing = f"the making of a mesh of {sizes}"
+        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(names, advice), doing=doing)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""

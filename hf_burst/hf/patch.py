@@ -6,6 +6,7 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 
 import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,10 @@ from .support import base_model, check_adapters, check_model, verdict_on
 from .task import task_of
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
+_COMPILED = (
+    "Compile the model on all ranks or on none (torch_compile, torch.compile), or name a schedule, "
+    "such as BurstConfig(schedule='kv_ring')."
+)
 
 
 def patch_model(
@@ -159,6 +164,19 @@ def _generates(model: PreTrainedModel, batch: Mapping[str, Any]) -> bool:
     return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
 
 
+def _compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` runs this pass, or one of the modules in it."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper":  # of torch._dynamo, by whatever was compiled
+            return True
+        frame = frame.f_back
+    return any(
+        module._compiled_call_impl is not None or "_orig_mod" in module._modules  # by its method, or by the function
+        for module in model.modules()
+    )
+
+
 class _Patch:
     """What patching added to one model: a list of parts, and the three hooks of the model that run it."""
 
@@ -172,6 +190,7 @@ class _Patch:
         self.handles: list[RemovableHandle] = []
         self.explicit = False  # whether the latest batch arrived sharded
         self.run: ForwardPass | None = None  # the pass under way
+        self.passes = 0  # that came so far
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:
@@ -206,22 +225,27 @@ class _Patch:
             error = problem
         if self.task.generates and _generates(module, batch):
             return (), batch
+        self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
         run.facts["served by"] = self.verdict
-        self.meet(run, error)
+        if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
+            run.facts["compiled"], run.advice["compiled"] = _compiled(module), _COMPILED
+        mode = "training" if module.training else "evaluation"
+        doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
+        self.meet(run, error, doing)
         try:
             check_joined()
             for part in self.parts if error is None else ():
                 part.prepare(run)
         except Exception as problem:
             error = problem
-        run.tokens = run.group.agree(run.facts, error, run.device, run.labels, run.checksums, run.advice)
+        run.tokens = run.group.agree(run.facts, error, run.device, run.labels, run.checksums, run.advice, doing)
         self.run, self.explicit = run, run.explicit
         for part in self.parts:
             part.begin(run)
         return (), {**run.inputs, CALL_KEY: run.call}
 
-    def meet(self, run: ForwardPass, error: Exception | None) -> None:
+    def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
         """At the first pass over a group its ranks agree on their machine, for which batches of some models are cut.
         All of them have come so far, or none goes on."""
         if run.group.size == 1:
@@ -229,7 +253,7 @@ class _Patch:
         resources = resources_of(run.group)
         if not resources.knows(run.device, self.config.kernel):
             facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
-            run.group.agree(facts, error, run.device)
+            run.group.agree(facts, error, run.device, doing=doing)
         machine = resources.machine(run.device, self.config.kernel, self.config.ranks_per_host)
         run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
 

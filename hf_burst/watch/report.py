@@ -1,0 +1,132 @@
+"""What ranks tell each other, and the proof that some of them wait for ever: values only, without processes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+START_ANEW = (
+    "Start the job anew: torchrun --max-restarts does so by itself, and resume_from_checkpoint=True goes on from the "
+    "last checkpoint."
+)
+_TOGETHER = (
+    "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
+    "or print on one (docs/faq.md, 'It hangs')."
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank tells the others.
+
+    Args:
+        rank (`int`): Its number in the job.
+        bell (`int`): How often the bell had been rung by then.
+        process (`str`): Its process and host.
+        latest (`str`): The last call of hf_burst that it came through.
+        line (`str`): The line of the user's code that its main thread runs.
+        kind (`str`): What holds the main thread up: `"agree"`, another `"collective"`, `"messages"` of an attention;
+            empty if it runs.
+        doing (`str`): The same in words.
+        group (`str`), members (`tuple[int, ...]`): The ranks that take part in it.
+        number (`int`): Which one of the group it is.
+        agreed, begun (`dict[str, int]`): For each group, the calls of `agree` and the collectives that it has begun.
+        broken (`dict[str, str]`): The groups over which an attention ended in the middle, and by what.
+        ended (`str`): How the process ended, if it did.
+    """
+
+    rank: int
+    bell: int
+    process: str
+    latest: str
+    line: str = ""
+    kind: Literal["", "agree", "collective", "messages"] = ""
+    doing: str = ""
+    group: str = ""
+    members: Sequence[int] = ()
+    number: int = 0
+    agreed: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    ended: str = ""
+
+    def needs(self, other: "Report") -> bool:
+        """Whether this rank waits for something that the other one has not begun."""
+        if self.kind == "agree":
+            return other.agreed.get(self.group, 0) < self.number
+        if self.kind == "collective":
+            return other.begun.get(self.group, self.number) < self.number
+        return self.kind == "messages" and self.group in other.broken
+
+    def gives_up(self, group: str) -> bool:
+        """Whether this rank will never again take part in a group."""
+        return bool(self.ended) or group in self.broken
+
+    @property
+    def state(self) -> str:
+        """What stays the same while the rank is held up."""
+        return f"{self.kind} {self.number} of {self.group}, {self.line} {self.ended}"
+
+    def __str__(self) -> str:
+        if self.ended:
+            return f"Rank {self.rank} {self.ended} after {self.latest}."
+        if self.broken:
+            return (
+                f"Rank {self.rank} cannot go on: an attention ended in the middle ({next(iter(self.broken.values()))})."
+            )
+        where = f" ({self.line})" if self.line else ""
+        return f"Rank {self.rank} {'waits in' if self.kind else 'runs'} {self.doing or 'its own code'}{where}."
+
+
+def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
+    """The ranks by which `rank` waits for ever: a chain to a rank that has ended, or into a circle. Empty if there is
+    no proof of one.
+
+    Args:
+        rank (`int`): Where the chain begins.
+        read (`Callable`): The report of a rank, `None` if it has not answered.
+    """
+    seen: set[int] = set()
+
+    def follow(report: Report, path: list[Report]) -> list[Report]:
+        path = [*path, report]
+        seen.add(report.rank)
+        for number in report.members:
+            other = None if number == report.rank else read(number)
+            if other is None or not report.needs(other):
+                continue
+            if other.gives_up(report.group):
+                return [*path, other]
+            if any(other.rank == earlier.rank for earlier in path):
+                return path
+            found = follow(other, path) if other.rank not in seen else []
+            if found:
+                return found
+        return []
+
+    own = read(rank)
+    return [] if own is None else follow(own, [])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was proved: the sentence, and where the ranks stood that it names."""
+
+    text: str
+    states: dict[str, str]  # by rank, see [`Report.state`]
+
+    @classmethod
+    def of(cls, found: Sequence[Report]) -> "Verdict":
+        """That of ranks that are [`stuck`]."""
+        *_, last = found
+        if last.broken and not last.ended:
+            what, advice = "A rank cannot go on, and others wait for it.", "Take smaller batches if memory was short."
+        elif last.ended:
+            what, advice = "A rank has ended, and others wait for it.", _TOGETHER
+        else:
+            what, advice = "Ranks wait for each other in different places, and none would ever go on.", _TOGETHER
+        text = " ".join([what, *map(str, found), advice, START_ANEW])
+        return cls(text, {str(report.rank): report.state for report in found})
+
+    def concerns(self, members: Sequence[int]) -> bool:
+        """Whether one of these ranks is named, so that nothing over them will come to an end."""
+        return any(str(rank) in self.states for rank in members)

@@ -1,0 +1,55 @@
+"""Where another thread of this process stands: the user's line, and the collective that holds it up."""
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+}
+_LIBRARIES = (f"{Path(__file__).parents[1]}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a thread stands.
+
+    Args:
+        line (`str`): The innermost line that is neither of an installed package nor of Python's own, as
+            `"train.py:41, in main"`.
+        doing (`str`): The collective of torch.distributed that it has called; empty if it stands in none.
+        group (`str`): The name of the process group of the collective.
+    """
+
+    line: str = ""
+    doing: str = ""
+    group: str = ""
+
+
+def stand_of(thread: int) -> Stand:
+    """Where a thread stands now.
+
+    Args:
+        thread (`int`): As `threading.get_ident` names it.
+    """
+    frame: FrameType | None = sys._current_frames().get(thread)
+    line = doing = group = ""
+    inside = True  # only calls of torch.distributed lie further in
+    while frame is not None and not line:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if inside and path.endswith(("distributed/distributed_c10d.py", "distributed/c10d_logger.py")):
+            if name in _COLLECTIVES:  # an outer one may be made of others
+                over = frame.f_locals.get("group") or dist.group.WORLD
+                doing, group = f"torch.distributed.{name}", getattr(over, "group_name", "")
+        else:
+            inside = False
+            if not path.startswith(_LIBRARIES):
+                line = f"{Path(path).name}:{frame.f_lineno}, in {name}"
+        frame = frame.f_back
+    return Stand(line, doing, group)

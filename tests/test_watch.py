@@ -1,0 +1,409 @@
+"""Ranks that do different things end by an error within seconds, and by a sentence of ours; slow ranks never do."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_burst
+from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
+from hf_burst.hf.accelerate import SIZE_VARIABLE
+from hf_burst.kernels.cpu_flash import CpuFlashKernel
+from hf_burst.watch import Report, Verdict, Watch, stuck
+from tests import models
+from tests.ranks import forked
+
+PATIENCE, INTERVAL = 1.0, 0.25  # seconds
+SOON = 45.0  # seconds in which an error has to come, on a busy machine; the time limit is far beyond
+LIMIT = 300.0
+SLOW = 6 * PATIENCE
+
+
+class Said(logging.Handler):
+    """Sends what hf_burst logs, one message after another."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(logging.ERROR)
+        self.pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.pipe.send(("said", record.getMessage()))
+
+
+def live(rank: int, size: int, port: int, pipe: Connection, limit: float, scene: Callable[[int, int], Any]) -> None:
+    """One rank of a scene: sends what it returned or raised, and what hf_burst said before."""
+    torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    Watch.patience, Watch.interval, Watch.grace = PATIENCE, INTERVAL, 4 * PATIENCE
+    logging.getLogger("hf_burst").addHandler(Said(pipe))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
+    try:
+        pipe.send(("returned", scene(rank, size)))
+    except Exception as problem:
+        pipe.send(("raised", (type(problem), str(problem))))
+
+
+def play(scene: Callable[[int, int], Any], size: int = 2, limit: float = LIMIT) -> list[dict[str, Any]]:
+    """For each rank what it returned or raised, what it said, and how its process ended."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = forked()
+    pipes = [context.Pipe() for _ in range(size)]
+    processes = [
+        context.Process(target=live, args=(rank, size, store.port, pipes[rank][1], limit, scene))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for _, there in pipes:
+        there.close()
+    told: list[dict[str, Any]] = [{} for _ in range(size)]
+    open_pipes, last = {here: rank for rank, (here, _) in enumerate(pipes)}, time.monotonic() + 2 * SOON
+    try:
+        while open_pipes:
+            ready: Sequence[Any] = wait(open_pipes, max(0.0, last - time.monotonic()))
+            assert ready, f"ranks {list(open_pipes.values())} hang; so far {told}"
+            for pipe in ready:
+                try:
+                    kind, what = pipe.recv()
+                    own = told[open_pipes[pipe]]
+                    own[kind] = own.get(kind, "") + what if kind == "said" else what
+                except EOFError:
+                    open_pipes.pop(pipe)
+        for process, own in zip(processes, told, strict=True):
+            process.join(SOON)
+            own["exit"] = process.exitcode
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return told
+
+
+def patched(**settings: Any) -> tuple[Any, dict[str, Any]]:
+    """A patched model that is trained, and its batch."""
+    settings = {"kernel": "reference", "schedule": "kv_ring"} | settings
+    model = models.make_model("llama").train()
+    models.patch(model, hf_burst.BurstConfig(**settings))
+    return model, models.make_batch("plain")
+
+
+def in_time(call: Callable[[], Any]) -> None:
+    """Calls, and notices an error that comes too late."""
+    began = time.monotonic()
+    try:
+        call()
+    finally:
+        assert time.monotonic() - began < SOON
+
+
+def wait_for_all_alone(rank: int, size: int) -> None:
+    model, batch = patched()
+    model(**batch)
+    if rank:
+        in_time(dist.barrier)
+    in_time(lambda: model.eval()(**batch))
+
+
+def reduce_alone(rank: int, size: int) -> None:
+    model, batch = patched()
+    model(**batch).loss.backward()
+    if rank:
+        in_time(lambda: dist.all_reduce(torch.ones(2)))
+    in_time(lambda: model(**batch))
+
+
+@pytest.mark.parametrize(
+    ("scene", "mode", "other"),
+    [(wait_for_all_alone, "evaluation", "barrier"), (reduce_alone, "training", "all_reduce")],
+)
+def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], mode: str, other: str) -> None:
+    model, elsewhere = play(scene)
+    kind, text = model["raised"]
+    assert kind is RankMismatchError
+    for message in (text, elsewhere["said"]):
+        assert f"Rank 0 waits in forward pass 2 of LlamaForCausalLM in {mode} (test_watch.py:" in message
+        assert f"Rank 1 waits in torch.distributed.{other} (test_watch.py:" in message
+        assert f", in {scene.__name__})" in message or ", in in_time)" in message
+    assert "raised" in elsewhere or elsewhere["exit"] == 1
+
+
+def be_slow(rank: int, size: int) -> float:
+    model, batch = patched()
+    model(**batch)
+    if rank:
+        time.sleep(SLOW)
+    return float(model(**batch).loss.detach())
+
+
+def test_a_slow_rank_is_waited_for() -> None:
+    first, second = play(be_slow)
+    assert first["returned"] == pytest.approx(second["returned"])
+    assert "said" not in first
+
+
+def save_on_one(rank: int, size: int) -> str:
+    """Rank 1 is slow; the others wait for it in a collective and in a pass, of groups that lie across."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    if rank == 1:
+        time.sleep(SLOW)
+    if rank < 2:
+        hf_burst.ContextGroup.from_mesh(pairs[0]).agree({}, None, torch.device("cpu"))
+    if rank > 0:
+        dist.barrier(pairs[1])
+    return "done"
+
+
+def test_who_waits_in_another_collective_for_a_slow_rank_is_left_alone() -> None:
+    for told in play(save_on_one, size=3):
+        assert told["returned"] == "done"
+        assert "said" not in told
+
+
+def end_early(rank: int, size: int) -> None:
+    model, batch = patched()
+    for _ in range(2 - rank):
+        in_time(lambda: model(**batch).loss.backward())
+
+
+def fail_early(rank: int, size: int) -> None:
+    model, batch = patched()
+    model(**batch)
+    if rank:
+        raise OSError("no space left")
+    in_time(lambda: model(**batch))
+
+
+def die(rank: int, size: int) -> None:
+    model, batch = patched()
+    model(**batch)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    in_time(lambda: model(**batch))
+
+
+@pytest.mark.parametrize(
+    ("scene", "said"),
+    [
+        (fail_early, "Rank 1 ended"),
+        (end_early, "Rank 1 ended without an error after forward pass 1 of LlamaForCausalLM in training"),
+        (die, "Nothing was heard of rank 1"),
+    ],
+)
+def test_a_rank_that_ended_is_named(scene: Callable[[int, int], None], said: str) -> None:
+    survivor, _ = play(scene)
+    kind, text = survivor["raised"]
+    assert kind in (LostRankError, RankMismatchError)
+    assert said in text
+    assert "forward pass 2" in text or kind is RankMismatchError
+    assert "Connection" not in text
+    assert "torchrun --max-restarts" in text
+
+
+SCRIPT = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from hf_burst import ContextGroup
+from hf_burst.watch import Watch
+Watch.interval = 0.2
+dist.init_process_group("gloo")
+ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"), doing="the first pass")
+if dist.get_rank() == 1:
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path) -> None:
+    """Each rank is a script of its own, as on a cluster, whose errors nobody catches."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(2):
+        joined = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "RANK": str(rank)}
+        joined |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        environment = {**os.environ, **joined, "PYTHONPATH": str(Path(__file__).parents[1])}
+        command = [sys.executable, str(tmp_path / "script.py")]
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    survivor, killed = (process.communicate(timeout=2 * SOON)[1] for process in processes)
+    assert [process.returncode for process in processes] == [1, -signal.SIGKILL], killed
+    assert "rank 0 lost another rank in a message of torch.distributed" in survivor
+    assert "Nothing was heard of rank 1, which was probably killed." in survivor
+    assert "torchrun --max-restarts" in survivor
+
+
+def come_late(rank: int, size: int) -> None:
+    model, batch = patched()
+    model(**batch)
+    if rank:
+        time.sleep(SLOW)
+    model(**batch)
+
+
+def test_the_time_limit_is_named_and_what_to_raise() -> None:
+    waiting, _ = play(come_late, limit=3 * PATIENCE)
+    kind, text = waiting["raised"]
+    assert kind is LostRankError
+    assert "until the time limit" in text
+    assert "Rank 1 runs its own code (test_watch.py:" in text
+    assert "ddp_timeout" in text
+
+
+def lay_meshes(rank: int, size: int) -> None:
+    in_time(lambda: hf_burst.BurstParallelismConfig(burst_size=1 + rank).build_device_mesh("cpu"))
+
+
+def lay_meshes_by_the_environment(rank: int, size: int) -> None:
+    os.environ[SIZE_VARIABLE] = str(1 + rank)
+    in_time(lambda: hf_burst.BurstParallelismConfig.from_env().build_device_mesh("cpu"))
+
+
+@pytest.mark.parametrize("scene", [lay_meshes, lay_meshes_by_the_environment])
+def test_sizes_that_differ_between_nodes(scene: Callable[[int, int], None]) -> None:
+    for told in play(scene):
+        kind, text = told["raised"]
+        assert kind is RankMismatchError
+        assert "burst_size: rank 0 has 1, rank 1 has 2" in text
+        assert SIZE_VARIABLE in text
+
+
+def lay_an_impossible_mesh(rank: int, size: int) -> None:
+    in_time(lambda: hf_burst.BurstParallelismConfig(burst_size=2 + rank).build_device_mesh("cpu"))
+
+
+def test_an_impossible_size_on_one_node_is_told_on_all() -> None:
+    first, second = play(lay_an_impossible_mesh)
+    assert first["raised"][0] is RankMismatchError
+    assert second["raised"][0] is ConfigError
+    assert all("burst_size=3" in told["raised"][1] for told in (first, second))
+
+
+def compile_on_one(rank: int, size: int) -> list[str]:
+    texts = []
+    for compiler in (lambda model: torch.compile(model, backend="eager"), compile_itself, compile_a_layer):
+        model, batch = patched(schedule="auto")
+        called = compiler(model) if rank else model
+        with pytest.raises(RankMismatchError) as problem:
+            called(**batch)
+        texts.append(str(problem.value))
+    return texts
+
+
+def compile_itself(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_a_layer(model: Any) -> Any:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    return model
+
+
+def test_ranks_that_compile_and_ranks_that_do_not() -> None:
+    for told in play(compile_on_one):
+        assert len(told["returned"]) == 3
+        for text in told["returned"]:
+            assert "compiled: rank 0 has False, rank 1 has True" in text
+            assert "Compile the model on all ranks or on none" in text
+
+
+def failing_kernel() -> Any:
+    """The kernel of CPUs, whose second tile fails."""
+    forward, calls = CpuFlashKernel.forward_piece, iter(range(1))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) is None:
+            raise MemoryError("a kernel ran out of memory")
+        return forward(*args, **kwargs)
+
+    return mock.patch.object(CpuFlashKernel, "forward_piece", fail)
+
+
+def fail_in_a_kernel(rank: int, size: int) -> None:
+    """The kernel fails on all ranks, or on the last of three alone, and the loop goes on."""
+    model, batch = patched(kernel="cpu_flash")
+    model(**batch).loss.backward()
+    if size == 2 or rank == size - 1:
+        with failing_kernel(), pytest.raises(MemoryError):
+            model(**batch)
+        try:
+            in_time(lambda: model(**batch))
+        finally:
+            time.sleep(12 * PATIENCE if size > 2 else 3 * PATIENCE)  # its connections stay
+    in_time(lambda: model(**batch))
+
+
+def test_a_kernel_that_failed_on_all_ranks_and_was_caught() -> None:
+    for told in play(fail_in_a_kernel):
+        kind, text = told["raised"]
+        assert kind is ConfigError
+        assert "ended in the middle (MemoryError" in text
+        assert "anew" in text
+
+
+def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
+    *others, own = play(fail_in_a_kernel, size=3)
+    assert own["raised"][0] is ConfigError
+    for told in others:
+        text = told["raised"][1] if "raised" in told else told["said"]
+        assert "Rank 2 cannot go on: an attention ended in the middle (MemoryError" in text
+        assert told.get("exit") == 1 or "raised" in told
+
+
+def report(rank: int, kind: Any = "", group: str = "", members: Sequence[int] = (), **facts: Any) -> Report:
+    return Report(rank, 1, "here", "its start", kind=kind, group=group, members=members, **facts)
+
+
+def chain(*reports: Report) -> list[int]:
+    """The ranks by which rank 0 is stuck."""
+    return [found.rank for found in stuck(0, {own.rank: own for own in reports}.get)]
+
+
+def test_a_circle_over_several_groups_is_found() -> None:
+    """Two groups that share sequences, two that average gradients: ranks 0 and 3 have skipped a batch."""
+    agree = {"kind": "agree", "number": 2}
+    average = {"kind": "collective", "number": 1}
+    circle = [
+        report(0, group="data 0", members=(0, 2), agreed={"cp 0": 1}, begun={"data 0": 1}, **average),
+        report(1, group="cp 0", members=(0, 1), agreed={"cp 0": 2}, begun={"data 1": 0}, **agree),
+        report(2, group="cp 1", members=(2, 3), agreed={"cp 1": 2}, begun={"data 0": 0}, **agree),
+        report(3, group="data 1", members=(1, 3), agreed={"cp 1": 1}, begun={"data 1": 1}, **average),
+    ]
+    assert chain(*circle) == [0, 2, 3, 1]
+    for slow in circle[1:]:
+        assert not chain(*(replace(own, kind="") if own is slow else own for own in circle))
+        assert not chain(*(own for own in circle if own is not slow))
+
+
+def test_a_rank_that_receives_for_long_is_not_stuck() -> None:
+    """The source of a broadcast has gone on, and waits in the next pass."""
+    source = report(0, "agree", "cp", (0, 1), number=2, agreed={"cp": 2}, begun={"cp": 5})
+    target = report(1, "collective", "cp", (0, 1), number=5, agreed={"cp": 1}, begun={"cp": 5})
+    assert not chain(source, target)
+    assert chain(replace(source, begun={"cp": 4}), target) == [0, 1]
+
+
+def test_a_rank_that_ended_or_failed_is_waited_for_by_nobody() -> None:
+    waiting = report(0, "agree", "cp", (0, 1), number=2, agreed={"cp": 2})
+    assert not chain(waiting, report(1, agreed={"cp": 1}))
+    ended = report(1, agreed={"cp": 1}, ended="ended by OSError()")
+    assert chain(waiting, ended) == [0, 1]
+    assert "Rank 1 ended by OSError() after its start." in Verdict.of([waiting, ended]).text
+    assert not chain(waiting, replace(ended, agreed={"cp": 2})), "it came before it ended"
+    receiving = report(0, "messages", "cp", (0, 1), number=1)
+    assert chain(receiving, report(1, broken={"cp": "MemoryError()"})) == [0, 1]
+    assert not chain(receiving, report(1, broken={"another": "MemoryError()"}))
+    assert not chain(receiving, report(1, "agree", "cp", (0, 1), number=2, agreed={"cp": 2}))
