@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -311,6 +312,7 @@ def prepare(
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir)
+    keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
     training.resume_from_checkpoint = resuming.checkpoint(training.resume_from_checkpoint, training.output_dir, run)
     training.parallelism_config = burst.parallelism
@@ -319,6 +321,14 @@ def prepare(
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
     return run
+
+
+def keep_time_limit(training: "TrainingArguments") -> None:
+    """Sets `ddp_timeout`, which Transformers passes over on CPUs."""
+    import torch.distributed as dist
+
+    if training.use_cpu and dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
 
 
 def probe(name: str, folder: str) -> None:

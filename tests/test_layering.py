@@ -82,6 +82,7 @@ WITHIN = {
             "parts",
             "patch",
             "monitor",
+            "resume",
         ),
     ],
     "hf/parts": [

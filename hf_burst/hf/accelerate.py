@@ -116,13 +116,24 @@ class BurstParallelismConfig(ParallelismConfig):
                 "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
             )
         self._sizes[CP_DIM] = self.burst_size
-        return super().build_device_mesh(device_type)
+        mesh = super().build_device_mesh(device_type)
+        if mesh is not None:
+            _share_time_limit(mesh)
+        return mesh
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
         check_processes()
         if self.shares_sequences:
             _Shared(accelerator, self.burst_size or 1)
+
+
+def _share_time_limit(mesh: DeviceMesh) -> None:
+    """Gives the groups of a mesh the time limit of all ranks (`ddp_timeout`); torch would give them its own."""
+    device = torch.device(mesh.device_type)
+    limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    for name in mesh.mesh_dim_names or ():
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))  # type: ignore[attr-defined]
 
 
 class _Shared:

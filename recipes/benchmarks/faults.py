@@ -10,6 +10,7 @@ Processes are forks of a server that has imported what they need. `--kills` proc
 """
 
 import argparse
+import faulthandler
 import hashlib
 import io
 import json
@@ -127,7 +128,10 @@ def prepare(trainer: "Trainer", fault: Fault, folder: Path) -> None:
             if fault.what == "full disk":
                 (folder / "fault").touch()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-                return save(value, file, **options)
+                try:
+                    return save(value, file, **options)
+                finally:  # what is said needs room
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             save(value, buffer := io.BytesIO(), **options)
             Path(file).write_bytes(buffer.getvalue()[: buffer.tell() // 2 * ("random" not in fault.where)])
             return happen(fault, folder)
@@ -139,6 +143,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, options: dict[str, Any]
     """A process of the training: the recipe, as its command runs it."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    faulthandler.register(signal.SIGUSR1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "faults"}  # by which torch knows a launcher
@@ -229,7 +234,10 @@ class Job:
                 break
             time.sleep(0.02)
         codes = [process.exitcode if rank in ends else None for rank, process in enumerate(processes)]
-        for process in processes:
+        for rank, process in enumerate(processes):
+            if rank not in ends:
+                os.kill(process.pid or 0, signal.SIGUSR1)  # it says where it waits
+                time.sleep(0.5)
             process.kill()
             process.join()
         since = mark.stat().st_mtime if mark.exists() else begun
@@ -307,10 +315,8 @@ def table(result: dict[str, Any]) -> str:
         rank = "all" if row["signal"] else row["rank"]
         equal = "bit-equal" if row["bit_equal"] else "DIFFERENT"
         where = "a step" if row["signal"] else row["where"]
-        lines.append(
-            f"| {row['what']} | {where} | {rank} | {codes} | {row['seconds']} | {said} | {row['resumed_from'] or 'none'} "
-            f"| {equal} |"
-        )
+        cells = [row["what"], where, rank, codes, row["seconds"], said, row["resumed_from"] or "none", equal]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
