@@ -1,6 +1,6 @@
 """Faults in a real training of several CPU processes: how every process ends, and whether the same command goes on.
 
-    python recipes/benchmarks/faults.py --out outputs/faults.json --markdown outputs/faults.md
+    python recipes/benchmarks/faults.py --out recipes/benchmarks/results/faults_2xCPU.json --page docs/faults.md
 
 Processes run recipes/finetune_long_document.py. They are started without a launcher, which would end the others as soon
 as one is gone. So their own ends are seen, as those on another host are. After each fault the same command runs again,
@@ -10,7 +10,6 @@ Processes are forks of a server that has imported what they need. `--kills` proc
 """
 
 import argparse
-import faulthandler
 import hashlib
 import io
 import json
@@ -18,6 +17,7 @@ import multiprocessing as mp
 import os
 import pydoc_data.topics
 import random
+import re
 import resource
 import signal
 import sys
@@ -41,6 +41,7 @@ CHARACTERS = 6000
 LIMIT = 15  # seconds after which ranks give up waiting (ddp_timeout)
 GRACE = 45.0  # seconds more, in which all processes must have ended
 SLOW = 5.0
+MARKS = ("<!-- faults: by recipes/benchmarks/faults.py -->", "<!-- end of faults -->")  # in a page
 OPTIONS = {
     "config": ROOT / "recipes/configs/text_cpu.yaml",
     "max_length": 128,
@@ -143,7 +144,6 @@ def work(rank: int, ranks: int, port: int, folder: Path, options: dict[str, Any]
     """A process of the training: the recipe, as its command runs it."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    faulthandler.register(signal.SIGUSR1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "faults"}  # by which torch knows a launcher
@@ -179,7 +179,7 @@ class Outcome:
 
     exit_codes: list[int | None]  # None: it did not end by itself
     seconds: float  # from the fault to the last end
-    sentences: list[str]  # the last line that each process wrote to stderr
+    sentences: list[str]  # the last that each process wrote to stderr
     resumed_from: str | None = None
     killed: int | None = None
 
@@ -234,18 +234,14 @@ class Job:
                 break
             time.sleep(0.02)
         codes = [process.exitcode if rank in ends else None for rank, process in enumerate(processes)]
-        for rank, process in enumerate(processes):
-            if rank not in ends:
-                os.kill(process.pid or 0, signal.SIGUSR1)  # it says where it waits
-                time.sleep(0.5)
+        for process in processes:
             process.kill()
             process.join()
         since = mark.stat().st_mtime if mark.exists() else begun
-        written = [(self.folder / f"{rank}.err").read_text().strip().splitlines() for rank in range(len(processes))]
         said = (self.folder / "0.out").read_text().splitlines()
         resumed = next((line.rpartition("/")[2] for line in said if line.startswith("goes on from ")), None)
-        last = [lines[-1] if lines else "" for lines in written]
-        return Outcome(codes, round(max(ends.values(), default=since) - since, 1), last, resumed)
+        sentences = [sentence((self.folder / f"{rank}.err").read_text()) for rank in range(len(processes))]
+        return Outcome(codes, round(max(ends.values(), default=since) - since, 1), sentences, resumed)
 
     @property
     def result(self) -> dict[str, Any]:
@@ -260,6 +256,12 @@ def text(folder: Path) -> Path:
     file = folder / "document.txt"
     file.write_text("\n".join(pydoc_data.topics.topics.values())[:CHARACTERS])
     return file
+
+
+def sentence(written: str) -> str:
+    """The last line that is neither a progress bar nor a remark of Transformers; empty if there is none."""
+    lines = [line for line in re.split(r"[\r\n]+", written) if line.strip() and not re.search(r"^\[trans|\d%\|", line)]
+    return lines[-1].strip() if lines else ""
 
 
 def wait_for(file: Path, processes: list[BaseProcess]) -> bool:
@@ -306,18 +308,25 @@ def kill_at_random(kills: int, folder: Path, wanted: dict[str, Any], seconds: fl
 
 def table(result: dict[str, Any]) -> str:
     """The faults as a table of Markdown."""
-    lines = ["| fault | where | rank | exit codes | seconds | what the others say | goes on from | losses |"]
+    lines = ["| fault | where | rank | exit codes | seconds | what another rank says | goes on from | losses |"]
     lines += ["|---|---|---|---|---:|---|---|---|"]
     for row in result["faults"]:
-        codes = ", ".join("ended from outside" if code is None else str(code) for code in row["exit_codes"])
-        others = [line for rank, line in enumerate(row["sentences"]) if row["signal"] or rank != row["rank"]]
-        said = others[0].replace("|", "/")[:160] if others and set(row["exit_codes"]) != {0} else "nothing"
-        rank = "all" if row["signal"] else row["rank"]
-        equal = "bit-equal" if row["bit_equal"] else "DIFFERENT"
-        where = "a step" if row["signal"] else row["where"]
-        cells = [row["what"], where, rank, codes, row["seconds"], said, row["resumed_from"] or "none", equal]
+        stalled = row["rank"] if row["what"] == "stalled" else None
+        codes = [str(code) for code in row["exit_codes"]]
+        codes = ["stalled" if rank == stalled else code.replace("None", "hangs") for rank, code in enumerate(codes)]
+        others = [text for rank, text in enumerate(row["sentences"]) if rank != row["rank"] and not row["signal"]]
+        said = re.sub(r"\[/\S*/|[|\]]", "", others[0])[:180] if others and set(codes) != {"0"} else ""
+        where, rank = ("a step", "all") if row["signal"] else (row["where"], row["rank"])
+        cells = [row["what"], where, rank, ", ".join(codes), row["seconds"], said or "nothing"]
+        cells += [row["resumed_from"] or "no need", "bit-equal" if row["bit_equal"] else "different"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def write_page(page: Path, result: dict[str, Any]) -> None:
+    """Puts the table into a page of Markdown, between its marks."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    page.write_text(f"{before}{MARKS[0]}\n{table(result)}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
 
 
 def main() -> int:
@@ -328,7 +337,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="part of the names of the faults to provoke")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
-    parser.add_argument("--markdown", type=Path, help="where a table of the faults goes")
+    parser.add_argument("--page", type=Path, help="the page whose table of faults is written anew")
     arguments = parser.parse_args()
     import torch
 
@@ -353,10 +362,11 @@ def main() -> int:
         result["random"] = kill_at_random(arguments.kills, folder / "random", whole.result, seconds / 2, arguments.seed)
     equal = [row["bit_equal"] for row in result["faults"]] + [result["random"]["bit_equal"]]
     print(f"{len(result['random']['kills'])} random kills; all bit-equal: {all(equal)}")
-    for path, written in ((arguments.out, json.dumps(result, indent=1) + "\n"), (arguments.markdown, table(result))):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(written)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.page is not None:
+        write_page(arguments.page, result)
     return 0 if all(equal) else 1
 
 
