@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.resume import what_is_missing
+from tests.models import make_model
 from tests.ranks import RankError, RankPool, forked, reset_accelerate
-from tests.trainers import Case, make_trainer
+from tests.trainers import Case, make_trainer, tokenizer
 
 Ranks = Callable[[int], RankPool]
 SHUFFLED = {"train_sampling_strategy": "random", "optim": "adamw_torch", "lr_scheduler_type": "cosine"}
@@ -225,6 +227,36 @@ def test_groups_have_the_time_limit_of_all_ranks(ranks: Ranks) -> None:
     """torch gives a group that a mesh makes its own default, 10 or 30 minutes."""
     for found in ranks(4).run(limits):
         assert found == [timedelta(seconds=123)] * 2
+
+
+def run_the_page(rank: int, size: int, folder: str) -> None:
+    """The script for asynchronous checkpoints."""
+    from tests.test_docs import SCRIPTS, arguments_of, run_script
+
+    (script,) = (block for block in SCRIPTS if block.page == "faults.md" and "async_save" in block.source)
+    if rank == 0:
+        Path(folder, "script.py").write_text(script.source)
+    dist.barrier()
+    run_script(rank, size, folder, "script.py", arguments_of(script.source))
+
+
+def test_asynchronous_checkpoints_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    """The script of the page, whose last checkpoint is half-written, goes on from the one before, bit by bit."""
+    make_model("llama").save_pretrained(tmp_path / "llama")
+    tokenizer().save_pretrained(tmp_path / "llama")
+    for number, name in enumerate(("first.txt", "second.txt", "third.txt", "fourth.txt")):
+        (tmp_path / name).write_text(" ".join(f"w{2 + (7 * number + 3 * word) % 50}" for word in range(60)))
+    ranks(2).run(run_the_page, str(tmp_path))
+    last = tmp_path / "outputs/asynchronous/6"
+    dcp_to_torch_save(last, tmp_path / "whole.pt")
+    (last / ".metadata").unlink()
+    ranks(2).run(run_the_page, str(tmp_path))
+    dcp_to_torch_save(last, tmp_path / "again.pt")
+    whole, again = (torch.load(tmp_path / name, weights_only=False) for name in ("whole.pt", "again.pt"))
+    assert whole["step"] == again["step"] == 6
+    for name, value in whole["weights"].items():
+        assert torch.equal(value, again["weights"][name]), name
+    assert not torch.equal(whole["weights"]["lm_head.weight"], make_model("llama").lm_head.weight)
 
 
 @pytest.fixture

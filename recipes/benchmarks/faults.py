@@ -299,6 +299,7 @@ def kill_at_random(kills: int, folder: Path, wanted: dict[str, Any], seconds: fl
         ended = replace(job.run(Fault(), (rank, chance.uniform(0, seconds))), killed=rank)
         if ended.exit_codes[rank] == -signal.SIGKILL:
             done.append(ended)
+            print(json.dumps(asdict(ended)), flush=True)
         if set(ended.exit_codes) == {0} or len(done) == kills:  # it was done before, or the last kill was
             finished = job.run(Fault())
             equal.append(set(finished.exit_codes) == {0} and job.result == wanted)
@@ -323,10 +324,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_page(page: Path, result: dict[str, Any]) -> None:
-    """Puts the table into a page of Markdown, between its marks."""
-    before, _, rest = page.read_text().partition(MARKS[0])
-    page.write_text(f"{before}{MARKS[0]}\n{table(result)}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+def write(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Writes what is known so far, and the table into a page of Markdown, between its marks."""
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.page is not None:
+        before, _, rest = arguments.page.read_text().partition(MARKS[0])
+        after = rest.partition(MARKS[1])[2]
+        arguments.page.write_text(f"{before}{MARKS[0]}\n{table(result)}{MARKS[1]}{after}")
 
 
 def main() -> int:
@@ -355,18 +361,15 @@ def main() -> int:
         began = (whole.folder / "ready_0").stat().st_mtime
         seconds = (whole.folder / "out/training_log.json").stat().st_mtime - began
         result |= {"undisturbed": whole.result, "undisturbed_seconds": round(seconds, 1), "faults": []}
+        result["random"] = kill_at_random(arguments.kills, folder / "random", whole.result, seconds / 2, arguments.seed)
         for number, fault in enumerate(FAULTS):
+            write(arguments, result)
             if arguments.only is None or arguments.only in fault.name:
                 result["faults"].append(provoke(fault, folder / f"fault_{number}", whole.result))
                 print(json.dumps(result["faults"][-1]), flush=True)
-        result["random"] = kill_at_random(arguments.kills, folder / "random", whole.result, seconds / 2, arguments.seed)
+    write(arguments, result)
     equal = [row["bit_equal"] for row in result["faults"]] + [result["random"]["bit_equal"]]
     print(f"{len(result['random']['kills'])} random kills; all bit-equal: {all(equal)}")
-    if arguments.out is not None:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.page is not None:
-        write_page(arguments.page, result)
     return 0 if all(equal) else 1
 
 
