@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hf.monitor import BurstCallback
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
+    from .hf.resume import BurstResume, last_checkpoint
     from .layout import SequenceLayout
     from .mesh import ContextGroup
     from .plan import MaskPattern
@@ -29,11 +30,13 @@ _HOME = {
     "BurstCollator": ".hf.collator",
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.accelerate",
+    "BurstResume": ".hf.resume",
     "ContextGroup": ".mesh",
     "MaskPattern": ".plan",
     "SequenceLayout": ".layout",
     "burst_attention": ".attention",
     "check_model": ".check.run",
+    "last_checkpoint": ".hf.resume",
     "patch_model": ".hf.patch",
     "shard_batch": ".hf.collator",
     "token_losses": ".hf.parts.token_losses",
@@ -42,9 +45,9 @@ _HOME = {
 
 # fmt: off
 __all__ = [
-    "AttentionRequest", "BurstCallback", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "ContextGroup",
-    "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "patch_model", "shard_batch", "token_losses",
-    "unpatch_model",
+    "AttentionRequest", "BurstCallback", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "BurstResume",
+    "ContextGroup", "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "last_checkpoint",
+    "patch_model", "shard_batch", "token_losses", "unpatch_model",
 ]
 # fmt: on
 

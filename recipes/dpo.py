@@ -31,7 +31,7 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     """The trainer that the command line and its YAML files describe."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "DPOConfig")
     model, pairs, burst, args = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, model, pairs, burst)
+    run = settings.prepare(args, model, pairs, burst)
     if args.precompute_ref_log_probs:
         raise SystemExit("precompute_ref_log_probs would compute sequences before they are sharded; leave it out.")
     import data  # the settings are right; these take seconds
@@ -45,7 +45,7 @@ def make_trainer(arguments: list[str]) -> "tuple[DPOTrainer, BurstSettings]":
     rows = data.load_pairs(pairs, args)
     longest, args.max_length = args.max_length, None  # TRL would cut answers off
     reference = None if model.use_peft else models.load_model(model, config, burst, args.seed)
-    trainer = training.make(DPOTrainer, model, config, burst, args, rows, tokenizer, ref_model=reference)
+    trainer = training.make(DPOTrainer, model, run, config, burst, args, rows, tokenizer, ref_model=reference)
     args.max_length = longest
     data.fit_pairs(trainer, pairs, longest)
     return trainer, burst

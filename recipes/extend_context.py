@@ -85,7 +85,7 @@ def pretrain(
     short.output_dir = str(Path(args.output_dir) / "short")
     whole, pieces = copy.copy(model), data.fit(rows, short, "split", "the pretraining")
     whole.use_peft = False
-    trainer = training.make(SFTTrainer, whole, config, burst, short, (pieces, None), tokenizer)
+    trainer = training.make(SFTTrainer, whole, {}, config, burst, short, (pieces, None), tokenizer)
     report.follow(trainer)
     trainer.train()
     trainer.save_model()
@@ -115,7 +115,7 @@ def write(curves: Mapping[str, "PositionLosses"], old: int, args: "SFTConfig", m
 def main(arguments: list[str]) -> None:
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig", Extension)
     model, documents, burst, args, extension = settings.parse(arguments, kinds, DEFAULTS)
-    settings.prepare(args, model, documents, burst)
+    run = settings.prepare(args, model, documents, burst)
     if extension.pretraining_steps and model.model_name_or_path is not None:
         raise SystemExit("pretraining_steps trains a model from nothing: set model_config, not model_name_or_path.")
     import data  # the settings are right; these take seconds
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> None:
     before = models.load_model(model, models.load_config(model, len(tokenizer)), burst, args.seed)
     model.rope_scaling = scaling or {"rope_type": "yarn", "factor": args.max_length / pretrained}
     config = models.load_config(model, len(tokenizer))
-    trainer = training.make(SFTTrainer, model, config, burst, args, (train, held_out), tokenizer)
+    trainer = training.make(SFTTrainer, model, run, config, burst, args, (train, held_out), tokenizer)
     measured = partial(measure, trainer, windows, old)
     curves = {BEFORE: measured(before), STRETCHED: measured(trainer.model)}
     del before

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
+import resuming
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
@@ -44,6 +46,7 @@ DEFAULTS = {  # where long sequences want others than TRL
     "warmup_steps": 0.03,  # a share of all steps
     "logging_steps": 1,
     "ddp_find_unused_parameters": False,
+    "resume_from_checkpoint": resuming.AUTO,  # the same command goes on
     "lora_dropout": 0.0,
     "lora_target_modules": ["all-linear"],
 }
@@ -285,8 +288,14 @@ def similar(name: str, known: dict[str, Any]) -> str:
     return f"; did you mean {matches[0]}?" if matches else "; see --help."
 
 
-def prepare(training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings) -> None:
-    """Checks the training arguments, and gives them the groups of processes."""
+def prepare(
+    training: "TrainingArguments", model: ModelSettings, documents: DataSettings, burst: BurstSettings
+) -> dict[str, Any]:
+    """Checks the training arguments, and gives them the groups of processes and the checkpoint to resume from.
+
+    Returns:
+        The settings that checkpoints remember.
+    """
     if type(length := training.max_length) is not int or length < 2:
         raise SystemExit(f"max_length is {length!r}; give a whole number of tokens, at least 2.")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
@@ -303,13 +312,23 @@ def prepare(training: "TrainingArguments", model: ModelSettings, documents: Data
         raise SystemExit("merge_to is set without use_peft; what is trained in full is a full model already.")
     if burst.merge_to is not None:
         probe_merged("merge_to", burst.merge_to, training.output_dir)
-    training.resume_from_checkpoint = checkpoint(training.resume_from_checkpoint, training.output_dir)
-    end_if_done(training)
+    keep_time_limit(training)
+    run = resuming.settings_of(training, model, documents)
+    training.resume_from_checkpoint = resuming.checkpoint(training.resume_from_checkpoint, training.output_dir, run)
     training.parallelism_config = burst.parallelism
     if training.use_liger_kernel and find_spec("liger_kernel") is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")
     if training.use_liger_kernel:  # hf_burst has the loss of all ranks, fused by Liger too
         training.liger_kernel_config = {"fused_linear_cross_entropy": False, **(training.liger_kernel_config or {})}
+    return run
+
+
+def keep_time_limit(training: "TrainingArguments") -> None:
+    """Sets `ddp_timeout`, which Transformers passes over on CPUs."""
+    import torch.distributed as dist
+
+    if training.use_cpu and dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
 
 
 def probe(name: str, folder: str) -> None:
@@ -324,36 +343,6 @@ def probe_merged(name: str, folder: str, adapter: str) -> None:
     if Path(folder).resolve() == Path(adapter).resolve() or (Path(folder) / "adapter_config.json").exists():
         raise SystemExit(f"{name} is {folder!r}, where an adapter is; set another folder.")
     probe(name, folder)
-
-
-def checkpoint(resume: str | bool | None, output_dir: str) -> str | None:
-    """The folder to resume from; `true` is the latest checkpoint in `output_dir`."""
-    choice = str(resume).lower()
-    if choice in ("none", "false", "no"):
-        return None
-    if choice in ("true", "yes"):
-        from transformers.trainer_utils import get_last_checkpoint
-
-        latest = get_last_checkpoint(output_dir)
-        if latest is None:
-            raise SystemExit(f"resume_from_checkpoint is true, but output_dir {output_dir!r} holds no checkpoint.")
-        return latest
-    if not Path(str(resume)).is_dir():
-        raise SystemExit(f"resume_from_checkpoint is {resume!r}; give the folder of a checkpoint, or true.")
-    return str(resume)
-
-
-def end_if_done(training: "TrainingArguments") -> None:
-    """Ends a recipe that would resume a training with all its steps: Transformers would take one step more."""
-    state = Path(training.resume_from_checkpoint or "") / "trainer_state.json"
-    if training.max_steps < 1 or training.resume_from_checkpoint is None or not state.exists():
-        return
-    with using(f"resume_from_checkpoint {training.resume_from_checkpoint!r}"):
-        steps = json.loads(state.read_text())["global_step"]
-    if steps >= training.max_steps:
-        if training.process_index == 0:
-            print(f"{state.parent} has {steps:,} steps, and max_steps is {training.max_steps:,}: the training is done.")
-        raise SystemExit(0)
 
 
 def end(trainer: "Trainer") -> None:

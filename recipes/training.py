@@ -4,8 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import resuming
 import settings
 from settings import BurstSettings, DataSettings, ModelSettings
+
+import hf_burst
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -13,16 +16,18 @@ if TYPE_CHECKING:
     from trl import SFTTrainer
 
 
-def callbacks(model: ModelSettings, config: "PreTrainedConfig") -> "list[TrainerCallback]":
-    """What a recipe adds to the trainer."""
+def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, Any]) -> "list[TrainerCallback]":
+    """What a recipe adds to the trainer; `run` are the settings that checkpoints remember."""
     import models
 
-    return [models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else []
+    resume = hf_burst.BurstResume(run)
+    return [resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
 
 
 def make(
     kind: "type[Trainer]",
     model: ModelSettings,
+    run: dict[str, Any],
     config: "PreTrainedConfig",
     burst: BurstSettings,
     args: "TrainingArguments",
@@ -33,6 +38,7 @@ def make(
     """TRL's trainer of a kind, for the patched model and the adapters that the settings describe.
 
     Args:
+        run (`dict[str, Any]`): The settings that checkpoints remember, of `settings.prepare`.
         rows (`tuple[Dataset, Dataset | None]`): What it trains on, and what it is evaluated on.
         more: Further arguments of this kind of trainer.
     """
@@ -46,7 +52,7 @@ def make(
             eval_dataset=rows[1],
             processing_class=tokenizer,
             peft_config=models.adapter_config(model, config),
-            callbacks=callbacks(model, config),
+            callbacks=callbacks(model, config, run),
             **more,
         )
 
@@ -55,7 +61,7 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
     """TRL's trainer on tokens and labels, as the command line and its YAML files describe it."""
     kinds = (ModelSettings, DataSettings, BurstSettings, "SFTConfig")
     model, documents, burst, args = settings.parse(arguments, kinds, defaults)
-    settings.prepare(args, model, documents, burst)
+    run = settings.prepare(args, model, documents, burst)
     import data  # the settings are right; these take seconds
     import models
     import report
@@ -67,7 +73,7 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
         model.model_name_or_path = args.resume_from_checkpoint  # Trainer finds no weights by the names in its files
     report.warn(args, models.too_short_a_rope(config, args.max_length, bool(model.model_name_or_path)))
     rows = data.load_tokens(documents, tokenizer, args)
-    return make(SFTTrainer, model, config, burst, args, rows, tokenizer), burst
+    return make(SFTTrainer, model, run, config, burst, args, rows, tokenizer), burst
 
 
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:
@@ -83,7 +89,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        resuming.train(trainer)
         last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
         done = last == [trainer.state.global_step] and not training.load_best_model_at_end
         if trainer.eval_dataset is not None and not done:

@@ -85,6 +85,7 @@ WITHIN = {
             "parts",
             "patch",
             "monitor",
+            "resume",
         ),
     ],
     "hf/parts": [

@@ -225,7 +225,7 @@ LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
         (
             "--resume_from_checkpoint",
             "true",
-            "is true, but output_dir 'out' holds no checkpoint",
+            "is true, but 'out' holds no whole checkpoint",
         ),
     ],
 )
@@ -503,10 +503,28 @@ def test_training_goes_on_from_the_latest_checkpoint(
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    with pytest.raises(SystemExit) as end:
-        recipe(*options, "--max_steps", "4", "--resume_from_checkpoint", "true")
-    assert end.value.code == 0
+    Path("out/model.safetensors").unlink()  # as if it was killed while its end was written
+    finished, _ = recipe(*options, "--max_steps", "4")  # the same command goes on
+    assert finished.args.resume_from_checkpoint == str(Path("out/checkpoint-4"))
+    training.train(finished, settings.BurstSettings())
     assert "checkpoint-4 has 4 steps, and max_steps is 4: the training is done" in capsys.readouterr().out
+    ends = [Path(folder, "model.safetensors").read_bytes() for folder in ("out", "out/checkpoint-4")]
+    assert ends[0] == ends[1]
+
+
+def test_another_training_does_not_go_on(recipe: Callable[..., Any], wrong: Sentence) -> None:
+    options = ["--save_strategy", "steps", "--save_steps", "1", "--max_length", "128", "--max_steps", "1"]
+    training.train(*recipe(*options))
+    assert recipe(*options, "--max_steps", "2")[0].args.resume_from_checkpoint == str(Path("out/checkpoint-1"))
+    assert recipe(*options, "--resume_from_checkpoint", "false")[0].args.resume_from_checkpoint is None
+    others = [*options, "--seed", "7"]
+    said = wrong(*others)
+    assert "checkpoint-1 was trained with seed 42, and it is 7 now. Set another output_dir" in said
+    assert recipe(*others, "--resume_from_checkpoint", "true")[0].args.resume_from_checkpoint is not None
+    Path("out/checkpoint-1/trainer_state.json").unlink()
+    assert recipe(*others)[0].args.resume_from_checkpoint is None
+    told = "checkpoint-1' is not whole: trainer_state.json is missing"
+    assert told in wrong(*others, "--resume_from_checkpoint", "out/checkpoint-1")
 
 
 def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_path: Path) -> None:

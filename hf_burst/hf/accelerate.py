@@ -118,6 +118,8 @@ class BurstParallelismConfig(ParallelismConfig):
         self._agree(world, device_type, shards)
         self._sizes[CP_DIM] = self.burst_size
         mesh = super().build_device_mesh(device_type)
+        if mesh is not None:
+            _share_time_limit(mesh)
         if self.shares_sequences:
             _warn_of_places(world, self.burst_size)
         return mesh
@@ -159,6 +161,13 @@ def _warn_of_places(ranks: int, size: int) -> None:
     problem = misplaced(hosts, size)
     if problem and dist.get_rank() == 0:
         logger.warning("%s", problem)
+
+
+def _share_time_limit(mesh: DeviceMesh) -> None:
+    """Gives the groups of a mesh the time limit of all ranks (`ddp_timeout`); torch would give them its own."""
+    limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
+    for name in mesh.mesh_dim_names or ():
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))  # type: ignore[attr-defined]
 
 
 class _Shared:

@@ -1,0 +1,306 @@
+"""Faults and resuming: nothing that is half-written is taken, and the same command goes on as if nothing had been."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+import hf_burst
+from hf_burst.errors import ConfigError
+from hf_burst.hf.resume import what_is_missing
+from tests.models import make_model
+from tests.ranks import RankError, RankPool, forked, reset_accelerate
+from tests.trainers import Case, make_trainer, tokenizer
+
+Ranks = Callable[[int], RankPool]
+SHUFFLED = {"train_sampling_strategy": "random", "optim": "adamw_torch", "lr_scheduler_type": "cosine"}
+EVERY = {**SHUFFLED, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
+SHARDED = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "reshard_after_forward": True},
+}
+
+
+KEYS = ("loss", "grad_norm", "learning_rate")
+CREATE = Trainer.create_accelerator_and_postprocess
+
+
+def as_gpus(trainer: Trainer) -> None:
+    """accelerate ignores FSDP on CPUs, so it is told that they are GPUs."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    CREATE(trainer)
+
+
+class StopAt(TrainerCallback):
+    """Ends a training as a fault does, without changing how many steps it has."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.step:
+            control.should_training_stop = True
+
+
+def trained(rank: int, size: int, folder: str, case: Case, stop: int = 99, **options: Any) -> dict[str, Any]:
+    """Trains from the last whole checkpoint in the folder, as a script of a user does."""
+    outer = dict(os.environ)
+    try:
+        with mock.patch.object(Trainer, "create_accelerator_and_postprocess", as_gpus if "fsdp" in options else CREATE):
+            trainer = make_trainer(case, folder, **{**EVERY, **options})
+        trainer.add_callback(hf_burst.BurstResume())
+        trainer.add_callback(StopAt(stop))
+        start = hf_burst.last_checkpoint(folder)
+        trainer.train(resume_from_checkpoint=start)
+    finally:
+        os.environ.clear()
+        os.environ.update(outer)
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {"start": start and Path(start).name, **{key: [step[key] for step in steps] for key in KEYS}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of step 1 of two ranks."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    ranks(2).run(trained, str(folder), Case(), 1)
+    return folder / "checkpoint-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "told"),
+    [
+        ("trainer_state.json", None, "trainer_state.json is missing, which is written last"),
+        ("trainer_state.json", 0.5, "a file is cut off"),
+        ("model.safetensors", 0.9, "a file is cut off"),
+        ("model.safetensors", 0.0, "a file is cut off"),
+        ("optimizer.pt", 0.9, "optimizer.pt is cut off"),
+        ("scheduler.pt", 0.0, "scheduler.pt is cut off"),
+        ("rng_state_1.pth", None, "rng_state_1.pth is missing"),
+        ("rng_state_*.pth", None, "it has weights alone, without the optimizer"),
+    ],
+)
+def test_half_written_checkpoints_are_not_taken(
+    checkpoint: Path, tmp_path: Path, name: str, kept: float | None, told: str
+) -> None:
+    """Trainer itself takes the highest number."""
+    for step in (2, 10):
+        shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
+    assert hf_burst.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    for file in (tmp_path / "checkpoint-10").glob(name):
+        if kept is None:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
+    assert told in (what_is_missing(tmp_path / "checkpoint-10") or "")
+    assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert hf_burst.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    assert hf_burst.last_checkpoint(tmp_path) is None
+    assert hf_burst.last_checkpoint(tmp_path / "nothing") is None
+
+
+def see(rank: int, size: int, folder: str) -> str:
+    try:
+        hf_burst.last_checkpoint(f"{folder}/{rank}")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
+    """As on hosts that share no file system."""
+    shutil.copytree(checkpoint, tmp_path / "0" / "checkpoint-7")
+    for said in ranks(2).run(see, str(tmp_path)):
+        assert "rank 0 checkpoint-7, rank 1 None. Put the folder on a file system that all hosts share" in said
+
+
+def copy(folder: Path, to: Path, step: int) -> str:
+    shutil.copytree(folder / f"checkpoint-{step}", to / f"checkpoint-{step}")
+    return str(to)
+
+
+LAYOUTS = [
+    pytest.param(Case(data=2, burst=1), Case(data=1, burst=2), id="2x1 to 1x2"),
+    pytest.param(Case(data=1, burst=2), Case(data=1, burst=1), id="1x2 to one process"),
+    pytest.param(Case(data=1, burst=2), Case(data=2, burst=2), id="1x2 to 2x2", marks=pytest.mark.full),
+    pytest.param(Case(data=1, burst=4), Case(data=1, burst=1), id="1x4 to one process", marks=pytest.mark.full),
+    pytest.param(Case(data=2, burst=2), Case(data=1, burst=4), id="2x2 to 1x4", marks=pytest.mark.full),
+    pytest.param(Case(data=1, burst=1), Case(data=2, burst=2), id="one process to 2x2", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), LAYOUTS)
+def test_other_ranks_go_on_with_the_same_losses(ranks: Ranks, tmp_path: Path, before: Case, after: Case) -> None:
+    """Shuffled rows, AdamW, a cosine; killed in the second of two epochs. On as many ranks, losses are bit-equal."""
+    wanted = ranks(before.ranks).run(trained, str(tmp_path / "whole"), before)[0]
+    assert len(set(wanted["loss"])) == len(wanted["loss"]) == 5
+    for case in (before, after):
+        folder = copy(tmp_path / "whole", tmp_path / f"{case.ranks}_{case.burst}", 4)
+        for found in ranks(case.ranks).run(trained, folder, case):
+            assert found.pop("start") == "checkpoint-4"
+            for key in KEYS:
+                assert found[key] == (wanted[key] if case is before else pytest.approx(wanted[key], rel=2e-5)), key
+
+
+@pytest.mark.parametrize(
+    ("ranks_after", "options", "told"),
+    [
+        (1, {"per_device_train_batch_size": 1}, "Set gradient_accumulation_steps=4."),
+        (1, {"per_device_train_batch_size": 3}, "per_device_train_batch_size=1 and gradient_accumulation_steps=4."),
+        pytest.param(
+            3, {"per_device_train_batch_size": 1}, "3 groups cannot share 4 sequences", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_another_global_batch_is_an_error(
+    ranks: Ranks, checkpoint: Path, tmp_path: Path, ranks_after: int, options: dict[str, Any], told: str
+) -> None:
+    folder = copy(checkpoint.parent, tmp_path, 1)
+    with pytest.raises(RankError) as caught:
+        ranks(ranks_after).run(resumed_with, folder, Case(data=ranks_after, burst=1), options)
+    for error in caught.value.errors:
+        assert isinstance(error, ConfigError)
+        assert "step 1 was trained with 4 sequences a step (per_device_train_batch_size 2 x 1 group x" in str(error)
+        assert told in str(error)
+
+
+def resumed_with(rank: int, size: int, folder: str, case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    return trained(rank, size, folder, case, **options)
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_mixed_with_a_new_one(tmp_path: Path) -> None:
+    """The folder is emptied before it is written again."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1/old.pt").write_text("old")
+    trained(0, 1, str(tmp_path), Case(burst=1), 1)
+    assert not (tmp_path / "checkpoint-1/old.pt").exists()
+    assert what_is_missing(tmp_path / "checkpoint-1") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(Case(), Case(), id="2 to 2"),
+        pytest.param(Case(), Case(data=2), id="2 to 4", marks=pytest.mark.full),
+        pytest.param(Case(data=2), Case(), id="4 to 2", marks=pytest.mark.full),
+    ],
+)
+def test_sharded_checkpoints_of_fsdp2(ranks: Ranks, tmp_path: Path, before: Case, after: Case) -> None:
+    """SHARDED_STATE_DICT, by torch's distributed checkpoints."""
+    wanted = ranks(before.ranks).run(resumed_with, str(tmp_path / "whole"), before, SHARDED)[0]
+    folder = copy(tmp_path / "whole", tmp_path / "again", 4)
+    assert list(Path(folder).rglob("*.distcp"))
+    for found in ranks(after.ranks).run(resumed_with, folder, after, SHARDED):
+        assert found["start"] == "checkpoint-4"
+        for key in KEYS:
+            assert found[key] == pytest.approx(wanted[key], rel=2e-5), key
+
+
+def limits(rank: int, size: int) -> list[timedelta]:
+    """The time limits of the groups of a mesh, where that of all ranks is 123 s."""
+    reset_accelerate()
+    cpu = torch.device("cpu")
+    before = dist.group.WORLD._get_backend(cpu).options._timeout
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=123))
+    try:
+        mesh = Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2)).torch_device_mesh
+        return [mesh.get_group(name)._get_backend(cpu).options._timeout for name in mesh.mesh_dim_names]
+    finally:
+        dist.distributed_c10d._set_pg_timeout(before)
+
+
+def test_groups_have_the_time_limit_of_all_ranks(ranks: Ranks) -> None:
+    """torch gives a group that a mesh makes its own default, 10 or 30 minutes."""
+    for found in ranks(4).run(limits):
+        assert found == [timedelta(seconds=123)] * 2
+
+
+def run_the_page(rank: int, size: int, folder: str) -> None:
+    """The script for asynchronous checkpoints."""
+    from tests.test_docs import SCRIPTS, arguments_of, run_script
+
+    (script,) = (block for block in SCRIPTS if block.page == "faults.md" and "async_save" in block.source)
+    if rank == 0:
+        Path(folder, "script.py").write_text(script.source)
+    dist.barrier()
+    run_script(rank, size, folder, "script.py", arguments_of(script.source))
+
+
+def test_asynchronous_checkpoints_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    """The script of the page, whose last checkpoint is half-written, goes on from the one before, bit by bit."""
+    make_model("llama").save_pretrained(tmp_path / "llama")
+    tokenizer().save_pretrained(tmp_path / "llama")
+    for number, name in enumerate(("first.txt", "second.txt", "third.txt", "fourth.txt")):
+        (tmp_path / name).write_text(" ".join(f"w{2 + (7 * number + 3 * word) % 50}" for word in range(60)))
+    ranks(2).run(run_the_page, str(tmp_path))
+    last = tmp_path / "outputs/asynchronous/6"
+    dcp_to_torch_save(last, tmp_path / "whole.pt")
+    (last / ".metadata").unlink()
+    ranks(2).run(run_the_page, str(tmp_path))
+    dcp_to_torch_save(last, tmp_path / "again.pt")
+    whole, again = (torch.load(tmp_path / name, weights_only=False) for name in ("whole.pt", "again.pt"))
+    assert whole["step"] == again["step"] == 6
+    for name, value in whole["weights"].items():
+        assert torch.equal(value, again["weights"][name]), name
+    assert not torch.equal(whole["weights"]["lm_head.weight"], make_model("llama").lm_head.weight)
+
+
+@pytest.fixture
+def faults() -> Any:
+    """The script that provokes faults; its processes are forks of the server of these tests."""
+    pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    pytest.importorskip("matplotlib")
+    forked()
+    from recipes.benchmarks import faults
+
+    return faults
+
+
+def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:
+    """One rank is killed in the middle of writing a checkpoint: the other ends by itself, the same command goes on
+    from the one before, and losses and weights are those of a run without faults, bit by bit."""
+    short = {"max_steps": "6"}
+    whole = faults.Job(tmp_path / "whole", options=short)
+    assert whole.run(faults.Fault()).exit_codes == [0, 0]
+    job = faults.Job(tmp_path / "killed", options=short)
+    ended = job.run(faults.Fault("kill -9", "saving", rank=0, step=3))
+    assert ended.exit_codes[0] == -signal.SIGKILL
+    assert ended.exit_codes[1] not in (0, None)
+    assert (tmp_path / "killed/out/checkpoint-4/optimizer.pt").exists()
+    again = job.run(faults.Fault())
+    assert (again.exit_codes, again.resumed_from) == ([0, 0], "checkpoint-2")
+    assert job.result == whole.result
+
+
+@pytest.mark.full
+def test_every_fault_ends_and_goes_on(faults: Any, tmp_path: Path) -> None:
+    whole = faults.Job(tmp_path / "whole")
+    whole.run(faults.Fault())
+    for number, fault in enumerate(faults.FAULTS):
+        row = faults.provoke(fault, tmp_path / str(number), whole.result)
+        assert row["bit_equal"], row
+        stalled = [fault.rank] if fault.what == "stalled" else []
+        for rank, code in enumerate(row["exit_codes"]):
+            assert rank in stalled or (code == 0 if fault.what == "slow" else code not in (0, None)), row
+
+
+@pytest.mark.full
+def test_random_kills_leave_no_trace(faults: Any, tmp_path: Path) -> None:
+    whole = faults.Job(tmp_path / "whole")
+    whole.run(faults.Fault())
+    assert faults.kill_at_random(5, tmp_path / "random", whole.result, 4.0, torch.initial_seed() % 1000)["bit_equal"]
