@@ -167,7 +167,7 @@ def _share_time_limit(mesh: DeviceMesh) -> None:
     """Gives the groups of a mesh the time limit of all ranks (`ddp_timeout`); torch would give them its own."""
     limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
     for name in mesh.mesh_dim_names or ():
-        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))  # type: ignore[attr-defined]
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))
 
 
 class _Shared:
