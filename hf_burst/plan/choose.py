@@ -1,16 +1,17 @@
 """The choice of a schedule. On one host it is a rule that follows from the heads, the ranks and the documents of a
 batch. A search over predicted seconds was no better where both were measured (recipes/benchmarks/README.md, "The rule
-for schedules"). Over several hosts links differ by orders of magnitude, so that the fastest prediction is taken."""
+for schedules"). Over several hosts links differ by orders of magnitude, so that the fastest prediction for one whole
+document is taken. Predictions for the documents of every batch would take seconds on 64 ranks."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..config import RingKind, Schedule
 from .cost import estimate
 from .machine import Machine
 from .mask import Mask
-from .sharding import Sharding
+from .sharding import Sharding, make_sharding
 from .work import Layer
 
 # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
@@ -34,7 +35,8 @@ def choose(layer: Layer, machine: Machine) -> Choice:
     K and V travel round the ring. With as many key heads as query heads it is the `"burst"` ring, whose backward pass
     then sends three tensors instead of four (BurstAttention, arXiv 2403.09347).
 
-    Over several hosts it is the schedule that is predicted to take the least time.
+    Over several hosts it is a ring if a rank needs fewer keys than another rank holds. Else it is the schedule that is
+    predicted to take the least time if every sequence were one document.
 
     Args:
         layer ([`Layer`]): What is computed.
@@ -46,13 +48,11 @@ def choose(layer: Layer, machine: Machine) -> Choice:
         return Choice(Schedule(), "one rank exchanges nothing")
     share = fetched_share(layer.masks, layer.sharding)
     needed = f"a rank needs {share:.0%} of the others' keys"
-    if ranks > per_host:
-        costs = {one: estimate(one, layer, machine) for one in candidates(ranks, q_heads, kv_heads, per_host)}
-        fastest = min(costs, key=lambda one: costs[one].total_s)
-        across = f"{costs[fastest].across_bytes / 1e6:,.0f} MB between hosts"
-        return Choice(fastest, f"predicted to be the fastest of {len(costs)}, {across}; {needed}")
     ring: RingKind = "burst" if q_heads == kv_heads else "kv_ring"
-    if share <= _AT_HOME:
+    apart = ranks > per_host
+    if apart and share * (ranks - 1) >= 1:
+        return _fastest(_whole(layer), machine)
+    if apart or share <= _AT_HOME:
         return Choice(Schedule(ring), f"documents mostly stay at home: {needed}")
     if ranks == 2:
         return Choice(Schedule(ring), f"two ranks hide their only exchange behind their own block; {needed}")
@@ -61,6 +61,23 @@ def choose(layer: Layer, machine: Machine) -> Choice:
         return Choice(Schedule(ring), f"no number of ranks divides the {q_heads} query and {kv_heads} key heads")
     reason = f"{ulysses} ranks of one host divide the {q_heads} query and {kv_heads} key heads; {needed}"
     return Choice(Schedule("kv_ring" if ulysses == ranks else ring, ulysses), reason)
+
+
+def _whole(layer: Layer) -> Layer:
+    """The layer if every sequence were one document, cut as one."""
+    masks, length, ranks = layer.masks, layer.sharding.length, layer.ranks
+    whole = tuple(replace(mask, documents=(0, mask.length)) for mask in masks)
+    return Layer(whole, make_sharding(length, ranks) if length >= 2 * ranks else layer.sharding, layer.shapes)
+
+
+@lru_cache(maxsize=64)
+def _fastest(layer: Layer, machine: Machine) -> Choice:
+    """The schedule that is predicted to take the least time."""
+    heads = layer.shapes.q_heads, layer.shapes.kv_heads
+    costs = {one: estimate(one, layer, machine) for one in candidates(layer.ranks, *heads, machine.ranks_per_host)}
+    fastest = min(costs, key=lambda one: costs[one].total_s)
+    across = f"with {costs[fastest].across_bytes / 1e6:,.0f} MB of a rank between hosts"
+    return Choice(fastest, f"predicted to be the fastest of {len(costs)} for whole sequences, {across}")
 
 
 def fetched_share(masks: tuple[Mask, ...], sharding: Sharding) -> float:
