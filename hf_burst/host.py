@@ -26,8 +26,8 @@ def host_id() -> str:
     try:
         boot = _BOOT.read_text().strip()
     except OSError:  # not on Linux
-        boot = ""
-    return f"{socket.gethostname()}{boot}"
+        return socket.gethostname()
+    return f"{socket.gethostname()} (boot {boot[:8]})"  # as long as a person reads it in a message
 
 
 def misplaced(hosts: Sequence[str], size: int) -> str | None:
