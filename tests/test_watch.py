@@ -137,7 +137,6 @@ def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], 
     for message in (text, elsewhere["said"]):
         assert f"Rank 0 waits in forward pass 2 of LlamaForCausalLM in {mode} (test_watch.py:" in message
         assert f"Rank 1 waits in torch.distributed.{other} (test_watch.py:" in message
-        assert f", in {scene.__name__})" in message or ", in in_time)" in message
     assert "raised" in elsewhere or elsewhere["exit"] == 1
 
 
