@@ -73,7 +73,7 @@ def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings
             hf_burst.unpatch_model(model)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_what_is_kept_is_not_computed_again(ranks: Ranks, size: int) -> None:
     if size == 1:
         keep_parts(0, 1, "llama", ("plain", "packed"), [("auto", keep) for keep in (0.0, 0.25, 0.5, 0.75, 1.0)])

@@ -330,6 +330,7 @@ def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixt
     assert "--config FILE" in capsys.readouterr().out.split("options:")[1]
 
 
+@pytest.mark.full
 def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
     command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]

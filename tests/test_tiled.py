@@ -234,7 +234,9 @@ def with_tiles(
 ALL_ON = {"tiled_mlp": 7, "activation_offloading": 1.0}
 
 
-@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("gpt2", 3), ("qwen3_5", 2), ("granite", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"), [pytest.param("llama", 2, marks=pytest.mark.full), ("gpt2", 3), ("qwen3_5", 2), ("granite", 2)]
+)
 def test_ranks_train_in_tiles_as_one_process(ranks: Ranks, name: str, size: int) -> None:
     for error, count in ranks(size).run(with_tiles, models.make_model, name, ALL_ON):
         assert error < 2e-5

@@ -365,7 +365,7 @@ def load_with_workers(rank: int, size: int, method: str) -> list[list[int]]:
     return [shard["position_ids"][0].tolist() for shard in shards]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_the_collator_works_in_data_loader_workers(ranks: Ranks, method: str) -> None:
     first, second = ranks(2).run(load_with_workers, method)
     assert len(first) == 6
