@@ -113,8 +113,12 @@ class ContextGroup:
         if len(ranks) == 1:
             return ContextGroup()
         members = [self.members[rank] for rank in ranks]
-        part = dist.new_group(members, timeout=self.time_limit(device), use_local_synchronization=True)
-        return ContextGroup.from_mesh(part)
+        part = ContextGroup.from_mesh(
+            dist.new_group(members, timeout=self.time_limit(device), use_local_synchronization=True)
+        )
+        # NCCL wants all ranks in the first call of a group, and messages may leave some out
+        part.agree({}, None, device, doing=f"the making of a group of ranks {members}")
+        return part
 
     def time_limit(self, device: torch.device) -> timedelta:
         """How long the backend of a device waits for the other ranks."""
