@@ -133,7 +133,7 @@ def _share_time_limit(mesh: DeviceMesh) -> None:
     device = torch.device(mesh.device_type)
     limit = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
     for name in mesh.mesh_dim_names or ():
-        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))  # type: ignore[attr-defined]
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))
 
 
 class _Shared:
