@@ -320,7 +320,7 @@ def table(result: dict[str, Any]) -> str:
         codes = [str(code) for code in row["exit_codes"]]
         codes = ["stalled" if rank == stalled else code.replace("None", "hangs") for rank, code in enumerate(codes)]
         others = [text for rank, text in enumerate(row["sentences"]) if rank != row["rank"] and not row["signal"]]
-        said = re.sub(r"\[[^]]*\]:?\d* ?|\|", "", others[0])[:180].strip() if others and set(codes) != {"0"} else ""
+        said = re.sub(r"\[[^]]*\]:?\d* ?|\|", "", others[0])[:90].strip() if others and set(codes) != {"0"} else ""
         where, rank = ("a step", "all") if row["signal"] else (row["where"], row["rank"])
         cells = [row["what"], where, rank, ", ".join(codes), row["seconds"], said or "nothing"]
         cells += [row["resumed_from"] or "no need", "bit-equal" if row["bit_equal"] else "different"]
