@@ -1,5 +1,6 @@
 """Faults and resuming: nothing that is half-written is taken, and the same command goes on as if nothing had been."""
 
+import json
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from tests.ranks import RankError, RankPool, forked, reset_accelerate
 from tests.trainers import Case, make_trainer, tokenizer
 
 Ranks = Callable[[int], RankPool]
+ROOT = Path(__file__).parents[1]
 SHUFFLED = {"train_sampling_strategy": "random", "optim": "adamw_torch", "lr_scheduler_type": "cosine"}
 EVERY = {**SHUFFLED, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
 SHARDED = {
@@ -242,6 +244,7 @@ def run_the_page(rank: int, size: int, folder: str) -> None:
 
 def test_asynchronous_checkpoints_go_on(ranks: Ranks, tmp_path: Path) -> None:
     """The script of the page, whose last checkpoint is half-written, goes on from the one before, bit by bit."""
+    pytest.importorskip("datasets")
     make_model("llama").save_pretrained(tmp_path / "llama")
     tokenizer().save_pretrained(tmp_path / "llama")
     for number, name in enumerate(("first.txt", "second.txt", "third.txt", "fourth.txt")):
@@ -269,6 +272,14 @@ def faults() -> Any:
     from recipes.benchmarks import faults
 
     return faults
+
+
+def test_the_page_has_the_faults_that_were_provoked(faults: Any) -> None:
+    result = json.loads((ROOT / "recipes/benchmarks/results/faults_2xCPU.json").read_text())
+    assert faults.table(result) in (ROOT / "docs/faults.md").read_text()
+    assert len(result["random"]["kills"]) >= 20
+    assert result["random"]["bit_equal"]
+    assert all(row["bit_equal"] for row in result["faults"])
 
 
 def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, options: dict[str, Any]
     """A process of the training: the recipe, as its command runs it."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"TORCHELASTIC_RUN_ID": "faults"}  # by which torch knows a launcher
@@ -223,7 +224,7 @@ class Job:
     def ended(self, processes: list[BaseProcess], fault: Fault) -> Outcome:
         """Waits for the ends of the processes. One that is stalled is ended when the others are done."""
         mark = self.folder / "fault"
-        begun, ends = time.time(), dict[int, float]()
+        begun, ends, left = time.time(), dict[int, float](), list[int]()
         while len(ends) < len(processes):
             for rank, process in enumerate(processes):
                 if rank not in ends and not process.is_alive():
@@ -233,6 +234,8 @@ class Job:
             if time.time() > limit or (fault.what == "stalled" and left == [fault.rank] and mark.exists()):
                 break
             time.sleep(0.02)
+        if [rank for rank in left if rank != fault.rank or fault.what != "stalled"]:
+            ends[len(processes)] = time.time()  # it hangs
         codes = [process.exitcode if rank in ends else None for rank, process in enumerate(processes)]
         for process in processes:
             process.kill()
@@ -260,7 +263,8 @@ def text(folder: Path) -> Path:
 
 def sentence(written: str) -> str:
     """The last line that is neither a progress bar nor a remark of Transformers; empty if there is none."""
-    lines = [line for line in re.split(r"[\r\n]+", written) if line.strip() and not re.search(r"^\[trans|\d%\|", line)]
+    remark = re.compile(r"^\[trans|\d%\||examples \[")
+    lines = [line for line in re.split(r"[\r\n]+", written) if line.strip() and not remark.search(line)]
     return lines[-1].strip() if lines else ""
 
 
@@ -316,7 +320,7 @@ def table(result: dict[str, Any]) -> str:
         codes = [str(code) for code in row["exit_codes"]]
         codes = ["stalled" if rank == stalled else code.replace("None", "hangs") for rank, code in enumerate(codes)]
         others = [text for rank, text in enumerate(row["sentences"]) if rank != row["rank"] and not row["signal"]]
-        said = re.sub(r"\[/\S*/|[|\]]", "", others[0])[:180] if others and set(codes) != {"0"} else ""
+        said = re.sub(r"\[[^]]*\]:?\d* ?|\|", "", others[0])[:90].strip() if others and set(codes) != {"0"} else ""
         where, rank = ("a step", "all") if row["signal"] else (row["where"], row["rank"])
         cells = [row["what"], where, rank, ", ".join(codes), row["seconds"], said or "nothing"]
         cells += [row["resumed_from"] or "no need", "bit-equal" if row["bit_equal"] else "different"]
@@ -361,7 +365,7 @@ def main() -> int:
         began = (whole.folder / "ready_0").stat().st_mtime
         seconds = (whole.folder / "out/training_log.json").stat().st_mtime - began
         result |= {"undisturbed": whole.result, "undisturbed_seconds": round(seconds, 1), "faults": []}
-        result["random"] = kill_at_random(arguments.kills, folder / "random", whole.result, seconds / 2, arguments.seed)
+        result["random"] = kill_at_random(arguments.kills, folder / "random", whole.result, seconds, arguments.seed)
         for number, fault in enumerate(FAULTS):
             write(arguments, result)
             if arguments.only is None or arguments.only in fault.name:
