@@ -7,6 +7,7 @@ to the same round at both of its ends. So no rank waits for a round that its pee
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
@@ -237,10 +238,11 @@ class _Messages:
     sent: list[Tensor]
     landing: list[Tensor]
     into: list[Tensor]
+    limit: tuple[timedelta, ...] = ()  # how long the host waits; NCCL's streams wait instead
 
     def wait(self) -> list[Tensor]:
         for work in self.works:
-            work.wait()
+            work.wait(*self.limit)
         for destination, landed in zip(self.into, self.landing, strict=True):
             if destination is not landed:
                 destination.copy_(landed)
@@ -314,4 +316,9 @@ class PeerToPeer:
         ]
         self.sent += Traffic(len(tensors), sum(tensor.nbytes for tensor in tensors))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Messages(works, tensors, landing, list(into))
+        return _Messages(works, tensors, landing, list(into), self._limit if works else ())
+
+    @cached_property
+    def _limit(self) -> tuple[timedelta, ...]:
+        """That of the group, which gloo's messages would take from the time when the group was made."""
+        return () if self.device.type == "cuda" else (self.group.time_limit(self.device),)
