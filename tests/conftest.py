@@ -1,4 +1,4 @@
-"""Fixtures: pools of ranks, shared by all tests of a session."""
+"""Fixtures: pools of ranks, shared by all tests of a file."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # ranks grow with what they compute
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """`ranks(size)` is the pool of that many processes."""
     pools: dict[int, RankPool] = {}

@@ -55,7 +55,7 @@ class RankPool:
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
-        context = mp.get_context("spawn") if backend == "nccl" or size == 3 else forked()
+        context = mp.get_context("spawn") if backend == "nccl" else forked()
         self._start(context, size, _serve, self.store.port, backend)
 
     def _start(self, context: BaseContext, size: int, serve: Callable[..., None], *arguments: Any) -> None:
