@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -104,18 +105,34 @@ class ContextGroup:
         return now
 
     def part(self, ranks: Sequence[int], device: torch.device) -> "ContextGroup":
-        """A new process group of some of these ranks, this one among them. Each of them calls this at the same time.
+        """A new process group of some of these ranks, this one among them. All ranks of this group call this at the
+        same time, each with the ranks of its own part.
+
+        `torch.distributed.new_group` names groups by how many others a rank knows, which may differ between ranks. So
+        the first rank draws a name, which no other group has, or will have.
 
         Args:
             ranks (sequence of `int`): Their rising numbers in this group.
             device (`torch.device`): Where they communicate; the time limit of its backend stays the same.
         """
+        drawn: list[Any] = [uuid4().hex if self.rank == 0 else None]
+        dist.broadcast_object_list(drawn, self.members[0], group=self.process_group)
         if len(ranks) == 1:
             return ContextGroup()
         members = [self.members[rank] for rank in ranks]
-        part = ContextGroup.from_mesh(
-            dist.new_group(members, timeout=self.time_limit(device), use_local_synchronization=True)
+        c10d: Any = dist.distributed_c10d
+        backend, store = c10d._world.pg_map[dist.group.WORLD]
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(self.rank),
+            members,
+            backend,
+            store,
+            f"{drawn[0]}/{ranks[0]}",
+            timeout=self.time_limit(device),
         )
+        c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
+        part = ContextGroup.from_mesh(group)
         # NCCL wants all ranks in the first call of a group, and messages may leave some out
         part.agree({}, None, device, doing=f"the making of a group of ranks {members}")
         return part

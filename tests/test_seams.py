@@ -269,6 +269,8 @@ class TwoTransports:
         self.peers = (near, frozenset(range(self.size)) - near)
         self.transports = [PeerToPeer(group, torch.device("cpu")) for group in two_groups(self.size)]
 
+    def reserve(self, channel: Channel, capacity: int) -> None: ...
+
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[None]:
         return [None] * len(shapes)
 

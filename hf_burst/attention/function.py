@@ -120,6 +120,8 @@ def _checked_facts(
         "kernel": [request.kernel, kernel.capabilities.name],
         "schedule": request.schedule,
         "transport": request.transport,
+        "ranks_per_host": request.ranks_per_host,
+        "head_groups": request.head_groups,
         "gradients": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)),
     }
 

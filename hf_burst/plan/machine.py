@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -151,6 +152,14 @@ class Machine:
                 "A machine has rates of rising sizes, bandwidths and memory above 0 and times of at least 0, got "
                 f"{self}. Measure it anew: hf-burst calibrate."
             )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once, as every attention looks up its schedule by it."""
+        return hash((self.device, self.kernel, self.rates, self.between_hosts, self.ranks_per_host))
 
     def kernel_seconds(self, scores: float, flops: float, backward: bool) -> float:
         """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP."""

@@ -153,6 +153,14 @@ class Exchange(Protocol):
 
     sent: Traffic
 
+    def reserve(self, channel: Channel, capacity: int) -> None:
+        """Makes room for what will be published, before anything is under way that other ranks must take part in.
+
+        Args:
+            channel (`str`): Where it will be published.
+            capacity (`int`): As in `publish`.
+        """
+
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """Buffers into which a kernel may write the tensors that are published next, so that they are not copied then.
 
@@ -257,6 +265,9 @@ class PeerToPeer:
     group: ContextGroup
     device: torch.device
     sent: Traffic = field(default_factory=Traffic)
+
+    def reserve(self, channel: Channel, capacity: int) -> None:
+        """See [`Exchange.reserve`]; messages need none."""
 
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[None]:
         """See [`Exchange.output_buffers`]; messages leave from any memory."""

@@ -153,7 +153,10 @@ class _GatheredKeys:
         self.crossing: tuple[Pending, list[Tensor]] | None = None
         self.arriving: tuple[Pending, list[Tensor]] | None = None
         if len(self.hops) == 1:
-            exchanges.near.publish("blocks", self.blocks, self.row * most)
+            self._exchange(self.hops[0]).publish("blocks", self.blocks, self.row * most)
+            return
+        self.on_host = self.row // self.count * attention.plan.keys_on_host.most_tokens
+        exchanges.near.reserve("blocks", self.on_host)
 
     def slices(self, q: Tensor) -> list[tuple[slice, slice]]:
         """Query heads and key heads of every slice."""
@@ -169,26 +172,26 @@ class _GatheredKeys:
         if len(self.hops) > 1:
             pending, landing = self._fetch_crossed(index)
         else:
-            pending, landing = self.arriving or self._fetch(self.hops[0], self.exchanges.near, self.blocks, 2 * index)
+            pending, landing = self.arriving or self._fetch(self.hops[0], self.blocks, 2 * index)
             last = index + 1 == self.count
-            self.arriving = None if last else self._fetch(self.hops[0], self.exchanges.near, self.blocks, 2 * index + 2)
+            self.arriving = None if last else self._fetch(self.hops[0], self.blocks, 2 * index + 2)
         pending.wait()
         return landing
 
     def _fetch_crossed(self, index: int) -> tuple[Pending, list[Tensor]]:
         inside, across = self.hops
-        crossing, blocks = self.crossing or self._fetch(across, self.exchanges.far, self.blocks, 2 * index)
+        crossing, blocks = self.crossing or self._fetch(across, self.blocks, 2 * index)
         crossing.wait()
-        most = self.attention.plan.keys_on_host.most_tokens
-        self.exchanges.near.publish("blocks", blocks, self.row // self.count * most)
-        fetched = self._fetch(inside, self.exchanges.near, blocks, 0)
+        self.exchanges.near.publish("blocks", blocks, self.on_host)
+        fetched = self._fetch(inside, blocks, 0)
         last = index + 1 == self.count
-        self.crossing = None if last else self._fetch(across, self.exchanges.far, self.blocks, 2 * index + 2)
+        self.crossing = None if last else self._fetch(across, self.blocks, 2 * index + 2)
         return fetched
 
-    def _fetch(
-        self, hop: _Hop, exchange: Exchange, blocks: Sequence[Tensor], first: int
-    ) -> tuple[Pending, list[Tensor]]:
+    def _exchange(self, hop: _Hop) -> Exchange:
+        return self.exchanges.near if hop.inside else self.exchanges.far
+
+    def _fetch(self, hop: _Hop, blocks: Sequence[Tensor], first: int) -> tuple[Pending, list[Tensor]]:
         """K and V on their way by a hop; they are `first` and the next one of these blocks."""
         rows = sum(place.size for place in hop.found)
         landing = [block.new_empty(block.shape[0], rows, *block.shape[2:]) for block in blocks[first : first + 2]]
@@ -198,7 +201,7 @@ class _GatheredKeys:
         shapes = tuple((block.shape, block.dtype) for block in blocks)
         this_round, targets = _round(hop, first, shapes, gradients=False)
         into = [landing[tensor][:, place : place + size] for tensor, place, size in targets]
-        return exchange.fetch("blocks", this_round, blocks, into), landing
+        return self._exchange(hop).fetch("blocks", this_round, blocks, into), landing
 
 
 class _Homeward:
@@ -248,8 +251,9 @@ class _Homeward:
 
 def _gradients_home(attention: RingAttention, exchanges: Exchanges, k: Tensor, v: Tensor) -> _Homeward:
     """The way of dK and dV."""
-    hops, way = _hops(attention), None
-    for hop, exchange in ((hops[-1], exchanges.far), (hops[0], exchanges.near))[2 - len(hops) :]:
+    way = None
+    for hop in reversed(_hops(attention)):
+        exchange = exchanges.near if hop.inside else exchanges.far
         wide, rows = accumulation_dtype(k.dtype), hop.rows(hop.number)
         sums = [torch.zeros(tensor.shape[0], rows, *tensor.shape[2:], dtype=wide, device=k.device) for tensor in (k, v)]
         way = _Homeward(hop, exchange, sums, way)
@@ -259,8 +263,12 @@ def _gradients_home(attention: RingAttention, exchanges: Exchanges, k: Tensor, v
 
 @lru_cache(maxsize=128)
 def _hops(attention: RingAttention) -> tuple[_Hop, ...]:
-    """The hop inside a host, and the one between hosts where there are several."""
-    return (_Hop(attention, True), _Hop(attention, False))[: 1 + (attention.plan.hosts > 1)]
+    """The hop inside a host, and the one between hosts where there are several; the second alone if each has one ring
+    rank."""
+    inside, across = _Hop(attention, True), _Hop(attention, False)
+    if attention.plan.hosts == 1:
+        return (inside,)
+    return (across,) if attention.plan.per_host == 1 else (inside, across)
 
 
 @lru_cache(maxsize=256)

@@ -251,6 +251,12 @@ def _run(
     plan, rank = attention.plan, attention.ring_rank
     blocks, home = (tuple((tensor.shape, tensor.dtype) for tensor in tensors) for tensors in (own.block, own.home))
 
+    if plan.hosts > 1 and plan.per_host > 1:
+        inside = _level(attention, rotating, blocks, home, lone_dtype, 0)
+        exchanges.near.reserve("blocks", inside.capacity)
+        if inside.returned:
+            exchanges.near.reserve("gradients", inside.returned)
+
     def visit(crossing: Step, block: Sequence[Tensor], _: OutputBuffers) -> Sequence[Tensor]:
         order, came = crossing.order, crossing.recv
         held = Held(block, came.start, _sums(block[: len(home)])) if came else own if order == 0 else Held(())

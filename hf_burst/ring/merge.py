@@ -3,7 +3,6 @@
 What is alone is kept as the kernel made it: nothing is filled with zeros, widened, rounded or touched without need.
 """
 
-import math
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -158,11 +157,6 @@ class Summed:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.dtype, self.parts = shape, dtype, _Parts(shape, dtype, device)
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one row of all sequences in the accumulation dtype."""
-        return math.prod(self.shape) // self.shape[1] * self.parts.accumulator.itemsize
 
     def add(self, batch: Span, rows: Span, part: Tensor) -> None:
         """Adds `part` of shape `(b, s, H, D)`, which is kept and possibly changed, to some of the rows."""

@@ -168,6 +168,10 @@ class Symmetric:
             current.wait_stream(self.pool.last)
             self.pool.last = current
 
+    def reserve(self, channel: Channel, capacity: int) -> None:
+        """See [`Exchange.reserve`]; all ranks meet where the memory grows."""
+        self.pool.segments(channel, capacity)
+
     def output_buffers(self, channel: Channel, shapes: Sequence[Shape], capacity: int) -> Sequence[Tensor | None]:
         """See [`Exchange.output_buffers`]."""
         segments = self.pool.segments(channel, capacity)
