@@ -219,6 +219,8 @@ def _measure_links(
             logger.warning("hf_burst measures no symmetric memory: %s", problem)
         else:
             links["symmetric"] = _measure_link(copies, sizes.messages, work, device)
+        if near is not group:
+            dist.destroy_process_group(near.process_group)
     return links
 
 

@@ -1,7 +1,8 @@
 """What the ranks of a process group hold together: symmetric memory, and what they know of the machine they run on.
 
 Each is made or agreed on at its first use, by all ranks at the same time. It lives as long as the process group itself:
-a group that is destroyed takes its resources along, and one that is made anew begins without any.
+a group that is destroyed takes its resources along, and one that is made anew begins without any. The process groups of
+hosts end with `close()`, or with the default group.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from .mesh import ContextGroup, group_by_name
 from .plan import Machine, Segments
 from .ring import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
+_NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
+
 
 class GroupResources:
     """The resources of one group. Every rank of it calls the methods at the same time.
@@ -34,6 +37,7 @@ class GroupResources:
         self._machines: dict[tuple[torch.device, str, int | None], Machine] = {}
         self._pools: dict[torch.device, SymmetricPool | str] = {}
         self._levels: dict[int, tuple[ContextGroup, ContextGroup]] = {}
+        self._unreached: dict[int, str] = {}
 
     def knows(self, device: torch.device, kernel: str) -> bool:
         """Whether the ranks have agreed on their machine, so that [`GroupResources.machine`] sends nothing."""
@@ -84,6 +88,18 @@ class GroupResources:
             levels = self._levels[per_host] = near, far
         return levels
 
+    def _check_reach(self, device: torch.device, per_host: int) -> None:
+        """Raises a ConfigError on all ranks if those of some host cannot read each other's memory."""
+        problems = self._unreached.get(per_host)
+        if problems is None:
+            near, _ = self.levels(device, per_host)
+            pool = resources_of(near).pool(device) if near.size > 1 else ""
+            every = [""] * self.group.size
+            dist.all_gather_object(every, pool if isinstance(pool, str) else "", group=self.group.process_group)
+            problems = self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
+        if problems:
+            raise ConfigError(_NOT_SYMMETRIC.format(problems))
+
     def check(self) -> None:
         """Raises a ConfigError if an attention ended in the middle on this rank."""
         for near, _ in self._levels.values():
@@ -115,6 +131,8 @@ class GroupResources:
         if near_ranks not in (None, self.group.size):
             near, far = self.levels(device, near_ranks)
             inside = resources_of(near)
+            if transport == "symmetric":
+                self._check_reach(device, near_ranks)
         with inside._exchange(device, transport) as exchange, self.group.messages():
             exchange = self._timed(exchange)
             yield Exchanges(exchange, exchange if far is None else self._timed(PeerToPeer(far, device)))
@@ -126,9 +144,7 @@ class GroupResources:
         pool = "" if direct else self.pool(device)
         if isinstance(pool, str):
             if pool and transport == "symmetric":
-                raise ConfigError(
-                    f"BurstConfig(transport='symmetric') cannot be had: {pool}. Take 'auto', which falls back to 'p2p'."
-                )
+                raise ConfigError(_NOT_SYMMETRIC.format(pool))
             yield PeerToPeer(self.group, device)
             return
         self.check()
@@ -148,11 +164,16 @@ class GroupResources:
         return exchange if self.clock is None else self.clock.watch(exchange)
 
     def close(self) -> None:
-        """Frees the symmetric memory and forgets the machine; the next use makes them anew, on all ranks. The process
-        groups of hosts stay as long as this one."""
-        for near, _ in self._levels.values():
+        """Frees the symmetric memory, ends the process groups of hosts and forgets the machine; the next use makes them
+        anew, on all ranks."""
+        for near, far in self._levels.values():
             if near.size > 1:
                 resources_of(near).close()
+            for level in (near, far):
+                if level.size > 1 and level.name != self.group.name:
+                    dist.destroy_process_group(level.process_group)
+        self._levels.clear()
+        self._unreached.clear()
         for pool in self._pools.values():
             if isinstance(pool, SymmetricPool):
                 pool.close()

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_burst.config import BurstConfig, Schedule
 from hf_burst.errors import ConfigError
@@ -14,7 +16,7 @@ from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Layer, MaskPattern, Shapes, Traffic, estimate, make_plan, rank_traffic
 from hf_burst.plan.machine import cpu
 from hf_burst.resources import resources_of
-from hf_burst.ring import HeadSizes, ShardedAttention
+from hf_burst.ring import HeadSizes, ShardedAttention, SymmetricPool
 from tests.shared_memory import Access, races, shared_memory
 from tests.test_ring import Case, assert_exact, attend, attend_to_all, context_group, fitting, put_together
 
@@ -139,6 +141,43 @@ def test_bytes_between_hosts_are_those_of_the_cost_model(hosts, schedule):
     layer = Layer(layout.masks(MaskPattern()), layout.sharding, Shapes(4, kv_heads, 16, 16, 4, 4, 4))
     cost = estimate(Schedule.parse(schedule, size), layer, replace(cpu(), ranks_per_host=2))
     assert 0.8 < max(left) / (2 * cost.across_bytes) < 1.08
+
+
+def refuse_on_one_host(rank: int, size: int) -> str:
+    """Only the second host has no symmetric memory; what its ranks and the others raise."""
+    resources = resources_of(context_group(size))
+    resources.close()
+    with mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, synchronize=mock.DEFAULT):
+        pool = "no memory here" if rank // 2 else SymmetricPool(ContextGroup(), torch.device("cpu"), 1)
+        with (
+            mock.patch("hf_burst.resources.open_pool", return_value=pool),
+            pytest.raises(ConfigError, match=r"'symmetric'. cannot be had: no memory here. Take 'auto'"),
+            resources.messages(torch.device("cpu"), "symmetric", 2),
+        ):
+            pass
+        resources.close()
+    return "raised"
+
+
+def test_symmetric_memory_that_one_host_lacks_is_refused_on_all(ranks):
+    assert ranks(4).run(refuse_on_one_host) == ["raised"] * 4
+
+
+def make_and_close(rank: int, size: int) -> list[int]:
+    """How many process groups there are, each time that those of hosts were made, used and closed."""
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)  # ranks know of different numbers of groups
+    counts = []
+    for _ in range(3):
+        attend(rank, size, Case(((0, 41),), ranks_per_host=2))
+        resources_of(context_group(size)).close()
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_groups_of_hosts_are_made_anew_and_leave_nothing(ranks):
+    for counts in ranks(4).run(make_and_close):
+        assert len(set(counts)) == 1
 
 
 def test_hosts_that_do_not_divide_a_group_are_refused(ranks):

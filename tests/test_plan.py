@@ -342,6 +342,39 @@ BROKEN_CROSSINGS = {
 }
 
 
+class WithoutCrossings(Plan):
+    """Both ends agree on sending nothing between hosts."""
+
+    def crossings(self, rank, rotating):
+        return tuple(replace(step, send=None, recv=None) for step in super().crossings(rank, rotating))
+
+
+class LoneCrossings(Plan):
+    """Both ends agree that every gradient crosses back as a kernel made it."""
+
+    def crossings(self, rank, rotating):
+        def lone(move):
+            return move and replace(move, lone=True)
+
+        steps = super().crossings(rank, rotating)
+        return tuple(replace(step, send=lone(step.send), recv=lone(step.recv)) for step in steps)
+
+
+class NeverVisited(Plan):
+    """Hosts skip what they compute with the blocks of others."""
+
+    def visited(self, rank, rotating, crossing):
+        return crossing == 0
+
+
+@pytest.mark.parametrize("rotating", ROTATING)
+@pytest.mark.parametrize("kind", [WithoutCrossings, LoneCrossings, NeverVisited])
+def test_two_ends_that_agree_on_a_wrong_crossing_are_found_out(kind, rotating):
+    plan = make_plan((Mask(34),), make_sharding(34, 4), hosts=2)
+    with pytest.raises(PlanError):
+        verify_plan(kind(plan.masks, plan.queries, plan.keys, plan.hosts), rotating)
+
+
 @pytest.mark.parametrize("rotating", ROTATING)
 @pytest.mark.parametrize("name", BROKEN_CROSSINGS)
 def test_a_broken_plan_over_hosts_is_found_out(name, rotating):

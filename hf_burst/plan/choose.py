@@ -14,6 +14,8 @@ from .mask import Mask
 from .sharding import Sharding, make_sharding
 from .work import Layer
 
+# of the bytes that exchanged heads would send; the cost model has rings break even near it on hosts of 8 H200s
+_OF_HEADS = 0.12
 # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
 _AT_HOME = 0.1
 
@@ -35,8 +37,8 @@ def choose(layer: Layer, machine: Machine) -> Choice:
     K and V travel round the ring. With as many key heads as query heads it is the `"burst"` ring, whose backward pass
     then sends three tensors instead of four (BurstAttention, arXiv 2403.09347).
 
-    Over several hosts it is a ring if a rank needs fewer keys than another rank holds. Else it is the schedule that is
-    predicted to take the least time if every sequence were one document.
+    Over several hosts it is a ring if a rank fetches less than an eighth of what an exchange of heads would send. Else
+    it is the schedule that is predicted to take the least time if every sequence were one document.
 
     Args:
         layer ([`Layer`]): What is computed.
@@ -50,7 +52,7 @@ def choose(layer: Layer, machine: Machine) -> Choice:
     needed = f"a rank needs {share:.0%} of the others' keys"
     ring: RingKind = "burst" if q_heads == kv_heads else "kv_ring"
     apart = ranks > per_host
-    if apart and share * (ranks - 1) >= 1:
+    if apart and share * (ranks - 1) * kv_heads >= _OF_HEADS * (q_heads + kv_heads):
         return _fastest(_whole(layer), machine)
     if apart or share <= _AT_HOME:
         return Choice(Schedule(ring), f"documents mostly stay at home: {needed}")

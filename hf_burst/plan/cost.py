@@ -240,7 +240,7 @@ class _PassCost:
             ahead = following is not None and goes_ahead(crossing, following, self.backward)
             beside, started = returning + coming if ahead else returning, self.seconds
             steps = self.plan.steps(rank, rotating, crossing.order)
-            self._inner_ring(steps, rotating)
+            self._inner_ring(steps, rotating, alone=crossing.order == 0)
             count += sum(len(step.tiles) for step in steps)
             self.crossing += beside.seconds
             self.seconds = max(self.seconds + beside.drag, started + beside.seconds)
@@ -252,21 +252,26 @@ class _PassCost:
             self._stage(messages=_Messages(self.machine.waiting * lag(self.plan, rotating) * self.kernels))
         # two slots of what comes, two of what returns, or three where kernels write it in place
         self.memory *= 2 if not self.backward else 5 if self.symmetric else 4
+        if self.hosts > 1:  # the block that is held, the one that crosses, and the sums of either
+            rows = self.batch * self.plan.blocks(rotating).most_tokens
+            self.memory += 2 * rows * sum(map(sum, row_bytes(self.direction, rotating, self.shapes, lone=False)))
         self._ends(alone=count == 1)
         return _SILENCE, _SILENCE
 
-    def _inner_ring(self, steps: tuple[Step, ...], rotating: Rotating) -> None:
-        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels."""
+    def _inner_ring(self, steps: tuple[Step, ...], rotating: Rotating, alone: bool) -> None:
+        """Steps of the plan: blocks of the next one come, and gradients of the last one return, beside its kernels.
+        Without steps before it (`alone`) the first one merges nothing."""
         returning = coming = _SILENCE
+        if steps and steps[0].order:
+            self._stage(messages=self._travel(steps[0], rotating, home=False, crosses=self._crosses))
         for step, following in zip_longest(steps, steps[1:]):
             if following:
                 coming = self._travel(following, rotating, home=False, crosses=self._crosses)
             ahead = following is not None and goes_ahead(step, following, self.backward)
-            kept = step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
+            kept = alone and step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
             touched, launches = (0, len(step.tiles)) if kept else self._sum(step.tiles)
-            if step.tiles:
-                beside = returning + coming if ahead else returning
-                self._stage(self._kernels(step.tiles), touched, launches, beside)
+            beside = returning + coming if ahead else returning
+            self._stage(self._kernels(step.tiles), touched, launches, beside)
             returning = self._travel(step, rotating, home=True, crosses=self._crosses) if self.backward else _SILENCE
             if following and not ahead:
                 self._stage(messages=coming)

@@ -27,11 +27,12 @@ def verify_plan(plan: Plan, rotating: Rotating) -> int:
     for order in range(plan.hosts):
         steps = [{step.order: step for step in plan.steps(rank, rotating, order)} for rank in range(plan.ranks)]
         for rank in range(plan.ranks):
-            if steps[rank] and order not in crossings[rank]:
+            if steps[rank] and not (order in crossings[rank] and plan.visited(rank, rotating, order)):
                 raise PlanError(f"rank {rank} computes with blocks of crossing {order}, of which it knows nothing")
+            _check_lone(plan, rank, crossings[rank].get(order), rotating)
             for step in steps[rank].values():
                 _check_messages(steps, rank, step, "step")
-                _check_rows(plan, rank, step, crossings[rank].get(order), rotating)
+                _check_rows(plan, rank, step, crossings[rank][order], rotating)
                 _collect(seen, plan, rank, step, rotating)
     pairs = 0
     for row, mask in enumerate(plan.masks):
@@ -64,15 +65,28 @@ def _check_messages(steps: list[dict[int, Step]], rank: int, step: Step, kind: s
         raise PlanError(f"rank {rank}, step {step.order}: {len(step.tiles)} tiles, but receives {step.recv}")
 
 
-def _check_rows(plan: Plan, rank: int, step: Step, crossing: Step | None, rotating: Rotating) -> None:
+def _check_rows(plan: Plan, rank: int, step: Step, crossing: Step, rotating: Rotating) -> None:
     """A rank has the rows that it sends, or uses without receiving them: its own, or those that crossed to it."""
-    held = plan.held(rank, rotating, crossing.order if crossing else 0)
-    if crossing is not None and crossing.order and crossing.recv is not None:
-        held = crossing.recv.start, crossing.recv.stop
+    held, came = (0, plan.blocks(rotating).tokens(rank)), crossing.recv
+    if crossing.order:
+        held = (came.start, came.stop) if came else (0, 0)
+    if held != plan.held(rank, rotating, crossing.order):
+        raise PlanError(f"rank {rank}, crossing {crossing.order}: {came} came, and the plan counts on {held}")
     used = [] if step.order else [tile.k if rotating == "kv" else tile.q for tile in step.tiles]
     for start, stop in [*used, *([(step.send.start, step.send.stop)] if step.send else [])]:
         if not (held[0] <= start and stop <= held[1]):
             raise PlanError(f"rank {rank}, step {step.order}: rows {start}-{stop} are not in the {held} that it holds")
+
+
+def _check_lone(plan: Plan, rank: int, crossing: Step | None, rotating: Rotating) -> None:
+    """A block whose gradient crosses back as the kernel made it is used by one tile of the host, which is all of it."""
+    if crossing is None or crossing.recv is None or not crossing.recv.lone:
+        return
+    first, came = rank - rank % plan.per_host, crossing.recv
+    steps = [step for one in range(first, first + plan.per_host) for step in plan.steps(one, rotating, crossing.order)]
+    tiles = [tile for step in steps if step.source == crossing.source for tile in step.tiles]
+    if len(tiles) != 1 or (tiles[0].k if rotating == "kv" else tiles[0].q) != (came.start, came.stop):
+        raise PlanError(f"rank {rank}, crossing {crossing.order}: {tiles} are not one tile of the lone {came}")
 
 
 def _collect(seen: Seen, plan: Plan, rank: int, step: Step, rotating: Rotating) -> None:
