@@ -194,7 +194,7 @@ class ContextGroup:
         for name, checksum in (checksums or {}).items():
             mine[3] += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
         every = [torch.empty_like(mine) for _ in range(process_group.size())]
-        with watch_of_process().calling(self.name, tuple(dist.get_process_group_ranks(process_group)), doing) as wait:
+        with watch_of_process().calling(process_group, doing) as wait:
             wait(dist.all_gather(every, mine, group=process_group, async_op=True), device.type == "cpu")
             digests, flags, tallies, contents = torch.stack(every).cpu().unbind(1)
             if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
@@ -213,7 +213,7 @@ class ContextGroup:
         if self.size == 1:
             yield
             return
-        with watch_of_process().messaging(self.process_group, self.members):
+        with watch_of_process().messaging(self.process_group):
             yield
 
     def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:

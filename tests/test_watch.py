@@ -1,18 +1,22 @@
 """Ranks that do different things end by an error within seconds, and by a sentence of ours; slow ranks never do."""
 
+import gc
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -22,7 +26,7 @@ import hf_burst
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.hf.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.watch import Report, Verdict, Watch, stuck
+from hf_burst.watch import Report, Verdict, Watch, stuck, watch_of_process
 from tests import models
 from tests.ranks import forked
 
@@ -46,7 +50,7 @@ class Said(logging.Handler):
 def live(rank: int, size: int, port: int, pipe: Connection, limit: float, scene: Callable[[int, int], Any]) -> None:
     """One rank of a scene: sends what it returned or raised, and what hf_burst said before."""
     torch.set_num_threads(1)
-    os.environ["ACCELERATE_USE_CPU"] = "1"
+    os.environ |= {"ACCELERATE_USE_CPU": "1", "STORE_PORT": str(port)}
     Watch.patience, Watch.interval, Watch.grace = PATIENCE, INTERVAL, 4 * PATIENCE
     logging.getLogger("hf_burst").addHandler(Said(pipe))
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -154,6 +158,10 @@ def test_a_slow_rank_is_waited_for() -> None:
     assert "said" not in first
 
 
+def alive() -> bool:
+    return any(thread.name == "hf_burst watch" for thread in threading.enumerate())
+
+
 def save_on_one(rank: int, size: int) -> str:
     """Rank 1 is slow; the others wait for it in a collective and in a pass, of groups that lie across."""
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
@@ -163,13 +171,97 @@ def save_on_one(rank: int, size: int) -> str:
         hf_burst.ContextGroup.from_mesh(pairs[0]).agree({}, None, torch.device("cpu"))
     if rank > 0:
         dist.barrier(pairs[1])
-    return "done"
+    return "done" if rank == 2 or alive() else "dead"  # which made no call of hf_burst
 
 
 def test_who_waits_in_another_collective_for_a_slow_rank_is_left_alone() -> None:
     for told in play(save_on_one, size=3):
         assert told["returned"] == "done"
         assert "said" not in told
+
+
+def skip_on_one(rank: int, size: int) -> None:
+    """Two groups that share sequences, and two that average gradients: the last rank skips a pass."""
+    mesh = hf_burst.BurstParallelismConfig(burst_size=2).build_device_mesh("cpu")
+    model, batch = models.make_model("llama").train(), models.make_batch("plain")
+    hf_burst.patch_model(model, hf_burst.BurstConfig(kernel="reference", gradients="averaged_by_hand"), mesh=mesh["cp"])
+    model(**batch)
+    assert alive()
+    if rank < 3:
+        in_time(lambda: model(**batch))
+    in_time(dist.barrier)
+
+
+def test_a_pass_that_one_rank_of_two_groups_skips() -> None:
+    told = play(skip_on_one, size=4)
+    assert told[2]["raised"][0] is RankMismatchError
+    for own in told[2:]:
+        text = own.get("said", "") + str(own.get("raised", ""))
+        assert "Rank 2 waits in forward pass 2 of LlamaForCausalLM in training (test_watch.py:" in text
+        assert "Rank 3 waits in torch.distributed.barrier (test_watch.py:" in text
+    assert all("raised" in own or own["exit"] == 1 for own in told)
+
+
+def gather_late(rank: int, size: int) -> str:
+    """A message between two ranks makes gloo's numbers differ; then the last rank is slow, which is no error."""
+    pair, cpu = dist.new_group([0, 1]), torch.device("cpu")
+    hf_burst.ContextGroup.from_mesh(None).agree({}, None, cpu)
+    if rank == 0:
+        dist.send(torch.ones(1), 2)
+    if rank == 2:
+        dist.recv(torch.ones(1), 0)
+        time.sleep(SLOW)
+    dist.gather(torch.ones(1), [torch.empty(1) for _ in range(size)] if rank == 0 else None, dst=0)
+    if rank < 2:
+        hf_burst.ContextGroup.from_mesh(pair).agree({}, None, cpu, doing="the next pass")
+    return "done" if alive() else "dead"
+
+
+def test_a_slow_rank_is_waited_for_when_messages_are_not_counted_alike() -> None:
+    for told in play(gather_late, size=3):
+        assert told["returned"] == "done"
+        assert "said" not in told
+
+
+def broadcast_alone(rank: int, size: int) -> None:
+    """Nothing was begun since both met, so no number is needed for a proof."""
+    group = hf_burst.ContextGroup.from_mesh(None)
+    group.agree({}, None, torch.device("cpu"))
+    if rank:
+        in_time(lambda: dist.broadcast(torch.ones(1), 0))
+    in_time(lambda: group.agree({}, None, torch.device("cpu"), doing="the next pass"))
+
+
+def test_a_rank_that_receives_alone() -> None:
+    waiting, elsewhere = play(broadcast_alone)
+    assert waiting["raised"][0] is RankMismatchError
+    assert "Rank 1 waits in torch.distributed.broadcast (test_watch.py:" in waiting["raised"][1]
+    assert "raised" in elsewhere or elsewhere["exit"] == 1
+
+
+class EndsBetween:
+    """A collective that ends after the time that one waited for it, and before it is asked."""
+
+    def __init__(self, problem: str = "") -> None:
+        self.problem, self.waits = problem, 0
+
+    def wait(self, limit: timedelta | None = None) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("gloo/transport/tcp: Operation timed out!")
+        if self.problem:
+            raise RuntimeError(self.problem)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
+    watch = mock.Mock(verdict=None, interval=INTERVAL)
+    Watch._wait(watch, EndsBetween(), True)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        Watch._wait(watch, EndsBetween("Connection closed"), True)  # type: ignore[arg-type]
 
 
 def end_early(rank: int, size: int) -> None:
@@ -248,12 +340,12 @@ def come_late(rank: int, size: int) -> None:
     model, batch = patched()
     model(**batch)
     if rank:
-        time.sleep(SLOW)
+        time.sleep(14 * PATIENCE)  # longer than the limit, and the answers to who waits
     model(**batch)
 
 
 def test_the_time_limit_is_named_and_what_to_raise() -> None:
-    waiting, _ = play(come_late, limit=3 * PATIENCE)
+    waiting, _ = play(come_late, limit=8 * PATIENCE)
     kind, text = waiting["raised"]
     assert kind is LostRankError
     assert "until the time limit" in text
@@ -360,6 +452,78 @@ def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
         text = told["raised"][1] if "raised" in told else told["said"]
         assert "Rank 2 cannot go on: an attention ended in the middle (MemoryError" in text
         assert told.get("exit") == 1 or "raised" in told
+
+
+def differ_and_begin_anew(rank: int, size: int) -> str:
+    """The default group is made anew on the same store, after the user caught the error; then a rank is slow."""
+    dist.destroy_process_group()
+    store, cpu = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), is_master=False), torch.device("cpu")
+    for world in range(2):
+        own = dist.PrefixStore(str(world), store)  # gloo may read the addresses of before
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
+        agree = partial(hf_burst.ContextGroup.from_mesh(None).agree, {}, None, cpu)
+        with mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
+            agree()
+        if world == 0:
+            with pytest.raises((RankMismatchError, RuntimeError)):
+                in_time(dist.barrier if rank else agree)
+            dist.destroy_process_group()
+    time.sleep(SLOW * rank)
+    agree()
+    return "done" if alive() else "dead"
+
+
+def test_an_error_of_an_earlier_default_group_is_forgotten() -> None:
+    for told in play(differ_and_begin_anew):
+        assert told["returned"] == "done"
+
+
+def make_groups_anew(rank: int, size: int) -> list[Any]:
+    """An attention over a subgroup ended in the middle; another subgroup has its name by then. Also counts sockets."""
+    cpu, seen = torch.device("cpu"), []
+    for turn in range(2):
+        part = dist.new_group([0, 1], use_local_synchronization=True)
+        group = hf_burst.ContextGroup.from_mesh(part)
+        group.agree({}, None, cpu)
+        seen.append((group.name, watch_of_process()._report(0).agreed))
+        if turn == 0:
+            with pytest.raises(MemoryError), group.messages():
+                raise MemoryError("provoked")
+            with pytest.raises(ConfigError):
+                group.agree({}, None, cpu)
+            dist.destroy_process_group(part)
+            del part
+    return seen
+
+
+def test_a_group_made_anew_begins_with_new_counts() -> None:
+    for told in play(make_groups_anew):
+        (first, counts), (second, later) = told["returned"]
+        assert first == second, "torch gives names anew"
+        assert counts == later
+
+
+def leave_worlds(rank: int, size: int) -> int:
+    """How many watches are left after default groups came and went."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE_PORT"]), is_master=False)
+    watches = []
+    for world in range(3):
+        own = dist.PrefixStore(str(world), store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
+        hf_burst.ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
+        watches.append(ref(watch_of_process()))
+        dist.barrier()
+        dist.destroy_process_group()
+    last = time.monotonic() + SOON
+    while time.monotonic() < last and any(watch() is not None for watch in watches):
+        time.sleep(INTERVAL)
+        gc.collect()
+    return sum(watch() is not None for watch in watches)
+
+
+def test_a_watch_goes_with_its_default_group() -> None:
+    assert [told["returned"] for told in play(leave_worlds)] == [0, 0]
 
 
 def report(rank: int, kind: Any = "", group: str = "", members: Sequence[int] = (), **facts: Any) -> Report:

@@ -171,10 +171,17 @@ def _compiled(model: nn.Module) -> bool:
         if frame.f_code.co_name == "compile_wrapper":  # of torch._dynamo, by whatever was compiled
             return True
         frame = frame.f_back
-    return any(
-        module._compiled_call_impl is not None or "_orig_mod" in module._modules  # by its method, or by the function
-        for module in model.modules()
-    )
+    modules: list[nn.Module | None] = [model]
+    while modules:  # `model.modules()` takes several times as long, at every pass
+        module = modules.pop()
+        if module is None:
+            continue
+        if (
+            module._compiled_call_impl is not None or "_orig_mod" in module._modules
+        ):  # by its method, or by the function
+            return True
+        modules += module._modules.values()
+    return False
 
 
 class _Patch:

@@ -12,12 +12,10 @@ import os
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import lru_cache
 from threading import Event, Thread, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,24 +23,12 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 
 from ..errors import BurstError, ConfigError, LostRankError, RankMismatchError
+from .counts import Counts, begun_over, group_key
+from .messenger import Messenger
 from .report import START_ANEW, Report, Verdict, stuck
 from .stack import stand_of
 
 logger = logging.getLogger(__name__)
-
-
-@lru_cache(maxsize=64)
-def group_key(name: str, members: tuple[int, ...]) -> str:
-    """A name of a process group that all ranks give it, and no other group of theirs."""
-    return f"{name}/{zlib.crc32(repr(members).encode()):x}"
-
-
-def _begun(group: Any) -> int:
-    """How many collectives of a process group this rank has begun; of gloo, messages between two ranks as well."""
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:  # a backend that does not count
-        return 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +50,7 @@ class Watch:
 
     patience = 3.0  # seconds that a rank waits before it asks
     interval = 1.0  # seconds between two looks at the bell
-    grace = 5.0  # seconds in which a rank that is stuck in code of others may be freed by an error there
+    grace = 15.0  # seconds in which a rank that is stuck in code of others may be freed by an error there
     warns = 60.0  # seconds after which a waiting rank says for whom it waits
 
     def __init__(self, world: dist.ProcessGroup) -> None:
@@ -79,21 +65,23 @@ class Watch:
         self.call: _Call | None = None
         self.messages: tuple[str, tuple[int, ...]] | None = None  # the group over which an attention is under way
         self.latest = "its start"
-        self.agreed: dict[str, int] = {}
-        self.own: dict[str, int] = {}  # how many of the collectives that the backend counts hf_burst began
-        self.broken: dict[str, str] = {}
+        self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.verdict: Verdict | None = None
         self.farewell: Report | None = None  # of the process that holds the store, and takes it along
+        self.born = self._rung()  # what is older is of another default group over the same store
+        self.store.set(f"watch {self.rank}", self.process)
         self.heard, self.told = 0, False
         self.place = ""
         self.since, self.again = time.monotonic(), 0.0
         self.suspected: list[str] = []
         self.stopped = Event()
-        multiprocessing.util.Finalize(None, self._end, exitpriority=1)  # of children of multiprocessing, too
+        # of children of multiprocessing, too
+        self.at_exit = multiprocessing.util.Finalize(None, _end, args=(ref(self),), exitpriority=1)
+        self.messenger = Messenger()
         Thread(target=self._run, name="hf_burst watch", daemon=True).start()
 
     @contextmanager
-    def calling(self, name: str, members: tuple[int, ...], doing: str) -> Iterator[Callable[[dist.Work, bool], None]]:
+    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator[Callable[[dist.Work, bool], None]]:
         """A call in which all ranks of a group meet, by one collective, and the function to wait for that.
 
         Raises:
@@ -101,18 +89,19 @@ class Watch:
             RankMismatchError: If they wait in different places.
             LostRankError: If one of them ended, or did not come within the time limit.
         """
-        key = group_key(name, members)
-        if key in self.broken:
+        members = tuple(dist.get_process_group_ranks(group))
+        counts = self.counts.setdefault(group, Counts())
+        if counts.broken:
             raise ConfigError(
-                f"An attention over these ranks ended in the middle ({self.broken[key]}), so that they no longer agree "
+                f"An attention over these ranks ended in the middle ({counts.broken}), so that they no longer agree "
                 f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
             )
         self.thread = get_ident()
-        number = self.agreed[key] = self.agreed.get(key, 0) + 1
-        self.own[key] = self.own.get(key, 0) + 1
-        self.call = _Call(key, members, number, doing)
+        counts.agreed, counts.own = counts.agreed + 1, counts.own + 1
+        self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing)
         try:
             yield self._wait
+            counts.met, counts.mark = counts.agreed, begun_over(group) - counts.own
             self.latest = doing
         except RuntimeError as problem:
             if lost(problem):
@@ -132,8 +121,9 @@ class Watch:
                     work.wait(timedelta(seconds=self.interval))
                     return
                 except RuntimeError:
-                    if work.is_completed():
-                        raise
+                    if work.is_completed():  # it may have ended well just after the second was over
+                        work.wait()
+                        return
             elif work.is_completed():
                 work.wait()
                 return
@@ -141,35 +131,39 @@ class Watch:
                 time.sleep(min(0.0005, (time.monotonic() - began) / 200))  # beside a GPU that is busy
 
     @contextmanager
-    def messaging(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Iterator[None]:
+    def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
         """The messages of one attention. If they end in the middle, no rank is sure any more of what was sent: the
         others are told, and calls over these ranks are refused."""
-        self.messages = key, _ = group_key(group.group_name, members), members
-        before = _begun(group)
+        members = tuple(dist.get_process_group_ranks(group))
+        counts = self.counts.setdefault(group, Counts())
+        self.messages = group_key(group.group_name, members), members
+        before = begun_over(group)
         try:
             yield
         except BaseException as problem:  # also when the user interrupts
-            self.broken.setdefault(key, repr(problem).splitlines()[0][:300])
-            self._within(self.interval, self._tell)
+            counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
+            self.messenger.within(self.interval, self._tell)
             if lost(problem):
                 raise self.explain(problem, members, f"the attention after {self.latest}") from problem
             raise
         finally:
             self.messages = None
-            self.own[key] = self.own.get(key, 0) + _begun(group) - before
+            counts.own += begun_over(group) - before
 
     def explain(self, problem: BaseException, members: Sequence[int], doing: str) -> BurstError:
         """The error that stands for one of torch.distributed, after what the others answer within some seconds."""
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
         logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
         reports: dict[int, Report] = {}
-        reached = self._within(4 * self.interval, lambda: self._ask(members, reports))
+        unknown_ranks: list[int] = []
+        reached = self.messenger.within(4 * self.interval, lambda: self._ask(members, reports, unknown_ranks))
         if self.farewell is not None:
             reports.setdefault(self.farewell.rank, self.farewell)
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
             return RankMismatchError(self.verdict.text)
         ended = [str(report) for report in reports.values() if report.gives_up("")]
         silent = [str(rank) for rank in members if rank not in reports]
+        unknown = [str(rank) for rank in unknown_ranks if rank not in reports]
         if "imed out" in str(problem) or "timeout" in str(problem):
             others = " ".join(str(report) for rank, report in reports.items() if rank != self.rank)
             return LostRankError(
@@ -177,8 +171,12 @@ class Watch:
                 "If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or "
                 f"init_process_group(timeout=...). Else look at the log of the rank that did not come. {START_ANEW}"
             )
+        if reached and unknown:
+            ended.insert(0, f"Rank {', '.join(unknown)} never came to a call of hf_burst.")
         if silent and reached:
-            ended.insert(0, f"Nothing was heard of rank {', '.join(silent)}, which was probably killed.")
+            killed = [rank for rank in silent if rank not in unknown]
+            if killed:
+                ended.insert(0, f"Nothing was heard of rank {', '.join(killed)}, which was probably killed.")
         elif silent and self.farewell is None:
             ended.insert(0, "The store of the job cannot be reached: the process that holds it, mostly rank 0, ended.")
         return LostRankError(
@@ -195,7 +193,11 @@ class Watch:
                     continue
             except RuntimeError as problem:  # the store has gone with the process that holds it
                 logger.debug("hf_burst no longer hears of the other ranks: %s", problem)
+            except Exception:
+                logger.exception("hf_burst, rank %d, failed to look where ranks wait, and stops looking.", self.rank)
             self.stopped.set()
+            self.at_exit.cancel()
+            self.messenger.end()
 
     def _turn(self) -> None:
         if self.farewell is None:
@@ -245,7 +247,9 @@ class Watch:
 
     def _decide(self, verdict: Verdict, own: Report) -> None:
         """Tells all ranks before this one raises, since its end may take connections and the store along."""
-        self.store.compare_set("verdict", "", json.dumps(asdict(verdict)))
+        before, known = self._decided()
+        if known is None:
+            self.store.compare_set("verdict", before, json.dumps(asdict(replace(verdict, bell=self.heard))))
         self._tell()
         if own.kind == "agree":
             time.sleep(2 * self.interval)
@@ -263,17 +267,31 @@ class Watch:
             logger.error("hf_burst, rank %d: %s", self.rank, self.verdict.text)
         elif time.monotonic() >= self.again:
             logger.critical("hf_burst ends rank %d, whose main thread waits for ever (%s).", self.rank, report.line)
+            self.messenger.within(
+                4 * self.interval, lambda: self._leave("was ended by hf_burst, since it waited for ever,")
+            )
+            self.messenger.within(self.interval, _flush)
             os._exit(1)
 
     def _report(self, bell: int, ended: str = "") -> Report:
         call = self.call
-        facts: dict[str, Any] = {"agreed": dict(self.agreed), "broken": dict(self.broken), "begun": {}, "ended": ended}
+        facts: dict[str, Any] = {"agreed": {}, "broken": {}, "begun": {}, "idle": {}, "ended": ended}
         groups: dict[str, tuple[str, tuple[int, ...]]] = {}
-        if dist.is_initialized():
-            for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-                name, members = group.group_name, tuple(ranks)
-                groups[name] = key, _ = group_key(name, members), members
-                facts["begun"][key] = _begun(group) - self.own.get(key, 0)
+        by_gloo: set[str] = set()
+        for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
+            if not isinstance(group, dist.ProcessGroup):
+                continue  # that of a group without this rank
+            name, members = group.group_name, tuple(ranks)
+            groups[name] = key, _ = group_key(name, members), members
+            counts = self.counts.get(group) or Counts()
+            begun = facts["begun"][key] = begun_over(group) - counts.own
+            facts["agreed"][key] = counts.agreed
+            if begun == counts.mark:
+                facts["idle"][key] = counts.met
+            if counts.broken:
+                facts["broken"][key] = counts.broken
+            if "gloo" in dist.get_backend(group):
+                by_gloo.add(name)
         stand = stand_of(self.thread)
         facts["line"] = stand.line
         if call is not None:
@@ -282,11 +300,11 @@ class Watch:
         elif stand.group in groups and not ended:
             key, members = groups[stand.group]
             facts |= {"kind": "collective", "doing": stand.doing, "group": key, "members": members}
-            facts["number"] = facts["begun"][key]
+            facts["number"], facts["counted"] = facts["begun"][key], stand.meets or stand.group not in by_gloo
         elif self.messages is not None:
             key, members = self.messages
             facts |= {"kind": "messages", "doing": f"the attention after {self.latest}", "group": key}
-            facts |= {"members": members, "number": self.agreed.get(key, 0)}
+            facts |= {"members": members, "number": facts["agreed"].get(key, 0)}
         return Report(self.rank, bell, self.process, self.latest, **facts)
 
     def _answer(self, bell: int, ended: str = "") -> None:
@@ -295,20 +313,28 @@ class Watch:
             return
         self.heard = bell
         self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(bell, ended))))
-        if self.verdict is None and self.store.check(["verdict"]):
-            self.verdict = Verdict(**json.loads(self.store.get("verdict")))
+        if self.verdict is None:
+            self.verdict = self._decided()[1]
         if self.store.check(["closed by"]):
-            self.farewell = self._read(int(self.store.get("closed by")))
+            report = self._read(int(self.store.get("closed by")))
+            self.farewell = report if report is not None and report.ended else None
 
     def _tell(self, ended: str = "") -> None:
         """Posts where this rank stands, and makes the others look."""
         if self.farewell is None:
             self._answer(self._ring(), ended)
 
-    def _ask(self, members: Sequence[int], reports: dict[int, Report]) -> None:
-        """Collects what these ranks answer within some seconds."""
+    def _decided(self) -> tuple[str, Verdict | None]:
+        """What the store holds of a verdict, and the one of these processes."""
+        text = self.store.get("verdict").decode() if self.store.check(["verdict"]) else ""
+        verdict = Verdict(**json.loads(text)) if text else None
+        return text, verdict if verdict is not None and verdict.bell > self.born else None
+
+    def _ask(self, members: Sequence[int], reports: dict[int, Report], unknown: list[int]) -> None:
+        """Collects what these ranks answer within some seconds, and which of them never made a watch."""
         if self.farewell is not None:
             return
+        unknown += [rank for rank in members if not self.store.check([f"watch {rank}"])]
         bell, last = self._ring(), time.monotonic() + 3 * self.interval
         while time.monotonic() < last and len(reports) < len(members):
             self._answer(self._rung())
@@ -326,46 +352,45 @@ class Watch:
 
     def _read(self, rank: int) -> Report | None:
         key = f"rank {rank}"
-        return Report(**json.loads(self.store.get(key))) if self.store.check([key]) else None
+        report = Report(**json.loads(self.store.get(key))) if self.store.check([key]) else None
+        return None if report is not None and report.ended and report.bell <= self.born else report
 
-    def _within(self, seconds: float, ask: Callable[[], None]) -> bool:
-        """Whether the store answers in time; a lost connection may hold a thread up for long, but not this one."""
-        answered = Event()
-
-        def run() -> None:
-            try:
-                ask()
-                answered.set()
-            except RuntimeError as problem:
-                logger.debug("hf_burst cannot reach the store of the job: %s", problem)
-
-        thread = Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        return answered.is_set()
-
-    def _end(self) -> None:
+    def end(self) -> None:
         """Tells the others that this process ends, and the user what a lost connection means that ended it."""
         if os.getpid() != self.pid or self.stopped.is_set():
             return
         self.stopped.set()
         if not dist.is_initialized():
             return  # and the store may be gone as well
-        problem = getattr(sys, "last_value", None)
+        problem = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # of an old cell in a notebook
         if isinstance(problem, RuntimeError) and lost(problem):
             everyone = range(dist.get_world_size())
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
         ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended without an error"
+        self.messenger.within(4 * self.interval, lambda: self._leave(ended))
+
+    def _leave(self, ended: str) -> None:
+        """Tells the others that this process ends, and gives them time if their store ends with it."""
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not self.in_processes
         closes = self.rank == 0 and not by_agent
-
-        def tell() -> None:
-            if closes:
-                self.store.set("closed by", str(self.rank))
-            self._tell(ended)
-
-        if self._within(2 * self.interval, tell) and closes:
+        if closes:
+            self.store.set("closed by", str(self.rank))
+        self._tell(ended)
+        if closes:
             time.sleep(1.5 * self.interval)  # until the others know, whom torch would show a trace for each question
+
+
+def _end(watch: ref[Watch]) -> None:
+    own = watch()
+    if own is not None:
+        own.end()
+
+
+def _flush() -> None:
+    """Writes what is said but not yet written, before a process ends at once."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 def lost(problem: BaseException) -> bool:

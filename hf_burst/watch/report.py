@@ -29,7 +29,9 @@ class Report:
         doing (`str`): The same in words.
         group (`str`), members (`tuple[int, ...]`): The ranks that take part in it.
         number (`int`): Which one of the group it is.
+        counted (`bool`): Whether the numbers of collectives prove that a rank did not begin it.
         agreed, begun (`dict[str, int]`): For each group, the calls of `agree` and the collectives that it has begun.
+        idle (`dict[str, int]`): For groups over which nothing began since, the last call of `agree` that ended well.
         broken (`dict[str, str]`): The groups over which an attention ended in the middle, and by what.
         ended (`str`): How the process ended, if it did.
     """
@@ -44,8 +46,10 @@ class Report:
     group: str = ""
     members: Sequence[int] = ()
     number: int = 0
+    counted: bool = True
     agreed: dict[str, int] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
+    idle: dict[str, int] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     ended: str = ""
 
@@ -53,6 +57,8 @@ class Report:
         """Whether this rank waits for something that the other one has not begun."""
         if self.kind == "agree":
             return other.agreed.get(self.group, 0) < self.number
+        if self.kind == "collective" and not self.counted:
+            return other.idle.get(self.group) == self.agreed.get(self.group, 0)
         if self.kind == "collective":
             return other.begun.get(self.group, self.number) < self.number
         return self.kind == "messages" and self.group in other.broken
@@ -113,6 +119,7 @@ class Verdict:
 
     text: str
     states: dict[str, str]  # by rank, see [`Report.state`]
+    bell: int = 0  # how often it had been rung by then
 
     @classmethod
     def of(cls, found: Sequence[Report]) -> "Verdict":

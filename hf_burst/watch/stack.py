@@ -8,10 +8,15 @@ from types import FrameType
 
 import torch.distributed as dist
 
-_COLLECTIVES = {
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
-    *("reduce_scatter_tensor", "scatter", "scatter_object_list"),
+# Gloo's numbers count messages between two ranks as well, so they differ between ranks. They still prove something of
+# collectives that no rank comes through before all have begun. Out of the others a rank may go on alone.
+_MEETING = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier"),
+    *("reduce_scatter", "reduce_scatter_tensor"),
+}
+_COLLECTIVES = _MEETING | {
+    *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
+    *("scatter", "scatter_object_list"),
 }
 _LIBRARIES = (f"{Path(__file__).parents[1]}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
@@ -25,11 +30,13 @@ class Stand:
             `"train.py:41, in main"`.
         doing (`str`): The collective of torch.distributed that it has called; empty if it stands in none.
         group (`str`): The name of the process group of the collective.
+        meets (`bool`): Whether no rank comes through the collective before all have begun it.
     """
 
     line: str = ""
     doing: str = ""
     group: str = ""
+    meets: bool = False
 
 
 def stand_of(thread: int) -> Stand:
@@ -40,11 +47,12 @@ def stand_of(thread: int) -> Stand:
     """
     frame: FrameType | None = sys._current_frames().get(thread)
     line = doing = group = ""
-    inside = True  # only calls of torch.distributed lie further in
+    meets, inside = False, True  # only calls of torch.distributed lie further in
     while frame is not None and not line:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if inside and path.endswith(("distributed/distributed_c10d.py", "distributed/c10d_logger.py")):
             if name in _COLLECTIVES:  # an outer one may be made of others
+                meets = name in _MEETING
                 over = frame.f_locals.get("group") or dist.group.WORLD
                 doing, group = f"torch.distributed.{name}", getattr(over, "group_name", "")
         else:
@@ -52,4 +60,4 @@ def stand_of(thread: int) -> Stand:
             if not path.startswith(_LIBRARIES):
                 line = f"{Path(path).name}:{frame.f_lineno}, in {name}"
         frame = frame.f_back
-    return Stand(line, doing, group)
+    return Stand(line, doing, group, meets)
