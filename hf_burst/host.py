@@ -39,17 +39,20 @@ def misplaced(hosts: Sequence[str], size: int) -> str | None:
     """
     if size == 1:
         return None
-    runs = [(host, len(list(run))) for host, run in groupby(hosts)]
+    runs = [host for host, _ in groupby(hosts)]
     counts = {host: hosts.count(host) for host in hosts}
-    if len(runs) > len(counts):
-        order = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts[:4]))
-        return f"Ranks of a host are not neighbours ({order}, ...), so groups of {size} cross the network. {NEIGHBOURS}"
     for first in range(0, len(hosts), size):
         used = list(dict.fromkeys(hosts[first : first + size]))
-        if len(used) > -(-size // max(counts.values())):
-            held = ", ".join(f"{count} on {host}" for host, count in counts.items())
-            return (
-                f"The group of ranks {first} to {first + size - 1} reaches over {len(used)} hosts ({held}), although "
-                f"{size} ranks need fewer. Choose a burst_size that divides the ranks of every host, or a multiple."
-            )
+        apart = len(list(groupby(hosts[first : first + size]))) > len(used)
+        if not apart and len(used) <= -(-size // max(counts.values())):
+            continue
+        if len(runs) > len(counts):
+            order = ", ".join(f"rank {rank} on {host}" for rank, host in enumerate(hosts[:4]))
+            text = f"Ranks of a host are not neighbours ({order}, ...), so groups of {size} cross the network."
+            return f"{text} {NEIGHBOURS}"
+        held = ", ".join(f"{count} on {host}" for host, count in counts.items())
+        return (
+            f"The group of ranks {first} to {first + size - 1} reaches over {len(used)} hosts ({held}), although "
+            f"{size} ranks need fewer. Choose a burst_size that divides the ranks of every host, or a multiple."
+        )
     return None

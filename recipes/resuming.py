@@ -1,9 +1,14 @@
 """The same command goes on: which checkpoint a recipe resumes from, and how one ends that has all its steps."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from glob import glob
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 import hf_burst
 
@@ -12,14 +17,58 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
 AUTO = "auto"
-OF_A_RUN = ("max_length", "seed", "data_seed", "learning_rate", "weight_decay", "optim", "packing", "packing_strategy")
+FREE = (  # settings by which the same experiment is another run; of those that end in _ all with this beginning
+    *("num_train_epochs", "max_steps", "output_dir", "resume_from_checkpoint", "ignore_data_skip", "do_"),
+    *("save_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "enable_jit_checkpoint"),
+    *("restore_callback_states_from_checkpoint", "log_", "logging_", "disable_tqdm", "report_to", "run_name"),
+    *("project", "trackio_", "hub_", "push_to_hub", "debug", "skip_memory_metrics", "include_"),
+    *("eval_dataset", "eval_split", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "eval_packing"),
+    *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "per_device_eval_batch_size"),
+    *("batch_eval_metrics", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval", "full_determinism"),
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "auto_find_batch_size", "pad_to_multiple_of"),
+    *("use_cpu", "use_cache", "torch_compile", "torch_compile_", "use_liger_kernel", "liger_kernel_config"),
+    *("activation_", "gradient_checkpointing", "gradient_checkpointing_", "torch_empty_cache_steps", "local_rank"),
+    *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+    *("ddp_", "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "precompute_ref_batch_size"),
+    *("attn_implementation", "bnb_4bit_quant_storage", "trust_remote_code"),
+)
+PATHS = ("model_name_or_path", "tokenizer", "chat_template_path")
+READ = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".jsonl", ".json", ".parquet", ".csv", ".arrow")
+PIECE, PIECES = 1 << 20, 64  # bytes of a file, and how many pieces are read of a large one
 
 
 def settings_of(training: "TrainingArguments", model: "ModelSettings", documents: "DataSettings") -> dict[str, Any]:
     """What must not change where the same command goes on: the model, the data, and how it is trained."""
-    own = {name: getattr(training, name, None) for name in OF_A_RUN}
-    known: dict[str, Any] = json.loads(json.dumps({**asdict(model), **asdict(documents), **own}, default=str))
+    every = {"trained by": type(training).__name__, **training.to_dict(), **asdict(model), **asdict(documents)}
+    every |= {name: getattr(training, name, None) for name in ("eos_token", "pad_token")}  # to_dict hides them
+    every["dataset"] = [known for name in documents.dataset for known in contents(name)]
+    every |= {name: str(Path(every[name]).resolve()) for name in PATHS if Path(every.get(name) or "?").exists()}
+    beginnings = tuple(name for name in FREE if name.endswith("_"))
+    own = {name: value for name, value in every.items() if name not in FREE and not name.startswith(beginnings)}
+    known: dict[str, Any] = json.loads(json.dumps(own, default=str))
     return known
+
+
+def contents(name: str) -> Iterator[str]:
+    """Files and folders with a digest of what they hold, which a copy elsewhere shares; other names as they are."""
+    found = [Path(name)] if Path(name).exists() else sorted(map(Path, glob(name, recursive=True)))
+    for path in found:
+        digest, inside = sha256(), sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in (one for one in inside if one.is_file()):
+            parts = file.relative_to(path).parts
+            if any(part.startswith(".") for part in parts):
+                continue
+            digest.update(f"{'/'.join(parts)} {(size := file.stat().st_size)} ".encode())
+            if file.suffix not in READ:  # such as pictures
+                continue
+            with file.open("rb") as held:
+                for piece in range(PIECES):
+                    held.seek(max(piece * PIECE, piece * (size - PIECE) // (PIECES - 1)))
+                    digest.update(held.read(PIECE))
+        yield f"{path.resolve().name} ({digest.hexdigest()[:12]})"
+    if not found:
+        yield name
 
 
 def checkpoint(resume: str | bool | None, output_dir: str, run: dict[str, Any]) -> str | None:
@@ -33,34 +82,53 @@ def checkpoint(resume: str | bool | None, output_dir: str, run: dict[str, Any]) 
     choice = str(resume).lower()
     if choice in ("none", "false", "no"):
         return None
+    from hf_burst.hf.resume import numbered, what_is_missing
+
     if choice in (AUTO, "true", "yes"):
         latest = hf_burst.last_checkpoint(output_dir)
+        problem = None
         if latest is None and choice != AUTO:
-            raise SystemExit(f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint.")
-        if latest is not None and choice == AUTO:
-            refuse_another_run(latest, run)
+            problem = f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint."
+        elif latest is None and (found := numbered(output_dir)):
+            problem = (
+                f"{output_dir!r} holds checkpoints, such as {found[0].name}, of which none is whole. Set another "
+                "output_dir, or resume_from_checkpoint: false to train anew, which overwrites them."
+            )
+        elif latest is not None and choice == AUTO:
+            problem = of_another_run(latest, run)
+        end_together(problem)
         return latest
-    if not Path(str(resume)).is_dir():
+    fault = what_is_missing(str(resume))
+    if fault is not None and not Path(str(resume)).is_dir():
         raise SystemExit(f"resume_from_checkpoint is {resume!r}; give the folder of a checkpoint, true or auto.")
-    from hf_burst.hf.resume import what_is_missing
-
-    if (fault := what_is_missing(str(resume))) is not None:
+    if fault is not None:
         raise SystemExit(f"resume_from_checkpoint {resume!r} is not whole: {fault}. Give true for the last whole one.")
     return str(resume)
 
 
-def refuse_another_run(folder: str, run: dict[str, Any]) -> None:
-    """Ends a recipe that would go on from the checkpoint of a run with other settings."""
+def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
+    """Why a recipe does not go on from a checkpoint: it is of a run with other settings. `None` if it is not."""
     from hf_burst.hf.resume import STATE, recorded
 
     state = json.loads((Path(folder) / STATE).read_text())
     before = recorded(state.get("stateful_callbacks") or {}).get("settings") or {}
-    for name, value in before.items():
-        if name in run and run[name] != value:
-            raise SystemExit(
-                f"{folder} was trained with {name} {value!r}, and it is {run[name]!r} now. Set another output_dir, or "
-                "resume_from_checkpoint: true to go on from it, or false to train anew."
-            )
+    advice = "Set another output_dir, or resume_from_checkpoint: true to go on from it, or false to train anew."
+    if not before:
+        return f"{folder} does not tell by which settings it was trained. {advice}"
+    other = next((name for name, value in before.items() if name in run and run[name] != value), None)
+    if other is None:
+        return None
+    return f"{folder} was trained with {other} {before[other]!r}, and it is {run[other]!r} now. {advice}"
+
+
+def end_together(problem: str | None) -> None:
+    """Ends all ranks by what any of them has to say: files may differ between hosts."""
+    every: list[str | None] = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, problem)
+    if (told := next(filter(None, every), None)) is not None:
+        raise SystemExit(told)
 
 
 class Finished(Exception):

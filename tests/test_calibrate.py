@@ -96,6 +96,9 @@ def test_hosts_are_told_apart_as_nccl_does(environments, equal, monkeypatch, tmp
         ("abab", 2, "rank 0 on a, rank 1 on b, rank 2 on a"),
         ("abab", 4, "--distribution=block"),
         ("abba", 2, "not neighbours"),
+        ("aabbaabb", 2, None),  # no group crosses
+        ("aabbaabb", 4, "not neighbours"),
+        ("aabbaabb", 8, "not neighbours"),
         ("aaabbb", 2, "ranks 2 to 3 reaches over 2 hosts (3 on a, 3 on b)"),
     ],
 )

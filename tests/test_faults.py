@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
@@ -91,8 +91,9 @@ def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.safetensors", 0.0, "a file is cut off"),
         ("optimizer.pt", 0.9, "optimizer.pt is cut off"),
         ("scheduler.pt", 0.0, "scheduler.pt is cut off"),
-        ("rng_state_1.pth", None, "rng_state_1.pth is missing"),
-        ("rng_state_*.pth", None, "it has weights alone, without the optimizer"),
+        ("optimizer.pt", None, "it has weights alone, without the optimizer"),
+        ("scheduler.pt", None, "scheduler.pt is missing"),
+        ("model.safetensors", None, "it has no weights"),
     ],
 )
 def test_half_written_checkpoints_are_not_taken(
@@ -115,12 +116,49 @@ def test_half_written_checkpoints_are_not_taken(
     assert hf_burst.last_checkpoint(tmp_path / "nothing") is None
 
 
-def see(rank: int, size: int, folder: str) -> str:
+def test_a_checkpoint_without_a_random_state_is_taken_if_none_is_whole(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where rank 0 has removed the earlier one, and another rank died before it wrote its state."""
+    for step in (2, 10):
+        shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
+    last = tmp_path / "checkpoint-10"
+    (last / "rng_state_1.pth").unlink()
+    assert hf_burst.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    caplog.clear()
+    assert hf_burst.last_checkpoint(tmp_path) == str(last)
+    assert "taken without all random states: rng_state_1.pth is missing" in caplog.text
+    assert what_is_missing(last) is None
+
+
+def went_on(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
+    """A step after a checkpoint of which this rank's random state is cut off."""
+    found = trained(rank, size, folder, Case(), 2)
+    return found["start"], sorted(path.name for path in Path(folder, "checkpoint-1").glob("rng_state_*"))
+
+
+def test_a_random_state_that_is_cut_off_is_put_aside(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
+    """Trainer would read it."""
+    (Path(copy(checkpoint.parent, tmp_path, 1)) / "checkpoint-1/rng_state_1.pth").write_bytes(b"PK")
+    wanted = ("checkpoint-1", ["rng_state_0.pth", "rng_state_1.cut_off"])
+    assert ranks(2).run(went_on, str(tmp_path))[1] == wanted
+
+
+def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, tmp_path: Path) -> None:
+    folder = Path(copy(checkpoint.parent, tmp_path, 1)) / "checkpoint-1"
+    (folder / "faiss.index.json").write_text("{}")
+    (folder / "table.bin").write_text("of another program")
+    assert what_is_missing(folder) is None
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "KeyError" in (what_is_missing(folder) or "")
+
+
+def see(rank: int, size: int, folder: str, mine: str = "") -> str:
     try:
-        hf_burst.last_checkpoint(f"{folder}/{rank}")
+        return str(hf_burst.last_checkpoint(f"{folder}/{mine or rank}"))
     except ConfigError as error:
         return str(error)
-    return ""
 
 
 def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
@@ -128,6 +166,50 @@ def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: P
     shutil.copytree(checkpoint, tmp_path / "0" / "checkpoint-7")
     for said in ranks(2).run(see, str(tmp_path)):
         assert "rank 0 checkpoint-7, rank 1 None. Put the folder on a file system that all hosts share" in said
+
+
+def test_hosts_that_keep_checkpoints_of_their_own(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
+    """`save_on_each_node`: each has the random states of its own ranks. The latest that all have is taken."""
+    for rank in (0, 1):
+        for step in (4, 6, 8):
+            shutil.copytree(checkpoint, tmp_path / f"{rank}/checkpoint-{step}")
+            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{1 - rank}.pth").unlink()
+    assert [Path(path).name for path in ranks(2).run(see, str(tmp_path))] == ["checkpoint-8"] * 2
+    (tmp_path / "1/checkpoint-8/optimizer.pt").unlink()
+    (tmp_path / "0/checkpoint-6/model.safetensors").write_bytes(b"")
+    for rank, path in enumerate(ranks(2).run(see, str(tmp_path))):
+        assert path == str(tmp_path / f"{rank}/checkpoint-4")
+
+
+class Ask(TrainerCallback):
+    """Wants a checkpoint on one rank alone, as one that looks at the clock."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = args.process_index == 1 and state.global_step == 1
+
+
+def asked(rank: int, size: int, folder: str) -> None:
+    trainer = make_trainer(Case(), folder, **{**EVERY, "save_strategy": "no", "max_steps": 2})
+    trainer.add_callback(Ask())
+    trainer.add_callback(hf_burst.BurstResume())
+    trainer.train()
+
+
+def test_all_ranks_save_when_one_wants_to(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(asked, str(tmp_path))
+    assert what_is_missing(tmp_path / "checkpoint-1") is None
+    assert hf_burst.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_a_batch_that_is_split_has_one_group(tmp_path: Path) -> None:
+    """`split_batches`: per_device_train_batch_size is that of all ranks."""
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "report_to": []}
+    for split, groups in ((False, 4), (True, 1)):
+        args = TrainingArguments(str(tmp_path), use_cpu=True, accelerator_config={"split_batches": split}, **arguments)
+        callback = hf_burst.BurstResume()
+        with mock.patch.object(TrainingArguments, "world_size", 4):
+            callback.on_train_begin(args, TrainerState(), None)
+        assert (callback.batch or {})["groups"] == groups
 
 
 def copy(folder: Path, to: Path, step: int) -> str:
@@ -205,7 +287,11 @@ def test_sharded_checkpoints_of_fsdp2(ranks: Ranks, tmp_path: Path, before: Case
     """SHARDED_STATE_DICT, by torch's distributed checkpoints."""
     wanted = ranks(before.ranks).run(resumed_with, str(tmp_path / "whole"), before, SHARDED)[0]
     folder = copy(tmp_path / "whole", tmp_path / "again", 4)
-    assert list(Path(folder).rglob("*.distcp"))
+    part = max(Path(folder).rglob("optimizer_0/*.distcp"), key=lambda file: file.stat().st_size)
+    content = part.read_bytes()
+    part.write_bytes(content[:-1])
+    assert f"optimizer_0/{part.name} is cut off" in (what_is_missing(part.parents[1]) or "")
+    part.write_bytes(content)
     for found in ranks(after.ranks).run(resumed_with, folder, after, SHARDED):
         assert found["start"] == "checkpoint-4"
         for key in KEYS:

@@ -191,6 +191,7 @@ SRUN = """#!{python}
 import os, subprocess, sys
 
 command = [word for word in sys.argv[1:] if not word.startswith("--kill")]
+assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
 nodes = []
 for node, inside in enumerate({inside}):
     own = {{"SLURM_NODEID": str(node), "NCCL_HOSTID": str(node)}}
@@ -233,6 +234,7 @@ def test_the_script_for_slurm_on_two_hosts(network, alone, tmp_path):
         (tmp_path / name).chmod(0o755)
     given = {"PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])}
     given |= {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "GPUS": "1", "HF_BURST_SIZE": "2"}
+    given |= {"SLURM_CPUS_PER_TASK": "1"}
     out = tmp_path / "out"
     job = _start(["bash", "recipes/configs/slurm_2_nodes.sbatch", *RECIPE[1:], *SHORT, str(out)], network, 0, given)
     assert _ends([job]) == [0]

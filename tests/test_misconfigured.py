@@ -1,6 +1,7 @@
 """What the doctor says of several hosts that do not fit together, each said of the host that it is true for."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -60,14 +61,9 @@ def test_nothing_is_said_of_hosts_that_fit(backend):
         ("gloo", {"environment": {"GLOO_SOCKET_IFNAME": "eth"}}, "eth on b, where no such interface is up"),
         ("gloo", {"address": "127.0.1.1"}, "name of b has the address 127.0.1.1"),
         ("gloo", {"address": ""}, "name of b has no address"),
-        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "docker"}}, "NCCL_SOCKET_IFNAME is docker on b"),
+        ("gloo", {"address": "::1"}, "name of b has the address ::1"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "lo"}}, "NCCL_SOCKET_IFNAME is lo on b"),
         ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "=eth"}}, "where no such interface is up"),
-        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "^eth"}}, "which takes lo, docker0"),
-        (
-            "nccl",
-            {"interfaces": {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}},
-            "NCCL_SOCKET_IFNAME is not set on b",
-        ),
     ],
 )
 def test_interfaces_that_no_other_host_reaches(backend, changes, words):
@@ -75,6 +71,45 @@ def test_interfaces_that_no_other_host_reaches(backend, changes, words):
     assert words in found.text
     assert "Set " in found.text
     assert found.blocks
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "words"),
+    [
+        ("gloo", {"address": "10.0.0.9"}, "name of b has the address 10.0.0.9"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "docker"}}, "NCCL_SOCKET_IFNAME is docker on b"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "^eth"}}, "which takes lo, docker0"),
+        (
+            "nccl",
+            {"interfaces": {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}},
+            "NCCL_SOCKET_IFNAME is not set on b",
+        ),
+        ("nccl", {"interfaces": {}}, "which takes no interface"),
+    ],
+)
+def test_interfaces_that_are_judged_by_their_names_do_not_block(backend, changes, words):
+    (found,) = findings([place("a", backend), place("b", backend, **changes)])
+    assert words in found.text
+    assert not found.blocks
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_hosts_that_have_only_ipv6(backend):
+    address = mock.Mock(family=socket.AF_INET6, address="2001:db8::7")
+    link, own = (mock.Mock(family=socket.AF_INET6, address=one) for one in ("fe80::1%eth0", "::1"))
+    entries = [(0, 0, 0, "", (one, 0, 0, 0)) for one in ("2001:db8::9", "2001:db8::7")]
+    has = {"lo": [own], "eth0": [link, address], "eth1": [link]}
+    with (
+        mock.patch.object(hosts.psutil, "net_if_addrs", return_value=has),
+        mock.patch.object(hosts.psutil, "net_if_stats", return_value=dict.fromkeys(has, mock.Mock())),
+        mock.patch.object(socket, "getaddrinfo", return_value=entries),
+    ):
+        one = hosts.report(backend)
+    assert one.interfaces == {"lo": ["::1"], "eth0": ["2001:db8::7"]}
+    assert one.address == "2001:db8::7"
+    assert findings([replace(one, host=host, name=host) for host in "ab"]) == []
+    named = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert findings([replace(one, host=host, name=host, environment=named) for host in "ab"]) == []
 
 
 @pytest.mark.parametrize(

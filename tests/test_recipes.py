@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import dpo  # noqa: E402
 import finetune_long_document  # noqa: E402
 import merge_adapter  # noqa: E402
 import models  # noqa: E402
+import resuming  # noqa: E402
 import settings  # noqa: E402
 import sft  # noqa: E402
 import training  # noqa: E402
@@ -522,10 +524,80 @@ def test_another_training_does_not_go_on(recipe: Callable[..., Any], wrong: Sent
     said = wrong(*others)
     assert "checkpoint-1 was trained with seed 42, and it is 7 now. Set another output_dir" in said
     assert recipe(*others, "--resume_from_checkpoint", "true")[0].args.resume_from_checkpoint is not None
-    Path("out/checkpoint-1/trainer_state.json").unlink()
-    assert recipe(*others)[0].args.resume_from_checkpoint is None
+    Path("long.txt").write_text("Others. " * 200)
+    assert "checkpoint-1 was trained with dataset ['long.txt (" in wrong(*options)
+    Path("long.txt").write_text("A document. " * 200)
+    state = Path("out/checkpoint-1/trainer_state.json")
+    kept = json.loads(state.read_text())
+    del kept["stateful_callbacks"]["BurstResume"]
+    state.write_text(json.dumps(kept))
+    assert "checkpoint-1 does not tell by which settings it was trained. Set another" in wrong(*options)
+    state.unlink()
+    assert "'out' holds checkpoints, such as checkpoint-1, of which none is whole. Set another" in wrong(*options)
+    assert recipe(*options, "--resume_from_checkpoint", "false")[0].args.resume_from_checkpoint is None
     told = "checkpoint-1' is not whole: trainer_state.json is missing"
     assert told in wrong(*others, "--resume_from_checkpoint", "out/checkpoint-1")
+
+
+OF_ANOTHER = {
+    "beta": 0.5,
+    "loss_type": ["ipo"],
+    "label_smoothing": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 100,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 5.0,
+    "bf16": True,
+    "eos_token": "x",
+    "completion_only_loss": True,
+    "neftune_noise_alpha": 5.0,
+    "lora_r": 3,
+    "eval_share": 0.5,
+    "num_train_epochs": 7,
+    "save_steps": 9,
+    "eval_steps": 9,
+    "per_device_train_batch_size": 9,
+    "gradient_accumulation_steps": 9,
+    "logging_steps": 9,
+    "activation_checkpointing": False,
+    "hub_model_id": "x",
+    "ddp_timeout": 9,
+    "bnb_4bit_quant_storage": "uint8",
+    "eval_split": "test",
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER)
+def test_settings_that_make_another_experiment(name: str, tmp_path: Path) -> None:
+    """Steps, batches, saving, logging, evaluation and hardware do not; of batches BurstResume knows more."""
+    folder, own = str(tmp_path), {name: OF_ANOTHER[name]}
+    made = []
+    for values in ({}, own):
+        model, documents, training = settings.ModelSettings(), settings.DataSettings(["python_topics"]), None
+        for one in (model, documents):
+            one.__dict__.update({key: value for key, value in values.items() if hasattr(one, key)})
+        kind = trl.SFTConfig if name in ("completion_only_loss", "eos_token") else trl.DPOConfig
+        training = kind(folder, use_cpu=True, bf16=False, report_to="none")
+        training.__dict__.update({key: value for key, value in values.items() if hasattr(training, key)})
+        assert not values or any(hasattr(one, name) for one in (model, documents, training))
+        made.append(resuming.settings_of(training, model, documents))
+    free = list(OF_ANOTHER).index(name) >= list(OF_ANOTHER).index("num_train_epochs")
+    assert (made[0] == made[1]) is free
+
+
+def test_the_same_data_in_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spellings of a path do not count, nor times; a changed byte does, also in the middle of a large file."""
+    (tmp_path / "rows/more").mkdir(parents=True)
+    (tmp_path / "rows/more/a.txt").write_text("a" * 5000)
+    (tmp_path / "rows/b.jsonl").write_text("{}")
+    shutil.copytree(tmp_path / "rows", tmp_path / "elsewhere/rows")
+    monkeypatch.chdir(tmp_path)
+    names = ["rows", "./rows", str(tmp_path / "rows"), "row*", "elsewhere/rows"]
+    found = [list(resuming.contents(name)) for name in names]
+    assert all(one == found[0] for one in found)
+    assert list(resuming.contents("organization/dataset")) == ["organization/dataset"]
+    Path("rows/more/a.txt").write_text("a" * 2500 + "b" + "a" * 2499)
+    assert list(resuming.contents("rows")) != found[0]
 
 
 def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_path: Path) -> None:

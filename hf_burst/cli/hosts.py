@@ -26,6 +26,7 @@ _PACKAGES = ("torch", "hf_burst", "transformers", "accelerate", "trl", "peft", "
 _CARDS = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REPORTED = timedelta(minutes=2)
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)  # without addresses of a link alone (fe80)
 _SKEW, _SHORTEST = 2.0, 60  # seconds
 
 
@@ -58,7 +59,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong and what to do; ranks cannot connect if it `blocks`."""
+    """What is wrong and what to do; ranks cannot connect if it `blocks`. What is inferred from names does not block."""
 
     text: str
     blocks: bool = False
@@ -72,13 +73,9 @@ def report(backend: str) -> Report:
         versions["driver"] = _driver()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = {
-        name: [one.address for one in addresses if one.family == socket.AF_INET]
+        name: [one.address for one in addresses if one.family in _FAMILIES and not one.address.startswith("fe80")]
         for name, addresses in psutil.net_if_addrs().items()
     }
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = ""
     return Report(
         host=host_id(),
         name=os.environ.get(HOST_VARIABLE) or socket.gethostname(),
@@ -86,7 +83,7 @@ def report(backend: str) -> Report:
         versions=versions,
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
         interfaces={name: addresses for name, addresses in found.items() if name in up and addresses},
-        address=address,
+        address=_own_address([address for addresses in found.values() for address in addresses]),
         cards=_linked(),
     )
 
@@ -161,11 +158,11 @@ def _interfaces(reports: Sequence[Report]) -> Iterator[Finding]:
                 continue
         elif first.backend == "gloo":
             taken[host] = [name for name, addresses in first.interfaces.items() if first.address in addresses]
-            if first.address.startswith("127.") or not taken[host]:
+            if _is_loopback(first.address) or not taken[host]:
                 del taken[host]
                 known = f"has the address {first.address}" if first.address else "has no address"
                 text = f"The name of {names[host]} {known} there, so gloo listens where no other host reaches it."
-                yield Finding(f"{text} {advice}", True)
+                yield Finding(f"{text} {advice}", not first.address or _is_loopback(first.address))
                 continue
         else:
             infiniband = [name for name in others if name.startswith("ib")]
@@ -173,7 +170,7 @@ def _interfaces(reports: Sequence[Report]) -> Iterator[Finding]:
         if not [name for name in taken[host] if name in others]:
             said = f"is {wanted}" if wanted else "is not set"
             text = f"{variable} {said} on {names[host]}, which takes {', '.join(taken[host]) or 'no interface'}:"
-            yield Finding(f"{text} no other host reaches it by that. {advice}", True)
+            yield Finding(f"{text} no other host reaches it by that. {advice}", taken[host] == ["lo"])
             del taken[host]
     used = [", ".join(sorted(interfaces)) for interfaces in taken.values()]
     if len(set(used)) > 1:
@@ -306,6 +303,19 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
+
+
+def _own_address(held: Sequence[str]) -> str:
+    """The first address of the host's name that an interface holds, as gloo takes it; else the first, if any."""
+    try:
+        known = [str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)]
+    except OSError:
+        return ""
+    return next((address for address in known if address in held), next(iter(known), ""))
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _driver() -> str:

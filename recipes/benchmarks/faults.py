@@ -19,6 +19,7 @@ import pydoc_data.topics
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -296,6 +297,8 @@ def provoke(fault: Fault, folder: Path, wanted: dict[str, Any]) -> dict[str, Any
 
 def kill_at_random(kills: int, folder: Path, wanted: dict[str, Any], seconds: float, seed: int) -> dict[str, Any]:
     """Kills a process again and again; the same command goes on each time, until its training is done."""
+    from hf_burst import last_checkpoint
+
     chance, done, equal = random.Random(seed), list[Outcome](), list[bool]()
     job = Job(folder / "0")
     while len(done) < kills:
@@ -304,6 +307,8 @@ def kill_at_random(kills: int, folder: Path, wanted: dict[str, Any], seconds: fl
         if ended.exit_codes[rank] == -signal.SIGKILL:
             done.append(ended)
             print(json.dumps(asdict(ended)), flush=True)
+        if last_checkpoint(job.folder / "out") is None:  # one that was cut off as the first is not passed over
+            shutil.rmtree(job.folder / "out", ignore_errors=True)
         if set(ended.exit_codes) == {0} or len(done) == kills:  # it was done before, or the last kill was
             finished = job.run(Fault())
             equal.append(set(finished.exit_codes) == {0} and job.result == wanted)
