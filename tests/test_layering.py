@@ -25,7 +25,7 @@ ORDER = [
     *("resources", "attention", "recurrent", "loss", "linear_loss", "hf", "check", "cli", "__main__"),
 ]
 WITHIN = {
-    "watch": ["stack", "report", "channel", "__init__"],
+    "watch": ["stack", "report", "counts", "messenger", "channel", "__init__"],
     "plan": [
         *(
             "mask",
