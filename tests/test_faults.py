@@ -169,7 +169,7 @@ def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: P
 
 
 def test_hosts_that_keep_checkpoints_of_their_own(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
-    """`save_on_each_node`: each has the random states of its own ranks, of step 10 only rank 1. The latest that all have is taken."""
+    """`save_on_each_node`: each has the random states of its own ranks, none that of rank 0 at step 10."""
     for rank in (0, 1):
         for step in (4, 6, 8, 10):
             shutil.copytree(checkpoint, tmp_path / f"{rank}/checkpoint-{step}")
