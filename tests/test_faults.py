@@ -169,11 +169,11 @@ def test_ranks_that_see_different_checkpoints_say_so(ranks: Ranks, checkpoint: P
 
 
 def test_hosts_that_keep_checkpoints_of_their_own(ranks: Ranks, checkpoint: Path, tmp_path: Path) -> None:
-    """`save_on_each_node`: each has the random states of its own ranks. The latest that all have is taken."""
+    """`save_on_each_node`: each has the random states of its own ranks, none that of rank 0 at step 10."""
     for rank in (0, 1):
-        for step in (4, 6, 8):
+        for step in (4, 6, 8, 10):
             shutil.copytree(checkpoint, tmp_path / f"{rank}/checkpoint-{step}")
-            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{1 - rank}.pth").unlink()
+            (tmp_path / f"{rank}/checkpoint-{step}/rng_state_{0 if step == 10 else 1 - rank}.pth").unlink()
     assert [Path(path).name for path in ranks(2).run(see, str(tmp_path))] == ["checkpoint-8"] * 2
     (tmp_path / "1/checkpoint-8/optimizer.pt").unlink()
     (tmp_path / "0/checkpoint-6/model.safetensors").write_bytes(b"")
