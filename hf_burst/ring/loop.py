@@ -251,11 +251,11 @@ def _run(
     plan, rank = attention.plan, attention.ring_rank
     blocks, home = (tuple((tensor.shape, tensor.dtype) for tensor in tensors) for tensors in (own.block, own.home))
 
+    outer = _level(attention, rotating, blocks, home, lone_dtype, None)
     if plan.hosts > 1 and plan.per_host > 1:
-        inside = _level(attention, rotating, blocks, home, lone_dtype, 0)
-        exchanges.near.reserve("blocks", inside.capacity)
-        if inside.returned:
-            exchanges.near.reserve("gradients", inside.returned)
+        exchanges.near.reserve("blocks", outer.capacity)
+        if outer.returned:
+            exchanges.near.reserve("gradients", outer.returned)
 
     def visit(crossing: Step, block: Sequence[Tensor], _: OutputBuffers) -> Sequence[Tensor]:
         order, came = crossing.order, crossing.recv
@@ -265,11 +265,10 @@ def _run(
             _rotate(ring, exchanges.near, held, lambda step, *more: compute(held, step, *more) if step.tiles else ())
         return _totals(held.home, came.lone) if came else ()
 
-    _rotate(_level(attention, rotating, blocks, home, lone_dtype, None), exchanges.far, own, visit)
+    _rotate(outer, exchanges.far, own, visit)
 
 
 def _sums(block: Sequence[Tensor]) -> list[Summed]:
-    """Sums of the gradients of these tensors, nothing so far."""
     return [Summed(tuple(tensor.shape), tensor.dtype, tensor.device) for tensor in block]
 
 
