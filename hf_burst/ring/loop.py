@@ -273,7 +273,6 @@ def _sums(block: Sequence[Tensor]) -> list[Summed]:
 
 
 def _totals(sums: Sequence[Summed], lone: bool) -> list[Tensor]:
-    """The gradients of a block; of a lone tile as the kernel made them."""
     return [total.only_part if lone else total.wide for total in sums]
 
 
