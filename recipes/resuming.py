@@ -8,10 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-import hf_burst
-
 if TYPE_CHECKING:
     from settings import DataSettings, ModelSettings
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -82,6 +78,7 @@ def checkpoint(resume: str | bool | None, output_dir: str, run: dict[str, Any]) 
     choice = str(resume).lower()
     if choice in ("none", "false", "no"):
         return None
+    import hf_burst
     from hf_burst.hf.resume import numbered, what_is_missing
 
     if choice in (AUTO, "true", "yes"):
@@ -124,6 +121,8 @@ def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
 def end_together(problem: str | None) -> None:
     """Ends all ranks by what any of them has to say: files may differ between hosts."""
     every: list[str | None] = [problem]
+    import torch.distributed as dist
+
     if dist.is_initialized() and dist.get_world_size() > 1:
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, problem)
