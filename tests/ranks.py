@@ -51,7 +51,7 @@ def forked() -> BaseContext:
 
 
 class RankPool:
-    """`size` processes of this machine, joined by gloo, or by NCCL with a GPU each."""
+    """`size` processes of this machine, joined by gloo, or by NCCL on GPUs."""
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
@@ -123,7 +123,7 @@ def join(rank: int, size: int, store: dist.Store, backend: str = "gloo") -> None
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), **_ENVIRONMENT)
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of(rank))
     else:
         os.environ["ACCELERATE_USE_CPU"] = "1"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -147,7 +147,24 @@ def answer(rank: int, size: int, pipe: Connection) -> None:
                 pipe.send((None, RuntimeError(str(error)), trace))
 
 
+def gpu_of(rank: int) -> torch.device:
+    """The GPU of a rank. Ranks share GPUs where there are fewer."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def share_gpus(rank: int) -> None:
+    """Lets this process be a rank beside others on its GPU: NCCL takes them for hosts and sends through sockets, and
+    they read each other's memory all the same."""
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    for module in ("calibrate", "ring.symmetric", "hf.accelerate"):
+        mock.patch(f"hf_burst.{module}.host_id", return_value="this host").start()  # for as long as the process lives
+
+
 def _serve(rank: int, size: int, pipe: Connection, port: int, backend: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    local = gpu_of(rank).index if backend == "nccl" else rank
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(size))
+    if backend == "nccl" and size > torch.cuda.device_count():
+        share_gpus(rank)
     join(rank, size, dist.TCPStore("127.0.0.1", port, is_master=False), backend)
     answer(rank, size, pipe)

@@ -50,14 +50,21 @@ def expected_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings: list[tuple[str, float]]) -> None:
+def keep_parts(
+    rank: int,
+    size: int,
+    name: str,
+    kinds: tuple[str, ...],
+    settings: list[tuple[str, float]],
+    per_host: int | None = None,
+) -> None:
     for kind in kinds:
         batch = models.make_batch(kind, LENGTH)
         model = models.make_model(name, torch.float64).train()
-        wanted = expected_gradients(model, batch)
+        expected_loss, wanted = models.plain_loss(model, batch).detach(), expected_gradients(model, batch)
         model.gradient_checkpointing_enable()
         for schedule, keep in settings:
-            config = hf_burst.BurstConfig(schedule=schedule, attention_keep=keep)
+            config = hf_burst.BurstConfig(schedule=schedule, attention_keep=keep, ranks_per_host=per_host)
             models.patch(model, config)
             for given in (batch, hf_burst.shard_batch(batch, config=config))[: 1 if kind == "packed" else 2]:
                 model.zero_grad()
@@ -65,6 +72,7 @@ def keep_parts(rank: int, size: int, name: str, kinds: tuple[str, ...], settings
                     loss = model(**given).loss
                     whole = sum(queries)
                     loss.backward()
+                torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=1e-10)
                 assert len(queries) == (2 if keep == 1 else 4)
                 assert sum(queries) - whole == whole * (1 - keep), (schedule, keep, queries)
                 for found, gradient in zip(group_mean(model), wanted, strict=True):

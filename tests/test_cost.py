@@ -421,6 +421,18 @@ def test_the_schedule_for_one_document(ranks, kv_heads, per_host, name):
     assert name in [name_of(schedule, ranks) for schedule in candidates(ranks, 32, kv_heads, per_host)]
 
 
+@pytest.mark.parametrize("kv_heads", [8, 32])
+@pytest.mark.parametrize(("size", "name"), [(500, "kv_ring"), (30000, "ulysses_8+kv_ring")])
+def test_over_hosts_the_schedule_is_that_of_the_documents(kv_heads, size, name):
+    layer = causal(262144, 16, kv_heads)
+    layer = replace(layer, masks=(Mask(262144, documents=(*range(0, 262144, size), 262144)),))
+    machine = replace(h200(), between_hosts=replace(h200().between_hosts, bandwidth=11e9))
+    costs = {one: estimate(one, layer, machine).total_s for one in candidates(16, 32, kv_heads, 8)}
+    taken = choose(layer, machine).schedule
+    assert costs[taken] == min(costs.values())
+    assert name_of(taken, 16) == name or kv_heads == 32
+
+
 def test_documents_and_windows_that_stay_at_home_take_a_ring():
     for chunking, window in (("contiguous", 4095), ("zigzag", 1023)):
         layer = causal(131072, 8, chunking=chunking, window=window)

@@ -30,8 +30,8 @@ from hf_burst.plan import MaskPattern, Training, estimate_memory
 from hf_burst.plan.machine import h200
 from hf_burst.tiled import tiled
 from tests import models
+from tests.ranks import gpu_of
 from tests.test_gpu import (
-    GPUS,
     Ranks,
     documents_of,
     exact_attention,
@@ -44,7 +44,7 @@ from tests.test_patch import group_mean
 from tests.test_tiled import results
 from tests.test_wrappers import flat
 
-pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Settings = dict[str, Any]
 
 
@@ -57,7 +57,7 @@ def keep_busy(device: torch.device) -> None:
 def offload_under_load(rank: int, size: int, device: str, elements: int, layers: int = 12, steps: int = 3) -> list[str]:
     """Which tensors did not come back as they left: each has numbers of its own, memory is written again as soon as it
     is let go of, and the last step is given up halfway."""
-    place, wrong = torch.device(device, rank if device == "cuda" else None), list[str]()
+    place, wrong = gpu_of(rank) if device == "cuda" else torch.device(device), list[str]()
     home, numbers = HostMemory(place), torch.arange(elements, device=place, dtype=torch.int32)
     for step in range(steps):
         kept, latest = list[Callable[[], torch.Tensor]](), None
@@ -85,7 +85,7 @@ def offload_under_load(rank: int, size: int, device: str, elements: int, layers:
 
 def test_what_is_offloaded_comes_back_under_load(gpus: Ranks) -> None:  # noqa: F811
     """64 MiB and a bit: five pages, the last one not full."""
-    assert gpus(min(GPUS, 2)).run(offload_under_load, "cuda", 2**24 + 7) == [[]] * min(GPUS, 2)
+    assert gpus(2).run(offload_under_load, "cuda", 2**24 + 7) == [[]] * 2
 
 
 def llama(hidden: int, layers: int, vocabulary: int, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -97,7 +97,7 @@ def llama(hidden: int, layers: int, vocabulary: int, dtype: torch.dtype) -> Llam
 
 def train_under_load(rank: int, size: int, device: str, settings: Settings, hidden: int, length: int) -> list[Any]:
     """Losses of three steps, and all weights."""
-    place = torch.device(device, rank if device == "cuda" else None)
+    place = gpu_of(rank) if device == "cuda" else torch.device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = llama(hidden, 8, 1024, dtype).to(place)
     model.gradient_checkpointing_enable()
@@ -126,7 +126,7 @@ def train_under_load(rank: int, size: int, device: str, settings: Settings, hidd
 def test_offloading_changes_no_bit_under_load(gpus: Ranks, keep: float) -> None:  # noqa: F811
     def train(share: float) -> list[Any]:
         settings = {"activation_offloading": share, "attention_keep": keep}
-        return gpus(min(GPUS, 2)).run(train_under_load, "cuda", settings, 1024, 16384)
+        return gpus(2).run(train_under_load, "cuda", settings, 1024, 16384)
 
     expected = train(0.0)
     assert train(0.0) == expected, "runs are alike"
@@ -164,7 +164,7 @@ def test_tiles_are_as_exact_as_the_whole(gpus: Ranks, autocast: bool) -> None:  
 def attend_in_groups(rank: int, size: int, kind: str) -> None:
     """Of every kernel, schedule and transport: heads in groups, beside all heads at once and beside fp32."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    length, heads, device = 1027, (8, 4), torch.device("cuda", rank)
+    length, heads, device = 1027, (8, 4), gpu_of(rank)
     generator = torch.Generator(device).manual_seed(7)
     q, k, v, dout = (
         torch.randn(2, length, count, 64, device=device, generator=generator).bfloat16()
@@ -193,7 +193,7 @@ def attend_in_groups(rank: int, size: int, kind: str) -> None:
             assert max(grouped) <= 1.05 * whole < 0.02, (kernel, schedule, transport, name, whole, grouped)
 
 
-@pytest.mark.parametrize("size", [size for size in (1, 2, 4) if size <= GPUS])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["causal", "full", "packed"])
 def test_groups_of_heads_are_as_exact_as_all(gpus: Ranks, size: int, kind: str) -> None:  # noqa: F811
     gpus(size).run(attend_in_groups, kind)
@@ -213,7 +213,7 @@ SAVING: list[Settings] = [
 
 def peaks_of_steps(rank: int, size: int, every: list[Settings]) -> list[int]:
     """The most memory that tensors take in a second step, with each of the settings."""
-    place, peaks = torch.device("cuda", rank), []
+    place, peaks = gpu_of(rank), []
     model = llama(**SIZES).to(place)
     model.gradient_checkpointing_enable()
     tokens = torch.randint(0, 4096, (1, LENGTH), device=place, generator=torch.Generator(place).manual_seed(1))
@@ -229,7 +229,7 @@ def peaks_of_steps(rank: int, size: int, every: list[Settings]) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("size", [size for size in (1, 2) if size <= GPUS])
+@pytest.mark.parametrize("size", [1, 2])
 def test_memory_falls_by_about_what_the_plan_says(gpus: Ranks, size: int) -> None:  # noqa: F811
     model = llama(**{**SIZES, "dtype": torch.bfloat16})
     sizes, machine = model_size(type(model), model.config), replace(h200(), symmetric=None)
@@ -278,7 +278,7 @@ def recurrent_model(name: str) -> nn.Module:
 
 def recurrent_errors(rank: int, size: int, device: str, name: str, kind: str) -> dict[str, tuple[float, float]]:
     """Of the loss and of all gradients against fp64: in bf16 on one GPU, and over all of them by each way."""
-    place = torch.device(device, rank if device == "cuda" else None)
+    place = gpu_of(rank) if device == "cuda" else torch.device(device)
     batch = models.make_batch(kind, 1021)
     with Double():
         model = recurrent_model(name).double()
@@ -303,7 +303,6 @@ def recurrent_errors(rank: int, size: int, device: str, name: str, kind: str) ->
     return errors
 
 
-@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("kind", ["plain", "packed"])
 @pytest.mark.parametrize("name", ["qwen3_5", "granite", "lfm2"])
 def test_recurrent_models_are_as_close_as_one_gpu(gpus: Ranks, name: str, kind: str) -> None:  # noqa: F811

@@ -17,7 +17,10 @@ from hf_burst.plan import Layer, MaskPattern, Shapes, Traffic, estimate, make_pl
 from hf_burst.plan.machine import cpu
 from hf_burst.resources import resources_of
 from hf_burst.ring import HeadSizes, ShardedAttention, SymmetricPool
+from tests import models
 from tests.shared_memory import Access, races, shared_memory
+from tests.test_checkpointing import expected_gradients, keep_parts
+from tests.test_patch import group_mean
 from tests.test_ring import Case, assert_exact, attend, attend_to_all, context_group, fitting, put_together
 
 PACKED = ((0, 1, 2, 3, 16, 29, 30, 41), (0, 41), (0, 11, 24, 41))
@@ -78,6 +81,29 @@ def test_ranks_of_a_host_read_memory_and_hosts_send_messages(ranks, size, per_ho
         accesses = [access for _, own in answers[host * per_host : (host + 1) * per_host] for access in own]
         assert sum(access.kind == "read" for access in accesses) > 100
         assert not races(accesses)
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_whole_models_over_hosts_are_exact(ranks, per_host):
+    """Checkpointed layers, which keep their attention, some of it, or none."""
+    settings = [("auto", 1.0), ("kv_ring", 0.0), ("burst", 0.5), ("all_gather", 1.0), ("ulysses_2+burst", 1.0)]
+    ranks(4).run(keep_parts, "llama", ("left", "packed"), settings, per_host)
+
+
+def compile_over_hosts(rank: int, size: int) -> None:
+    torch._dynamo.reset()
+    batch = models.make_batch("packed", 43)
+    model = models.make_model("llama", torch.float64).train()
+    wanted = expected_gradients(model, batch)
+    model.zero_grad()
+    models.patch(model, BurstConfig(ranks_per_host=2))
+    torch.compile(model, backend="aot_eager")(**batch).loss.backward()
+    for found, gradient in zip(group_mean(model), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
+
+
+def test_compiled_over_hosts_it_is_exact(ranks):
+    ranks(4).run(compile_over_hosts)
 
 
 def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_heads: int) -> list[Traffic]:

@@ -176,9 +176,8 @@ def _compiled(model: nn.Module) -> bool:
         module = modules.pop()
         if module is None:
             continue
-        if (
-            module._compiled_call_impl is not None or "_orig_mod" in module._modules
-        ):  # by its method, or by the function
+        by_function = "_orig_mod" in module._modules
+        if by_function or module._compiled_call_impl is not None:
             return True
         modules += module._modules.values()
     return False
@@ -241,6 +240,9 @@ class _Patch:
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)
         try:
+            if run.group.size > 1:  # all ranks call it at the same time, so before any of them can fail
+                machine = resources_of(run.group).machine(run.device, self.config.kernel, self.config.ranks_per_host)
+                run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
             check_joined()
             for part in self.parts if error is None else ():
                 part.prepare(run)
@@ -253,16 +255,11 @@ class _Patch:
         return (), {**run.inputs, CALL_KEY: run.call}
 
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
-        """At the first pass over a group its ranks agree on their machine, for which batches of some models are cut.
-        All of them have come so far, or none goes on."""
-        if run.group.size == 1:
+        """At the first pass over a group all of its ranks have come so far, or none goes on to measure the machine."""
+        if run.group.size == 1 or resources_of(run.group).knows(run.device, self.config.kernel):
             return
-        resources = resources_of(run.group)
-        if not resources.knows(run.device, self.config.kernel):
-            facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
-            run.group.agree(facts, error, run.device, doing=doing)
-        machine = resources.machine(run.device, self.config.kernel, self.config.ranks_per_host)
-        run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
+        facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
+        run.group.agree(facts, error, run.device, doing=doing)
 
     @torch.compiler.disable
     def after(self, module: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

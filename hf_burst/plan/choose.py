@@ -1,21 +1,19 @@
 """The choice of a schedule. On one host it is a rule that follows from the heads, the ranks and the documents of a
 batch. A search over predicted seconds was no better where both were measured (recipes/benchmarks/README.md, "The rule
-for schedules"). Over several hosts links differ by orders of magnitude, so that the fastest prediction for one whole
-document is taken. Predictions for the documents of every batch would take seconds on 64 ranks."""
+for schedules"). Over several hosts links differ by orders of magnitude, so that the fastest prediction is taken. It
+costs the host some tenths of a second for a batch over 64 ranks, and less over fewer."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import RingKind, Schedule
 from .cost import estimate
 from .machine import Machine
 from .mask import Mask
-from .sharding import Sharding, make_sharding
+from .sharding import Sharding
 from .work import Layer
 
-# of the bytes that exchanged heads would send; the cost model has rings break even near it on hosts of 8 H200s
-_OF_HEADS = 0.12
 # of the keys of other ranks; the cost model has rings break even near it, with documents and windows alike
 _AT_HOME = 0.1
 
@@ -37,24 +35,21 @@ def choose(layer: Layer, machine: Machine) -> Choice:
     K and V travel round the ring. With as many key heads as query heads it is the `"burst"` ring, whose backward pass
     then sends three tensors instead of four (BurstAttention, arXiv 2403.09347).
 
-    Over several hosts it is a ring if a rank fetches less than an eighth of what an exchange of heads would send. Else
-    it is the schedule that is predicted to take the least time if every sequence were one document.
+    Over several hosts it is the schedule that is predicted to take the least time.
 
     Args:
         layer ([`Layer`]): What is computed.
         machine ([`Machine`]): On what.
     """
     ranks, q_heads, kv_heads = layer.ranks, layer.shapes.q_heads, layer.shapes.kv_heads
-    per_host = machine.ranks_per_host
     if ranks == 1:
         return Choice(Schedule(), "one rank exchanges nothing")
+    if ranks > machine.ranks_per_host:
+        return _fastest(layer, machine)
     share = fetched_share(layer.masks, layer.sharding)
     needed = f"a rank needs {share:.0%} of the others' keys"
     ring: RingKind = "burst" if q_heads == kv_heads else "kv_ring"
-    apart = ranks > per_host
-    if apart and share * (ranks - 1) * kv_heads >= _OF_HEADS * (q_heads + kv_heads):
-        return _fastest(_whole(layer), machine)
-    if apart or share <= _AT_HOME:
+    if share <= _AT_HOME:
         return Choice(Schedule(ring), f"documents mostly stay at home: {needed}")
     if ranks == 2:
         return Choice(Schedule(ring), f"two ranks hide their only exchange behind their own block; {needed}")
@@ -65,21 +60,13 @@ def choose(layer: Layer, machine: Machine) -> Choice:
     return Choice(Schedule("kv_ring" if ulysses == ranks else ring, ulysses), reason)
 
 
-def _whole(layer: Layer) -> Layer:
-    """The layer if every sequence were one document, cut as one."""
-    masks, length, ranks = layer.masks, layer.sharding.length, layer.ranks
-    whole = tuple(replace(mask, documents=(0, mask.length)) for mask in masks)
-    return Layer(whole, make_sharding(length, ranks) if length >= 2 * ranks else layer.sharding, layer.shapes)
-
-
-@lru_cache(maxsize=64)
 def _fastest(layer: Layer, machine: Machine) -> Choice:
     """The schedule that is predicted to take the least time."""
     heads = layer.shapes.q_heads, layer.shapes.kv_heads
     costs = {one: estimate(one, layer, machine) for one in candidates(layer.ranks, *heads, machine.ranks_per_host)}
     fastest = min(costs, key=lambda one: costs[one].total_s)
     across = f"with {costs[fastest].across_bytes / 1e6:,.0f} MB of a rank between hosts"
-    return Choice(fastest, f"predicted to be the fastest of {len(costs)} for whole sequences, {across}")
+    return Choice(fastest, f"predicted to be the fastest of {len(costs)}, {across}")
 
 
 def fetched_share(masks: tuple[Mask, ...], sharding: Sharding) -> float:

@@ -85,8 +85,7 @@ def estimate(
     transport = ("symmetric" if within else "p2p") if transport == "auto" else transport
     heads, tokens = (layer.shapes.q_heads, layer.shapes.kv_heads), layer.masks[0].length // layer.ranks
     count = slices or head_slices(schedule, layer.ranks, heads, tokens, machine.slice_blocks, head_groups)
-    passes = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
-    forward, backward = passes
+    forward, backward = (_PassCost(schedule, layer, machine, transport, count, way) for way in get_args(Pass))
     kernels, other = forward.kernels + backward.kernels, forward.other + backward.other
     return Cost(
         forward_s=forward.seconds,
@@ -208,7 +207,7 @@ class _PassCost:
         link = self._inside if within >= between else self.machine.between_hosts
         return _Messages(max(within, between), max(within, between) * link.drag)
 
-    def _hops(self, size: float, ranks: int, stride: int) -> _Messages:
+    def _hops(self, size: float, ranks: int) -> _Messages:
         """The same by two hops, each byte once between two hosts. The hop inside has nothing beside it."""
         crossing, inside = size * (self.hosts - 1), size * self.hosts * (ranks // self.hosts - 1)
         self.across += round(crossing)
@@ -334,13 +333,16 @@ class _PassCost:
             min(2, self.slices),
             max(fetched_rows, sent_rows) * row / (ranks - 1),
         )  # elements to or from a peer
-        spread = self._spread if self.hosts == 1 else self._hops
-        coming, leaving = spread(size * narrow, ranks, stride), _SILENCE
+
+        def spread(size: float) -> _Messages:
+            return self._hops(size, ranks) if self.hosts > 1 else self._spread(size, ranks, stride)
+
+        coming, leaving = spread(size * narrow), _SILENCE
         touched, launches = 2 * self.rows * row * narrow, len(tiles) + 4
         self.sent, self.received = sent_rows * row * narrow, fetched_rows * row * narrow
         self.memory = (self.rows + slots * sequence) * row * narrow
         if self.backward:
-            leaving = spread(size * wide, ranks, stride)
+            leaving = spread(size * wide)
             touched += (sequence * wide + _rows(tiles)[1] * (narrow + 2 * wide) + 3 * sent_rows * wide) * row
             touched += self.rows * shapes.q_heads * (2 * shapes.value_dim * narrow + wide)
             launches += 2 * len(tiles) + 2 * (ranks - 1)

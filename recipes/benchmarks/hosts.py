@@ -48,6 +48,7 @@ from hf_burst.plan.machine import h200
 from hf_burst.plan.traffic import row_bytes
 from hf_burst.plan.work import rotating_of
 from hf_burst.resources import resources_of
+from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 
 Row = dict[str, Any]
@@ -55,9 +56,11 @@ HEAD_DIM = 64
 RINGS = ("kv_ring", "burst")
 
 
-def layer_of(ranks: int, tokens: int, heads: tuple[int, int], head_dim: int, itemsize: int) -> Layer:
-    """A causal layer over one document, with so many tokens a rank."""
-    masks = (Mask(ranks * tokens),)
+def layer_of(
+    ranks: int, tokens: int, heads: tuple[int, int], head_dim: int, itemsize: int, documents: tuple[int, ...] = ()
+) -> Layer:
+    """A causal layer with so many tokens a rank, over one document or those between boundaries."""
+    masks = (Mask(ranks * tokens, documents=documents or (0, ranks * tokens)),)
     return Layer(masks, cut(ranks * tokens, assign(masks, ranks)), Shapes(*heads, head_dim, head_dim, itemsize, 4))
 
 
@@ -159,13 +162,17 @@ def measure_case(pool: Any, machine: Machine, tokens: int, heads: tuple[int, int
     return {"heads": heads, "auto": auto, "auto_behind": behind, "rows": rows}
 
 
-def simulate(ranks: int, heads: tuple[int, int], tokens: int, gigabits: float) -> Row:
-    """H200s, 8 a host, with a network card of so many Gb/s each: a flat ring, a ring on two levels, and `"auto"`."""
+def with_cards(gigabits: float) -> Machine:
+    """H200s, 8 a host, with a network card of so many Gb/s each, of which messages get 90 %."""
     known = h200()
-    card = replace(known.between_hosts, bandwidth=gigabits * 1e9 / 8 * 0.9)
-    machine, layer = replace(known, between_hosts=card), layer_of(ranks, tokens, heads, 128, 2)
+    return replace(known, between_hosts=replace(known.between_hosts, bandwidth=gigabits * 1e9 / 8 * 0.9))
+
+
+def simulate(ranks: int, heads: tuple[int, int], tokens: int, gigabits: float) -> Row:
+    """Of one document: a flat ring, a ring on two levels, and `"auto"`, also without measured links."""
+    machine, layer = with_cards(gigabits), layer_of(ranks, tokens, heads, 128, 2)
     ring = Schedule("burst" if heads[0] == heads[1] else "kv_ring")
-    taken, unmeasured = (choose(layer, one).schedule for one in (machine, known))
+    taken, unmeasured = (choose(layer, one).schedule for one in (machine, h200()))
     costs = {
         "flat ring": estimate(ring, layer, flat(machine, ranks)),
         "ring on two levels": estimate(ring, layer, machine),
@@ -186,8 +193,25 @@ def simulate(ranks: int, heads: tuple[int, int], tokens: int, gigabits: float) -
     return {**case, "ring": str(ring), "auto": name_of(taken, ranks), "ways": ways, "regret_without_measuring": regret}
 
 
+def simulate_packed(ranks: int, heads: tuple[int, int], tokens: int, gigabits: float, longest: int) -> Row:
+    """Of packed documents: how far `"auto"`, and the choice for one document, are behind the fastest prediction; and
+    the seconds in which the host makes the choice."""
+    machine, bounds = with_cards(gigabits), Documents(longest // 16, longest).bounds(ranks * tokens, 1)
+    layer = layer_of(ranks, tokens, heads, 128, 2, bounds)
+    started = time.perf_counter()
+    taken = choose(layer, machine).schedule
+    choosing_s = time.perf_counter() - started
+    of_one = choose(layer_of(ranks, tokens, heads, 128, 2), machine).schedule
+    known = candidates(ranks, *heads, machine.ranks_per_host)
+    times = {one: estimate(one, layer, machine).total_s for one in known}
+    behind = {name: times[one] / min(times.values()) - 1 for name, one in (("auto", taken), ("one_document", of_one))}
+    case = {"ranks": ranks, "heads": heads, "tokens": tokens, "gigabits": gigabits, "documents": len(bounds) - 1}
+    names = {"auto": name_of(taken, ranks), "of_one_document": name_of(of_one, ranks)}
+    return {**case, "longest": longest, **names, "behind": behind, "choosing_s": choosing_s}
+
+
 def markdown(result: Row) -> str:
-    """Both tables."""
+    """All tables."""
     lines = ["| hosts x ranks | Mb/s | heads | schedule | levels | ms | predicted | MB from a host |"]
     lines.append("|---|---:|---:|---|---:|---:|---:|---:|")
     for topology in result["measured"]:
@@ -210,6 +234,15 @@ def markdown(result: Row) -> str:
         cells = [row["ranks"], f"{row['heads'][0]}:{row['heads'][1]}", row["tokens"], f"{row['gigabits']:.0f}"]
         cells += [f"{way['share_of_limit']:.0%}" for way in ways] + [row["auto"]]
         cells += [f"{way['across_mb'] or way['sent_mb']:,.0f}" for way in ways]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "Packed documents, whose longest have 16 times the tokens of the shortest:", ""]
+    lines.append(
+        "| GPUs | heads | tokens a GPU | Gb/s a GPU | documents | auto | the choice for one document is behind |"
+    )
+    lines.append("|---:|---|---:|---:|---:|---|---:|")
+    for row in result["packed"]:
+        cells = [row["ranks"], f"{row['heads'][0]}:{row['heads'][1]}", row["tokens"], f"{row['gigabits']:.0f}"]
+        cells += [row["documents"], row["auto"], f"{row['behind']['one_document']:.0%}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -238,6 +271,14 @@ def main() -> int:
         for tokens in (4096, 16384)
         for gigabits in (100.0, 400.0)
     ]
+    packed = [
+        simulate_packed(ranks, heads, tokens, gigabits, longest)
+        for ranks in (16, 32, 64)
+        for heads in ((32, 8), (32, 32))
+        for tokens in (4096, 16384)
+        for gigabits in (100.0, 400.0)
+        for longest in (8192, 65536)
+    ]
     result = {
         "schema": SCHEMA_VERSION,
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -246,6 +287,7 @@ def main() -> int:
         "versions": {"hf_burst": hf_burst.__version__, **versions(cuda=False), "kernel": platform.release()},
         "measured": measured,
         "simulated": simulated,
+        "packed": packed,
     }
     print(markdown(result))
     if arguments.out is not None:
