@@ -29,6 +29,7 @@ _IMPORTED = ["tests.test_ring", "tests.trainers", "peft", "trl.trainer.sft_train
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its workers would outlive a rank and keep pytest from ending
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without which products on GPUs refuse to be deterministic
 }
 
 

@@ -18,6 +18,7 @@ from .support import check_model, has_attention, patterns_of_layers
 from .task import task_of
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LAYER = re.compile(r"\.\d+\.")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 
 
@@ -84,7 +85,22 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=recurrent,
         unused=counts.unused,
+        norms=_normed(model, counts) / text.num_hidden_layers,
     )
+
+
+def _normed(model: PreTrainedModel, counts: "_Weights") -> float:
+    """Elements of a token that norms of its layers are given, but torch's own and those of recurrent layers."""
+    shapes, total = attention_shapes(model), 0.0
+    recurrent = {id(inner) for module in recurrent_modules(model) for inner in module.modules()}
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        if not known or weight is None or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
+            continue
+        heads = {"q": shapes.q_heads, "k": shapes.kv_heads} if shapes and len(weight) == shapes.head_dim else {}
+        total += weight.numel() * heads.get(path.rpartition(".")[2][:1], 1)
+    return total
 
 
 class _Weights:

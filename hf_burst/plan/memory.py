@@ -7,7 +7,7 @@ from .model import ModelSize, Training
 from .step import lay_out
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
-_LOGITS, _MOST_LOGITS = 2**29, 2**31  # at a time, as in linear_loss.py
+_LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
     one, every = _activations(model, training)
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     states = tokens * model.hidden
-    logits = 2 * min(tokens * model.vocabulary, max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS))
+    most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
+    # torch alone has three copies of logits in fp32 beside those in bf16
+    logits = (2 if training.fused else 14) * min(tokens * model.vocabulary, most)
     laid = lay_out(model, training, machine)
     layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
@@ -90,7 +92,7 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
         layer_inputs=_held(layers, leaving) * kept_input,
         attention=_held(layers, leaving) * attending * kept_attention,
         activations=every,
-        loss=logits + 4 * tokens * model.hidden + (6 * table if learns else 0),
+        loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
         states=sum((1 if layers else size.layers) * cost.kept_bytes for size, cost in laid.recurrence),
         exchange=max(
             [
@@ -131,12 +133,14 @@ def _activations(model: ModelSize, training: Training) -> tuple[float, float]:
     """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
     mixing = max([2 * (model.queries + model.keys), *(size.elements for size in model.recurrent)])
-    row = kept_by_layer(model, fused, mixing) + model.inner + model.hidden
-    row -= model.queries * training.attention_keep if training.checkpointing else 0
-    one = 2.0 * tokens * row
+    elsewhere = model.queries * training.attention_keep if training.checkpointing else 0
+    row = kept_by_layer(model, fused, mixing) + model.hidden - elsewhere
+    inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
+    one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
     if training.tiles:  # a tile, and gradients of weights in fp32
-        inner = model.inner * (4 if fused else 5)
         one -= 2 * (tokens - training.tiled_mlp) * inner - (0 if training.lora else 4 * model.mlp)
+    if model.norms and not fused:  # the backward pass of a norm, in fp32
+        one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
     one += in_between + (copies / model.layers if training.checkpointing else 0)
     mean = kept_by_layer(model, fused) + model.hidden
@@ -151,8 +155,9 @@ def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) ->
     if mixing is None:
         attention = 2 * (model.queries + model.keys) * model.attending
         mixing = (attention + sum(size.layers * size.elements for size in model.recurrent)) / model.layers
-    kept = 3 * model.inner + 3 * model.hidden + mixing
-    return kept if fused else kept + model.inner + 4 * model.hidden
+    in_fp32 = model.norms and not fused
+    norms = 3 * model.norms if in_fp32 else max(model.norms - model.hidden, model.hidden)
+    return (3 if fused else 4) * model.inner + 2 * model.hidden + norms + mixing
 
 
 def _casts(model: ModelSize) -> tuple[int, int]:

@@ -35,6 +35,8 @@ class ModelSize:
             the mean size counts as two. Empty for a model without attention, whose heads are 0.
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
         unused (`int`, defaults to 0): Weights that a batch of text does not use: those of towers for images and sound.
+        norms (`float`, defaults to 0): Elements of a token that the norms of a layer are given, but torch's own norms,
+            which keep nothing in fp32.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ModelSize:
     patterns: tuple[tuple[MaskPattern, float], ...]
     recurrent: tuple[RecurrentSize, ...] = ()
     unused: int = 0
+    norms: float = 0.0
 
     def __str__(self) -> str:
         unused = f" ({self.unused / 1e9:.2f}e9 not for text)" if self.unused else ""

@@ -91,12 +91,14 @@ class _TiledForward:
         self.module, self.own, self.tile = module, own, tile
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        count, names = len(args), tuple(kwargs)  # the function lives as long as the layer, and its inputs must not
+
         def forward(*inputs: Tensor) -> Tensor:
-            named = dict(zip(kwargs, inputs[len(args) :], strict=True))
+            named = dict(zip(names, inputs[count:], strict=True))
             out: Tensor = (
-                type(self.module).forward(self.module, *inputs[: len(args)], **named)
+                type(self.module).forward(self.module, *inputs[:count], **named)
                 if self.own is None
-                else self.own(*inputs[: len(args)], **named)
+                else self.own(*inputs[:count], **named)
             )
             return out
 

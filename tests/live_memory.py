@@ -1,0 +1,45 @@
+"""Counts the bytes of the tensors that are alive, on any device."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveMemory(TorchDispatchMode):
+    """While it is active, `now` are the bytes of all tensors that operators have returned since, and live; `peak` the
+    most so far. What operators hold while they run does not count, nor do pages of host memory (`torch.uint8`).
+
+    Args:
+        *tensors (`torch.Tensor`): Some that live already, and count.
+    """
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = set[int]()
+        for tensor in tensors:
+            self._count(tensor.detach())
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._known or tensor.dtype == torch.uint8:
+            return
+        self._known.add(address)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                self._count(result)
+        return results

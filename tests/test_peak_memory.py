@@ -1,0 +1,106 @@
+"""The memory of a step as tensors take it, beside the plan's; with torch's own norms and MLPs."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import hf_burst
+from hf_burst.hf.model_size import model_size
+from hf_burst.plan import Training, estimate_memory
+from hf_burst.plan.machine import cpu
+from tests import models
+from tests.live_memory import LiveMemory
+
+LENGTH = 2048
+SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": LENGTH}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+CLASSES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 64}),  # norms of queries and keys
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}),  # one product for three
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),  # norms behind attention and MLP
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+}
+
+
+def made(name: str, layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_class, config_class, changes = CLASSES[name]
+    model = model_class(config_class(**SIZES, **changes, num_hidden_layers=layers)).bfloat16().train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def bytes_of_step(model: PreTrainedModel, batch: dict[str, torch.Tensor], settings: dict[str, Any]) -> tuple[int, int]:
+    """Bytes beside the weights, of a step that is not the first: those kept behind the forward pass, and the most."""
+    models.patch(model, hf_burst.BurstConfig(memory="named", **settings))
+    model(**batch).loss.backward()
+    model.zero_grad()
+    with LiveMemory(*model.parameters()) as live:
+        weights = live.now
+        loss = model(**batch).loss
+        kept = live.now - weights
+        loss.backward()
+    model.zero_grad()
+    hf_burst.unpatch_model(model)
+    return kept, live.peak - weights
+
+
+SAVING = [
+    {},
+    {"tiled_mlp": 256},
+    {"tiled_mlp": 256, "attention_keep": 0.0},
+    {"tiled_mlp": 256, "activation_offloading": 1.0},
+]
+
+
+@pytest.mark.parametrize("settings", SAVING, ids=str)
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_peak_of_a_step_is_as_planned(name, settings):
+    model, tokens = made(name, 4), torch.randint(0, 64, (1, LENGTH))
+    _, peak = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, settings)
+    training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, **settings)
+    planned = estimate_memory(model_size(type(model), model.config), training, cpu())
+    assert peak == pytest.approx(planned.total - planned.held, rel=0.1)
+
+
+def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
+    tokens = torch.randint(0, 64, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    less, more = (bytes_of_step(made("llama", layers), batch, settings)[0] for layers in (2, 4))
+    return (more - less) / 2
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+@pytest.mark.parametrize(
+    ("size", "schedule"), [(1, "auto"), (2, "kv_ring"), (2, "burst"), (2, "all_gather"), (2, "ulysses")]
+)
+def test_a_checkpointed_layer_keeps_its_input_and_attention(ranks, size, schedule, keep):
+    settings = {"attention_keep": keep, "schedule": schedule, "tiled_mlp": 256, "head_groups": 2}
+    sizes = model_size(LlamaForCausalLM, LlamaConfig(**SIZES))
+    planned = sum(Training(LENGTH, size, size, attention_keep=keep).kept(sizes))
+    for kept in ranks(size).run(kept_by_a_layer, settings):
+        assert kept == pytest.approx(planned, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "granite", "qwen3_5", "minimax", "zamba"])
+def test_tiles_keep_nothing_of_their_layers(name):
+    model = models.make_model(name).train()
+    model.gradient_checkpointing_enable()
+    batch = models.make_batch("plain", 96)
+    whole, tiles = (bytes_of_step(model, batch, {"tiled_mlp": size})[0] for size in (0, 16))
+    assert tiles <= whole
