@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -45,16 +46,19 @@ def made(name: str, layers: int) -> PreTrainedModel:
     return model
 
 
-def bytes_of_step(model: PreTrainedModel, batch: dict[str, torch.Tensor], settings: dict[str, Any]) -> tuple[int, int]:
+def bytes_of_step(
+    model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], settings: dict[str, Any], autocast: bool = False
+) -> tuple[int, int]:
     """Bytes beside the weights, of a step that is not the first: those kept behind the forward pass, and the most."""
-    models.patch(model, hf_burst.BurstConfig(memory="named", **settings))
-    model(**batch).loss.backward()
-    model.zero_grad()
-    with LiveMemory(*model.parameters()) as live:
-        weights = live.now
-        loss = model(**batch).loss
-        kept = live.now - weights
-        loss.backward()
+    hf_burst.patch_model(model, hf_burst.BurstConfig(memory="named", gradients="averaged_by_hand", **settings))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**batch).loss.backward()
+        model.zero_grad()
+        with LiveMemory(*model.parameters()) as live:
+            weights = live.now
+            loss = model(**batch).loss
+            kept = live.now - weights
+            loss.backward()
     model.zero_grad()
     hf_burst.unpatch_model(model)
     return kept, live.peak - weights
@@ -76,6 +80,20 @@ def test_the_peak_of_a_step_is_as_planned(name, settings):
     training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, **settings)
     planned = estimate_memory(model_size(type(model), model.config), training, cpu())
     assert peak == pytest.approx(planned.total - planned.held, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", SAVING, ids=str)
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_the_peak_of_adapters_is_as_planned(weights, settings):
+    """Peft makes them in fp32, which casts their inputs, or in the dtype of the model."""
+    model, tokens = made("llama", 4), torch.randint(0, 64, (1, LENGTH))
+    model.enable_input_require_grads()
+    lora = LoraConfig(r=16, target_modules="all-linear")
+    adapted = get_peft_model(model, lora, autocast_adapter_dtype=weights == "fp32")
+    _, peak = bytes_of_step(adapted, {"input_ids": tokens, "labels": tokens}, settings, weights == "fp32")
+    training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, lora=16, weights=weights, **settings)
+    planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, cpu())
+    assert peak == pytest.approx(planned.total - planned.held, rel=0.15)
 
 
 def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
