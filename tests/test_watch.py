@@ -336,6 +336,17 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
     assert "torchrun --max-restarts" in survivor
 
 
+def test_processes_end_while_their_watches_ask_the_store() -> None:
+    """A thread that came back from the store while the interpreter ends would abort them, after all was well."""
+    script = (
+        "import torch.distributed as dist; from hf_burst.watch import Watch, watch_of_process; Watch.interval = 1e-5; "
+        "dist.init_process_group('gloo'); watch_of_process(); dist.barrier()"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
+    done = subprocess.run([*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 def come_late(rank: int, size: int) -> None:
     model, batch = patched()
     model(**batch)

@@ -78,7 +78,8 @@ class Watch:
         # of children of multiprocessing, too
         self.at_exit = multiprocessing.util.Finalize(None, _end, args=(ref(self),), exitpriority=1)
         self.messenger = Messenger()
-        Thread(target=self._run, name="hf_burst watch", daemon=True).start()
+        self.listener = Thread(target=self._run, name="hf_burst watch", daemon=True)
+        self.listener.start()
 
     @contextmanager
     def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator[Callable[[dist.Work, bool], None]]:
@@ -360,8 +361,14 @@ class Watch:
         if os.getpid() != self.pid or self.stopped.is_set():
             return
         self.stopped.set()
-        if not dist.is_initialized():
-            return  # and the store may be gone as well
+        if dist.is_initialized():  # else the store may be gone as well
+            self._say_farewell()
+        self.messenger.end()
+        for thread in (self.listener, self.messenger.thread):
+            # one that comes back from the store while the interpreter ends would abort the process
+            thread.join(self.patience)
+
+    def _say_farewell(self) -> None:
         problem = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # of an old cell in a notebook
         if isinstance(problem, RuntimeError) and lost(problem):
             everyone = range(dist.get_world_size())
