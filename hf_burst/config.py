@@ -117,11 +117,11 @@ class BurstConfig:
             Ulysses does. `"auto"` takes for every batch the way that all recurrent layers of the model together are
             predicted to take less time by; where a layer has no price (MiniMax, RecurrentGemma, Zaya), states. Mamba1
             always exchanges channels, whatever is named: its kernels take no states.
-        memory (`str`, defaults to `"named"`):
+        memory (`str`, defaults to `"auto"`):
             By `"auto"`, a training step that is predicted not to fit into a GPU's memory is made to fit, at the least
             cost of time: `tiled_mlp`, `head_groups`, `activation_offloading` and `attention_keep` are chosen for every
             size of a batch, as far as they are not named here. The log says how, and warns if nothing fits. By
-            `"named"` all of them stay as they are. None of the four has run on a GPU yet but for `attention_keep`.
+            `"named"` all of them stay as they are.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
@@ -151,7 +151,7 @@ class BurstConfig:
     transport: Transport = "auto"
     ranks_per_host: int | None = None
     recurrence: Recurrence = "auto"
-    memory: Memory = "named"
+    memory: Memory = "auto"
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
     tiled_mlp: int = 0

@@ -29,6 +29,7 @@ from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
 AUTO = {"memory": "auto"}
+NAMED = {"memory": "named"}
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 H200 = named("h200")
 fitting = importlib.import_module("hf_burst.plan.fit")  # the package has a function of this name
@@ -152,7 +153,7 @@ def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
     roomy, tight, _ = rooms(2)
     assert roomy > tight
     plain = str({"tiled_mlp": 0, "head_groups": 1, "activation_offloading": 0.0, "attention_keep": 1.0})
-    for room, config in ((2 * roomy, AUTO), (tight, {})):
+    for room, config in ((2 * roomy, AUTO), (tight, NAMED)):
         for chosen, error in ranks(2).run(train, room, config):
             assert chosen == [plain, plain]
             assert error < 1e-5

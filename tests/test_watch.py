@@ -511,7 +511,11 @@ def make_groups_anew(rank: int, size: int) -> list[Any]:
 
 
 def test_a_group_made_anew_begins_with_new_counts() -> None:
-    for told in play(make_groups_anew):
+    for _ in range(3):  # on a busy machine gloo may still find the addresses of the group before
+        every = play(make_groups_anew)
+        if all("returned" in told for told in every):
+            break
+    for told in every:
         (first, counts), (second, later) = told["returned"]
         assert first == second, "torch gives names anew"
         assert counts == later

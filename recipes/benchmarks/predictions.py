@@ -48,7 +48,7 @@ class Step(NamedTuple):
     predicted_gib: float
     plain: bool  # norms, rotary positions and SwiGLU without Liger
     compiled: bool
-    first: bool  # the only step of its run
+    first: bool  # the first step of its run
 
     @property
     def time_error(self) -> float:
@@ -62,8 +62,9 @@ class Step(NamedTuple):
 
 
 def training_steps() -> Iterator[Step]:
-    """All measured steps of hf_burst. Their memory is that of torch's allocator: symmetric buffers lie beside it, and
-    the first step of a run ends before the optimizer has its states."""
+    """All measured steps of hf_burst, without the page-locking of host memory, once a run. Their memory is that of
+    torch's allocator: symmetric buffers lie beside it, and the first step of a run ends before the optimizer has its
+    states."""
     for file in sorted(RESULTS.glob("training_*.json")):
         result = json.loads(file.read_text())
         layers, adapters = result.get("layers"), ", QLoRA" if result.get("four_bits") else ", LoRA"
@@ -71,7 +72,7 @@ def training_steps() -> Iterator[Step]:
         for row in rows:
             if settings_of(row) is None:
                 continue
-            first = row is rows[0] and len(row["steps"]) == 1
+            first = row is rows[0] and len(row["steps"]) == 1 and "--warmup 0" in result["command"]
             predicted = predict(result, row, layers, first)
             yield Step(
                 file=file.stem,
@@ -80,7 +81,7 @@ def training_steps() -> Iterator[Step]:
                 length=row["length"],
                 kept=row["contender"].removeprefix("hf_burst, ")
                 + (", packed documents" if result.get("document") else ""),
-                seconds=row["median_s"],
+                seconds=statistics.median(step["seconds"] - step.get("page_locking_s", 0) for step in row["steps"]),
                 predicted_seconds=predicted["seconds"],
                 gib=row["peak_memory_gib"],
                 predicted_gib=predicted["peak_memory_gib"],

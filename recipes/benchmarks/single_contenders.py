@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
+
+import torch
 
 from hf_burst.errors import ConfigError
 from recipes.benchmarks.training_contenders import Contender, Loss, Way, fused_loss, on_cudnn
@@ -39,7 +42,18 @@ def plain(
 
             stack.enter_context(hooks_removed(job.model))
             stack.enter_context(get_act_offloading_ctx_manager(job.model, warn_if_no_head=False))
-        yield lambda job: job.model(**job.batch, use_cache=False).loss
+        yield lambda job: job.model(**job.batch, **packing(job, kernel), use_cache=False).loss
+
+
+def packing(job: Job, kernel: str) -> dict[str, Any]:
+    """The boundaries of packed documents as flash kernels take them; without these, Transformers gives flash-attn 4 the
+    longest as a tensor, which it refuses."""
+    if job.document is None or not kernel.startswith("flash"):
+        return {}
+    tokens = job.tokens.shape[1]
+    bounds = torch.tensor([*range(0, tokens, job.document), tokens], dtype=torch.int32, device=job.tokens.device)
+    longest = min(job.document, tokens)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 @contextmanager

@@ -166,10 +166,12 @@ def summary(
         name = row["contender"]
         if name in medians:
             limit = result["limits"].get(str(row["length"]), {}).get(arguments.contenders[name].limit)
-            peaks = {
+            peaks: dict[str, float | None] = {
                 f"{kind}_memory_gib": max(step[f"{kind}_bytes"] for step in row["steps"]) / 2**30
                 for kind in ("peak", "reserved", "host")
             }
+            if len(arguments.contenders) > 1 or arguments.warmup or len(row["steps"]) > 1:
+                peaks["host_memory_gib"] = None  # torch counts what is used again by each step, and by each contender
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
@@ -196,7 +198,8 @@ def table(result: dict[str, Any]) -> str:
             continue
         shares = [row["mfu"], row["share_of_limit"]]
         mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
-        gib = f"{row['peak_memory_gib']:.1f} | {row['host_memory_gib']:.1f}"
+        host = row["host_memory_gib"]
+        gib = f"{row['peak_memory_gib']:.1f} | {'' if host is None else format(host, '.1f')}"
         plan = (
             "{seconds:.3f} s, {peak_memory_gib:.1f} and {host_memory_gib:.1f} GiB".format_map(row["predicted"])
             if ("predicted" in row)
