@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run tests, each some files of them: few, since most tests start ranks; on GPUs one alone."""
-    return 0 if torch.cuda.is_available() else min((os.cpu_count() or 1) + 1, 4)  # ranks often wait
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
 @pytest.fixture(scope="module")  # ranks grow with what they compute

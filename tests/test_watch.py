@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -451,7 +452,7 @@ def fail_in_a_kernel(rank: int, size: int) -> None:
 def test_a_kernel_that_failed_on_all_ranks_and_was_caught() -> None:
     for told in play(fail_in_a_kernel):
         kind, text = told["raised"]
-        assert kind is ConfigError
+        assert kind in (ConfigError, RankMismatchError)  # its own, or what the other one found first
         assert "ended in the middle (MemoryError" in text
         assert "anew" in text
 
@@ -511,10 +512,13 @@ def make_groups_anew(rank: int, size: int) -> list[Any]:
 
 
 def test_a_group_made_anew_begins_with_new_counts() -> None:
-    for _ in range(3):  # on a busy machine gloo may still find the addresses of the group before
-        every = play(make_groups_anew)
-        if all("returned" in told for told in every):
+    every: list[dict[str, Any]] = []
+    for _ in range(3):  # on a busy machine gloo may find the addresses of the group before, and wait for them
+        with suppress(AssertionError):
+            every = play(make_groups_anew)
+        if every and all("returned" in told for told in every):
             break
+    assert every
     for told in every:
         (first, counts), (second, later) = told["returned"]
         assert first == second, "torch gives names anew"
