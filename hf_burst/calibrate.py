@@ -326,9 +326,10 @@ def _report(device: torch.device) -> dict[str, Any]:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of a GPU, or of the host."""
+    """Bytes of a GPU that this process may take, or of the host."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        total, share = torch.cuda.mem_get_info(device)[1], torch.cuda.get_per_process_memory_fraction(device)
+        return int(total * share)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -341,9 +342,9 @@ def _gather(group: ContextGroup, mine: Any) -> list[Any]:
 
 
 def _known(device: str, kernel: str, memory: int, per_host: int, profiles: dict[int, Machine]) -> Machine:
-    """What was measured, or else what is built in; `memory` is that of a GPU or of a host."""
+    """What was measured, or else what is built in; `memory` is that of a GPU or of a host, now."""
     memory = memory // per_host if device == "CPU" else memory
-    return profiles.get(per_host) or built_in(device, kernel, memory, per_host)
+    return replace(profiles.get(per_host) or built_in(device, kernel, memory, per_host), memory=memory)
 
 
 def _profiles(device: str, kernel: str, ranks: int) -> dict[int, Machine]:

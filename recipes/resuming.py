@@ -120,9 +120,9 @@ def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
 
 def end_together(problem: str | None) -> None:
     """Ends all ranks by what any of them has to say: files may differ between hosts."""
-    every: list[str | None] = [problem]
     import torch.distributed as dist
 
+    every: list[str | None] = [problem]
     if dist.is_initialized() and dist.get_world_size() > 1:
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, problem)

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_burst import unpatch_model
 from hf_burst.config import BurstConfig, Schedule
-from hf_burst.errors import ConfigError
+from hf_burst.errors import BurstError, ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.layout import SequenceLayout
 from hf_burst.mesh import ContextGroup
@@ -94,16 +95,34 @@ def compile_over_hosts(rank: int, size: int) -> None:
     torch._dynamo.reset()
     batch = models.make_batch("packed", 43)
     model = models.make_model("llama", torch.float64).train()
-    wanted = expected_gradients(model, batch)
+    expected_loss, wanted = models.plain_loss(model, batch).detach(), expected_gradients(model, batch)
     model.zero_grad()
     models.patch(model, BurstConfig(ranks_per_host=2))
-    torch.compile(model, backend="aot_eager")(**batch).loss.backward()
+    loss = torch.compile(model, backend="aot_eager")(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=1e-10)
     for found, gradient in zip(group_mean(model), wanted, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_compiled_over_hosts_it_is_exact(ranks):
     ranks(4).run(compile_over_hosts)
+
+
+def differ_in_a_later_pass(rank: int, size: int) -> str:
+    """The ranks know their machine from the first pass, so that one of them alone may fail in the second."""
+    model, batch = models.patch(models.make_model("llama")), models.make_batch("plain")
+    model(**batch)
+    if rank == 1:
+        models.patch(unpatch_model(model), BurstConfig(ranks_per_host=3))
+    with pytest.raises(BurstError) as caught:
+        model(**batch)
+    return str(caught.value)
+
+
+def test_what_one_rank_alone_cannot_do_is_told_on_all(ranks):
+    for said in ranks(2).run(differ_in_a_later_pass, timeout=60):
+        assert "ranks_per_host=3) does not divide the 2 ranks" in said
 
 
 def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_heads: int) -> list[Traffic]:

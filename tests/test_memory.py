@@ -28,7 +28,7 @@ from tests.test_patch import group_mean, part_of
 from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
-AUTO = {"memory": "auto"}
+AUTO: dict[str, Any] = {}  # the default
 NAMED = {"memory": "named"}
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 H200 = named("h200")

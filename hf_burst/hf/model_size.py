@@ -10,7 +10,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..plan import SHAPES, MaskPattern, ModelSize
+from ..plan import SHAPES, MaskPattern, ModelSize, Shapes
 from .cutting import language_model_path
 from .doors import recurrent_modules
 from .hybrid import attention_shapes, head_size, recurrent_sizes
@@ -85,21 +85,21 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=recurrent,
         unused=counts.unused,
-        norms=_normed(model, counts) / text.num_hidden_layers,
+        norms=_normed(model, counts, shapes) / text.num_hidden_layers,
     )
 
 
-def _normed(model: PreTrainedModel, counts: "_Weights") -> float:
+def _normed(model: PreTrainedModel, counts: "_Weights", shapes: Shapes | None) -> float:
     """Elements of a token that norms of its layers are given, but torch's own and those of recurrent layers."""
-    shapes, total = attention_shapes(model), 0.0
+    total = 0.0
     recurrent = {id(inner) for module in recurrent_modules(model) for inner in module.modules()}
     for path, module in model.named_modules():
         weight = getattr(module, "weight", None)
         known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
         if not known or weight is None or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
             continue
-        heads = {"q": shapes.q_heads, "k": shapes.kv_heads} if shapes and len(weight) == shapes.head_dim else {}
-        total += weight.numel() * heads.get(path.rpartition(".")[2][:1], 1)
+        of_heads = {"q": shapes.q_heads, "k": shapes.kv_heads} if shapes and weight.shape == (shapes.head_dim,) else {}
+        total += weight.numel() * of_heads.get(path.rpartition(".")[2][:1], 1)
     return total
 
 

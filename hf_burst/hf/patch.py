@@ -236,11 +236,11 @@ class _Patch:
         run.facts["served by"] = self.verdict
         if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
             run.facts["compiled"], run.advice["compiled"] = _compiled(module), _COMPILED
-        mode = "training" if module.training else "evaluation"
+        mode = run.facts["mode"] = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)
         try:
-            if run.group.size > 1:  # all ranks call it at the same time, so before any of them can fail
+            if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
                 machine = resources_of(run.group).machine(run.device, self.config.kernel, self.config.ranks_per_host)
                 run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
             check_joined()

@@ -142,9 +142,8 @@ def _activations(model: ModelSize, training: Training) -> tuple[float, float]:
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
-    one += in_between * (training.tiled_mlp / tokens if training.tiles else 1) + (
-        copies / model.layers if training.checkpointing else 0
-    )
+    one += in_between * (training.tiled_mlp / tokens if training.tiles else 1)
+    one += copies / model.layers if training.checkpointing else 0
     mean = kept_by_layer(model, fused) + model.hidden
     mean -= model.inner * (3 if fused else 4) if training.tiles else 0
     return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean + copies

@@ -38,6 +38,7 @@ COMMON = (
     "document",
     "lora",
     "four_bits",
+    "gpu_memory_gib",
     "liger",
     "kernel",
 )

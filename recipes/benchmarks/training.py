@@ -285,6 +285,7 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU (all that it has)")
     parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one step may take")
@@ -321,6 +322,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         parser.error("--liger needs Liger-Kernel: pip install liger-kernel")
     if arguments.qlora and not find_spec("bitsandbytes"):
         parser.error("--qlora needs bitsandbytes: pip install bitsandbytes")
+    if arguments.gpu_memory and (arguments.device == "cpu" or not torch.cuda.is_available()):
+        parser.error("--gpu-memory is for GPUs")
     if arguments.out is not None and arguments.out.is_dir():
         parser.error(f"--out is {arguments.out}, a folder; give a file")
 
@@ -328,6 +331,9 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 def main() -> int:
     arguments = read_arguments()
     ranks = Ranks(arguments.device, arguments.timeout)
+    if arguments.gpu_memory:
+        share = arguments.gpu_memory * 2**30 / torch.cuda.mem_get_info(ranks.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), ranks.device)
     dtype = torch.bfloat16 if ranks.cuda else torch.float32
     job = make_job(
         arguments.shape,
@@ -348,6 +354,7 @@ def main() -> int:
         "document": arguments.document,
         "lora": lora,
         "four_bits": arguments.qlora,
+        "gpu_memory_gib": arguments.gpu_memory,
         "liger": arguments.liger,
         "compiled": arguments.compile,
         "kernel": native.name,
