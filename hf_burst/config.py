@@ -119,9 +119,9 @@ class BurstConfig:
             always exchanges channels, whatever is named: its kernels take no states.
         memory (`str`, defaults to `"auto"`):
             By `"auto"`, a training step that is predicted not to fit into a GPU's memory is made to fit, at the least
-            cost of time: `tiled_mlp`, `head_groups`, `activation_offloading` and `attention_keep` are chosen for every
-            size of a batch, as far as they are not named here. The log says how, and warns if nothing fits. By
-            `"named"` all of them stay as they are.
+            cost of time: `tiled_mlp`, `head_groups`, `activation_offloading`, `layers_per_checkpoint` and
+            `attention_keep` are chosen for every size of a batch, as far as they are not named here. The log says how,
+            and warns if nothing fits. By `"named"` all of them stay as they are.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
@@ -131,6 +131,10 @@ class BurstConfig:
         activation_offloading (`float`, defaults to `0.0`):
             The share of the checkpointed layers, from the first one on, whose inputs and kept attention wait in
             page-locked host memory for the backward pass. Copies run beside computation. The last layer keeps its own.
+        layers_per_checkpoint (`int`, defaults to 1):
+            Of so many checkpointed layers in a row only the first one keeps its input. The backward pass computes the
+            inputs of the others again, beside what it computes again anyway; kept attention is not. The last so many
+            layers keep theirs.
         tiled_mlp (`int`, defaults to 0):
             MLPs, and experts behind a router, are computed so many tokens at a time, in both passes; 0 for all at once.
             The backward pass computes them again, as a checkpointed layer does anyway.
@@ -154,6 +158,7 @@ class BurstConfig:
     memory: Memory = "auto"
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
+    layers_per_checkpoint: int = 1
     tiled_mlp: int = 0
     head_groups: int = 1
     logits_limit_gib: float = 4.0
@@ -182,6 +187,9 @@ class BurstConfig:
         share = self.activation_offloading
         if not (isinstance(share, int | float) and 0 <= share <= 1):
             raise ConfigError(f"BurstConfig.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
+        if type(self.layers_per_checkpoint) is not int or self.layers_per_checkpoint < 1:
+            given = self.layers_per_checkpoint
+            raise ConfigError(f"BurstConfig.layers_per_checkpoint is {given!r}; give a number of at least 1.")
         if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
             raise ConfigError(f"BurstConfig.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
         per_host = self.ranks_per_host

@@ -2,8 +2,8 @@
 
 OUT_OF_MEMORY = (
     "hf_burst: what helps, at rising cost of time: gradient_checkpointing=True; BurstConfig(memory='auto'), or by name "
-    "tiled_mlp=16384, head_groups=4, activation_offloading=1.0, attention_keep=0.0; a larger burst_size; LoRA. "
-    "hf-burst plan --model NAME --length TOKENS --gpus N predicts what fits."
+    "tiled_mlp=16384, head_groups=4, activation_offloading=1.0, layers_per_checkpoint=4, attention_keep=0.0; a larger "
+    "burst_size; LoRA. hf-burst plan --model NAME --length TOKENS --gpus N predicts what fits."
 )
 
 

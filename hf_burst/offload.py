@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from .errors import ConfigError, KernelError
 
@@ -168,12 +167,6 @@ class KeptByLayer:
         self.offloaded: list[OffloadedTensor] = []
         self.comes = False
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Hooks that keep the layer's inputs. One without a gradient may be an input of other layers, and stays."""
-        return saved_tensors_hooks(
-            lambda tensor: self.keep(tensor) if tensor.requires_grad else kept_here(tensor), lambda kept: kept()
-        )
-
     def keep(self, tensor: Tensor) -> Kept:
         """Keeps a tensor, on the host if the layer `leaves` and the tensor is not small."""
         if not self.leaves or tensor.nbytes < _SMALL or tensor.device != self.home.device:
@@ -187,6 +180,10 @@ class KeptByLayer:
             self.comes = True
             for tensor in self.offloaded:
                 tensor.prefetch()
+
+    def release(self) -> None:
+        """What was fetched is to come back once more, when it is asked for."""
+        self.comes = False
 
 
 @dataclass(frozen=True)

@@ -158,13 +158,21 @@ def _tiny(name: str, config: Any) -> Any:
     return tiny
 
 
-def make_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A small model with random weights, the same for the same seed.
+def make_model(
+    name: str, dtype: torch.dtype = torch.float32, seed: int = 0, layers: int | None = None
+) -> PreTrainedModel:
+    """A small model with random weights, the same for the same seed, of two layers or as many as are named.
 
     In fp64 its RMS norms are torch's: those of Transformers compute in fp32 whatever the dtype, which hides errors.
     """
     torch.manual_seed(seed)
     model = (_MODELS | _MASKED_MODELS | _RECURRENT_MODELS)[name]()
+    if layers is not None:
+        kinds = getattr(model.config, "layer_types", None)
+        model.config.num_hidden_layers = layers
+        if kinds:
+            model.config.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
+        model = type(model)(model.config)
     if dtype == torch.float64 and name not in RECURRENT:
         for path, module in list(model.named_modules()):
             if type(module).__name__.endswith("RMSNorm"):

@@ -124,15 +124,16 @@ def train_under_load(rank: int, size: int, device: str, settings: Settings, hidd
 
 @pytest.mark.parametrize("keep", [1.0, 0.0])
 def test_offloading_changes_no_bit_under_load(gpus: Ranks, keep: float) -> None:  # noqa: F811
-    def train(share: float) -> list[Any]:
-        settings = {"activation_offloading": share, "attention_keep": keep}
-        return gpus(2).run(train_under_load, "cuda", settings, 1024, 16384)
+    def train(**settings: Any) -> list[Any]:
+        return gpus(2).run(train_under_load, "cuda", {"attention_keep": keep, **settings}, 1024, 16384)
 
-    expected = train(0.0)
-    assert train(0.0) == expected, "runs are alike"
+    expected = train()
+    assert train() == expected, "runs are alike"
     assert expected[0][0][-1] < expected[0][0][0], "it learns"
     for share in (1.0, 0.5):
-        assert train(share) == expected, share
+        assert train(activation_offloading=share) == expected, share
+        assert train(activation_offloading=share, layers_per_checkpoint=3) == expected, share
+    assert train(layers_per_checkpoint=3) == expected
 
 
 def tile_errors(rank: int, size: int, device: str, autocast: bool, hidden: int, tokens: int, tile: int) -> list[list]:
@@ -208,6 +209,7 @@ SAVING: list[Settings] = [
     {"tiled_mlp": 8192, "activation_offloading": 1.0},
     {"tiled_mlp": 8192, "activation_offloading": 1.0, "head_groups": 4},
     {"head_groups": 4},
+    {"tiled_mlp": 8192, "layers_per_checkpoint": 2},
 ]
 
 

@@ -88,6 +88,14 @@ def test_each_setting_takes_away_what_it_says() -> None:
     gone = 2 * (262144 - 16384) * 4 * 14336
     assert plain.activations - tiles.activations == pytest.approx(gone - 4 * LLAMA.mlp)
     assert pytest.approx(3 * 4096 * 14336, rel=0.01) == LLAMA.mlp
+    fourth = memory_of_step(LLAMA, replace(training, layers_per_checkpoint=4), H200)
+    kept = plain.layer_inputs / 32
+    # 0, 4, ..., 24, 28 to 31 keep their inputs; before the last of a checkpoint runs backward, 3 are computed again
+    assert [moment.layer_inputs / kept for moment in fourth[:7]] == [11, 11, 10, 9, 8, 10, 9]
+    assert fourth[1].attention == plain.attention
+    again = replace(training, layers_per_checkpoint=4)
+    assert estimate_step(LLAMA, again, H200).products_s > estimate_step(LLAMA, training, H200).products_s
+    assert estimate_step(LLAMA, again, H200).attention_s == estimate_step(LLAMA, training, H200).attention_s
     groups = memory_of_step(LLAMA, replace(training, head_groups=4), H200)[1]
     assert groups.exchange == pytest.approx(plain.exchange / 4, rel=0.01)
     times = [estimate_step(LLAMA, how, H200) for how in (training, replace(training, activation_offloading=1.0))]
@@ -152,7 +160,15 @@ def rooms(ranks: int) -> list[float]:
 def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
     roomy, tight, _ = rooms(2)
     assert roomy > tight
-    plain = str({"tiled_mlp": 0, "head_groups": 1, "activation_offloading": 0.0, "attention_keep": 1.0})
+    plain = str(
+        {
+            "tiled_mlp": 0,
+            "head_groups": 1,
+            "activation_offloading": 0.0,
+            "layers_per_checkpoint": 1,
+            "attention_keep": 1.0,
+        }
+    )
     for room, config in ((2 * roomy, AUTO), (tight, NAMED)):
         for chosen, error in ranks(2).run(train, room, config):
             assert chosen == [plain, plain]

@@ -24,11 +24,12 @@ from tests.trainers import SMALL_PAGES
 
 Ranks = Callable[[int], RankPool]
 CPU, LENGTH = torch.device("cpu"), 43
+TINY_PAGES = {"PAGE": 64, "_GROWTH": 256, "_SMALL": 0}
 
 
 @pytest.fixture
 def small_pages() -> Iterator[None]:
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with mock.patch.multiple(offload, **TINY_PAGES):
         yield
 
 
@@ -36,7 +37,7 @@ def small_pages() -> Iterator[None]:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.permutations(range(4)), st.data())
 def test_tensors_come_back_as_they_left(sizes: list[int], order: list[int], data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with mock.patch.multiple(offload, **TINY_PAGES):
         home = HostMemory(CPU)
         tensor = torch.randn(sizes).to(dtype)
         tensor = tensor.permute([axis for axis in order if axis < tensor.ndim])
@@ -121,7 +122,7 @@ def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, swi
                 full, again = home.size, gradients(model, batch)
                 assert all(map(torch.equal, again, results[-1]))
         gc.collect()
-        assert len(home.free) == home.size // 64, "all pages are free again"
+        assert len(home.free) == home.size // offload.PAGE, "all pages are free again"
         assert 0 < home.size <= full
     return [all(map(torch.equal, results[0], result)) for result in results]
 

@@ -69,13 +69,15 @@ SAVING = [
     {"tiled_mlp": 256},
     {"tiled_mlp": 256, "attention_keep": 0.0},
     {"tiled_mlp": 256, "activation_offloading": 1.0},
+    {"tiled_mlp": 256, "layers_per_checkpoint": 2},
+    {"tiled_mlp": 256, "layers_per_checkpoint": 3, "activation_offloading": 0.5},
 ]
 
 
 @pytest.mark.parametrize("settings", SAVING, ids=str)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_peak_of_a_step_is_as_planned(name, settings):
-    model, tokens = made(name, 4), torch.randint(0, 64, (1, LENGTH))
+    model, tokens = made(name, 6), torch.randint(0, 64, (1, LENGTH))
     _, peak = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, settings)
     training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, **settings)
     planned = estimate_memory(model_size(type(model), model.config), training, cpu())
@@ -86,7 +88,7 @@ def test_the_peak_of_a_step_is_as_planned(name, settings):
 @pytest.mark.parametrize("weights", ["bf16", "fp32"])
 def test_the_peak_of_adapters_is_as_planned(weights, settings):
     """Peft makes them in fp32, which casts their inputs, or in the dtype of the model."""
-    model, tokens = made("llama", 4), torch.randint(0, 64, (1, LENGTH))
+    model, tokens = made("llama", 6), torch.randint(0, 64, (1, LENGTH))
     model.enable_input_require_grads()
     lora = LoraConfig(r=16, target_modules="all-linear")
     adapted = get_peft_model(model, lora, autocast_adapter_dtype=weights == "fp32")

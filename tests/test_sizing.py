@@ -486,7 +486,7 @@ def test_the_choice_of_a_division_is_explained(capsys: pytest.CaptureFixture[str
     assert re.search(r"^Not 4 x 1: [\d.]+% fewer tokens/s, lost most in exchange\.$", report, re.MULTILINE)
     assert "burst_size GPUs share a sequence" in report
     assert re.search(r"; [\d.]+ of the 128 of its host$", report, re.MULTILINE)
-    assert main([*words, "--host-memory", "0", "--attention-keep", "1"]) == 0
+    assert main([*words, "--host-memory", "0", "--attention-keep", "1", "--layers-per-checkpoint", "1"]) == 0
     report = capsys.readouterr().out
     assert re.search(r"^ +2 x 2 .* fastest that fits$", report, re.MULTILINE)
     assert re.search(r"^Not 1 x 4: it needs [\d.]+ of 79 GiB", report, re.MULTILINE)

@@ -24,7 +24,7 @@ from tests.ranks import reset_accelerate
 
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
 LITTLE = hf_burst.BurstConfig(tiled_mlp=5, head_groups=2, activation_offloading=1.0)
-SMALL_PAGES = {"PAGE": 64, "_GROWTH": 256, "_SMALL": 0}
+SMALL_PAGES = {"PAGE": 1024, "_GROWTH": 2**14, "_SMALL": 0}
 Row = dict[str, torch.Tensor]
 
 

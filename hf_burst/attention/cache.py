@@ -24,25 +24,38 @@ class CachedAttention(NamedTuple):
     shape: torch.Size  # of q
     request: AttentionRequest
 
+    def output(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """What the operator returns for the same inputs, without its `lse`: missing rows are computed."""
+        kept = self.out()
+        first = self._missing(q, k, v, sinks, kept)
+        return kept if first is None else torch.cat([first[0], kept], 1)
+
     def recall(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The results of the operator for the same inputs: missing rows are computed, heads are exchanged again."""
         request, out, lse = self.request, self.out(), self.lse()
-        if self.beginning is not None:
-            rows = q.shape[1] - out.shape[1]
-            first = (tensor[:, :rows] for tensor in (q, k, v))
-            first_out, first_lse, _ = torch.ops.hf_burst.attention(
-                *first, sinks, self.beginning.encode(), *request.flatten()
-            )
-            out = torch.cat([first_out, out], 1)
-            lse = torch.cat([first_lse.transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
+        first = self._missing(q, k, v, sinks, out)
+        if first is not None:
+            out = torch.cat([first[0], out], 1)
+            lse = torch.cat([first[1].transpose(1, 2), lse.transpose(1, 2)], 2).transpose(1, 2)
         resources = resources_of(request.group)
         attention = sharded_attention(resources, request.flatten(), encoded, InputKind.of(q, k, v))
         if attention.schedule.ulysses == 1:
             return out, lse, []
         with resources.messages(q.device, request.transport, attention.near_ranks) as exchanges:
             return out, lse, attention.exchanged(exchanges, q, k, v)
+
+    def _missing(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """The first rows of the results, if they were not kept."""
+        if self.beginning is None:
+            return None
+        rows = q.shape[1] - kept.shape[1]
+        first = (tensor[:, :rows] for tensor in (q, k, v))
+        out, lse, _ = torch.ops.hf_burst.attention(*first, sinks, self.beginning.encode(), *self.request.flatten())
+        return out, lse
 
 
 class AttentionCache:
@@ -55,24 +68,31 @@ class AttentionCache:
 
     def __init__(self, share: float, keep: Callable[[Tensor], Kept] = kept_here) -> None:
         self.share, self.keep = share, keep
-        self.entries: list[CachedAttention] = []
+        # `None` for one without a graph, which the backward pass does not ask for
+        self.entries: list[CachedAttention | None] = []
         self.position: int | None = None  # of the next entry where the region runs again
+        self.for_output = False  # whether it does so without a graph
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor, request: AttentionRequest
     ) -> Tensor:
         """`torch.ops.hf_burst.attention` without its `lse`: computed, or recalled where the region runs again."""
-        tracked = torch.is_grad_enabled()  # an attention without a graph is none that the backward pass asks for
-        if tracked and self.position is not None and self.position < len(self.entries):
+        tracked, entry = torch.is_grad_enabled(), None
+        if self.position is not None and self.position < len(self.entries):
             entry = self.entries[self.position]
             self.position += 1
-            _check_unchanged(entry, q, request)
+            _check_order(entry, q, request, tracked)
+        if entry is not None:
+            if self.for_output:
+                return entry.output(q, k, v, sinks)
             recalled: Any = TrackedAttention.apply(q, k, v, sinks, encoded, request.flatten(), entry.recall)
             again: Tensor = recalled[0]
             return again
         out: Tensor
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
-        if tracked and self.position is None:
+        if self.position is None and not tracked:
+            self.entries.append(None)
+        elif self.position is None:
             kept_out, kept_lse, beginning = out.detach(), lse.detach(), None
             if request.pattern.causal and self.share < 1:
                 beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share)
@@ -84,9 +104,9 @@ class AttentionCache:
         return out
 
 
-def _check_unchanged(entry: CachedAttention, q: Tensor, request: AttentionRequest) -> None:
+def _check_order(entry: CachedAttention | None, q: Tensor, request: AttentionRequest, tracked: bool) -> None:
     """Raises if the region runs otherwise than it did first."""
-    if (entry.shape, entry.request) != (q.shape, request):
+    if tracked if entry is None else (entry.shape, entry.request) != (q.shape, request):
         raise KernelError(
             "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "
             "BurstConfig(attention_keep=0.0)."

@@ -8,7 +8,7 @@ from .fit import HOST_ROOM, KEEPS, ROOM, SETTINGS, Fit, fit, fits, longest
 from .machine import DATA_SHEETS, KernelRate, Link, Machine, RuleRate, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory, memory_of_step
-from .model import SHAPES, ModelSize, Training
+from .model import SHAPES, ModelSize, Training, keeping
 from .recurrence import RecurrenceChoice, RecurrenceCost, RecurrentSize, choose_recurrence, recurrence_cost
 from .segments import Hop, Segment, Segments
 from .sharding import Sharding, cut, make_sharding, pattern, pattern_of
@@ -27,7 +27,7 @@ __all__ = [
     "Sharding", "Step", "StepEstimate", "Tile", "Traffic", "Training", "Transfer", "assign", "built_in",
     "candidates", "cheapest_cut", "choose", "choose_recurrence", "chunks_per_rank", "cut", "cuts", "data_sheet",
     "estimate", "estimate_memory", "estimate_step", "fit", "fits", "head_slices", "imbalance", "imbalance_of_steps",
-    "longest", "make_plan", "make_sharding", "memory_of_step", "name_of", "named", "pattern", "pattern_of",
+    "keeping", "longest", "make_plan", "make_sharding", "memory_of_step", "name_of", "named", "pattern", "pattern_of",
     "rank_traffic", "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
 ]
 # fmt: on

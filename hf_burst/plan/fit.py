@@ -3,8 +3,10 @@ attention that is computed again."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
+from ..config import BurstConfig
 from .machine import Machine
 from .memory import MemoryEstimate, estimate_memory
 from .model import ModelSize, Training
@@ -13,8 +15,10 @@ from .step import StepEstimate, estimate_step
 ROOM = 0.92  # of a GPU's memory; the rest is for the allocator, NCCL and what CUDA itself takes
 HOST_ROOM = 0.85  # of the memory that its host has for it; data loaders and caches need some, too
 TILE = 16384  # tokens of a tile: products of matrices run at full speed, and little is there of it
-SETTINGS = ("tiled_mlp", "head_groups", "activation_offloading", "attention_keep")  # of BurstConfig
+# of BurstConfig
+SETTINGS = ("tiled_mlp", "head_groups", "activation_offloading", "layers_per_checkpoint", "attention_keep")
 KEEPS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of causal attention
+_CHECKPOINTS = (1, 2, 4)  # layers that share one; more of them keep little less, and compute as much again
 _GROUPS = 4  # of the heads: a quarter of what attention needs inside, and calls that are long enough
 _STEP = 1024  # tokens by which lengths differ
 
@@ -94,14 +98,16 @@ def _candidates(
     held: float | None,
 ) -> Iterator[Training]:
     """Settings in the order of what they change: as it is; MLPs in tiles, heads in groups, as many layers offloaded as
-    need be; then with less and less of the attention kept."""
+    need be, fewer inputs of layers kept; then with less and less of the attention kept."""
     stays = {name: getattr(training, name) for name in fixed}
-    plain = replace(training, attention_keep=1.0, activation_offloading=0.0, tiled_mlp=0, head_groups=1)
+    defaults = BurstConfig()
+    plain = replace(training, **{name: getattr(defaults, name) for name in SETTINGS})
     yield replace(plain, **stays)
     tile = TILE if training.tokens > TILE else 0
     for keep in keeps if training.checkpointing else (1.0,):
-        for groups in sorted({1, min(_GROUPS, max(1, model.kv_heads))}):
-            part = replace(plain, **{"tiled_mlp": tile, "attention_keep": keep, "head_groups": groups, **stays})
+        for groups, layers in product(sorted({1, min(_GROUPS, max(1, model.kv_heads))}), _CHECKPOINTS):
+            changed = {"tiled_mlp": tile, "head_groups": groups, "layers_per_checkpoint": layers}
+            part = replace(plain, **{**changed, "attention_keep": keep, **stays})
             yield part
             if "activation_offloading" not in fixed:
                 yield _offloaded(model, part, machine, held)

@@ -83,13 +83,14 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
     laid = lay_out(model, training, machine)
     layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
+    inputs_leaving, per_checkpoint = training.inputs(leaving, model), training.layers_per_checkpoint
     attending = model.attending / model.layers
     at_loss = MemoryEstimate(
         weights=_weights(model, training, number),
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
-        layer_inputs=_held(layers, leaving) * kept_input,
+        layer_inputs=_held(training.inputs(layers, model), inputs_leaving) * kept_input,
         attention=_held(layers, leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
@@ -100,20 +101,23 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
                 *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
             ]
         ),
-        host=leaving * (kept_input + attending * kept_attention),
+        host=inputs_leaving * kept_input + leaving * attending * kept_attention,
         moment="the loss",
     )
     moments, first = [at_loss], table * number / shards if learns else 0.0
     for layer in range(model.layers, 0, -1):
         done = (model.layers - layer) / max(1, model.layers - 1)  # of the backward pass
         held = _held(layer, leaving) if layers else 0
+        inputs = training.inputs(layer, model)
+        # of the layers of this checkpoint, which were computed again; FSDP has their weights together
+        more = (layer - 1) % per_checkpoint if layer <= layers - per_checkpoint else 0
         names = {model.layers: "of the last layer", 1: "of the first layer"}
         moments.append(
             replace(
                 at_loss,
                 gradients=buckets + first + done * (gradients - first),
-                gathered=2 * unit * (1 + learns) + 2 * table if sharded else 0.0,
-                layer_inputs=held * kept_input,
+                gathered=2 * unit * (1 + learns + more) + 2 * table if sharded else 0.0,
+                layer_inputs=(_held(inputs, inputs_leaving) + more) * kept_input,
                 attention=held * attending * kept_attention,
                 activations=every * layer / model.layers + one,
                 loss=0.0,

@@ -104,6 +104,13 @@ class ModelSize:
         return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries + recurrences
 
 
+def keeping(first: int, layers: int, per_checkpoint: int) -> int:
+    """How many of the `first` checkpointed layers keep their input: the first one of so many in a row, and the last so
+    many of all `layers`, whose inputs are asked for at once."""
+    least = max(0, layers - per_checkpoint)
+    return -(-min(first, least) // per_checkpoint) + max(0, first - least)
+
+
 @dataclass(frozen=True)
 class Training:
     """How a model is trained: one sequence for each group of GPUs, by AdamW.
@@ -120,7 +127,7 @@ class Training:
             adapters, which no GPU shards. Frozen weights are else in bf16.
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
-        attention_keep, activation_offloading, tiled_mlp, head_groups: As in [`BurstConfig`].
+        attention_keep, activation_offloading, layers_per_checkpoint, tiled_mlp, head_groups: As in [`BurstConfig`].
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
             Liger's are.
     """
@@ -135,6 +142,7 @@ class Training:
     checkpointing: bool = True
     attention_keep: float = 1.0
     activation_offloading: float = 0.0
+    layers_per_checkpoint: int = 1
     tiled_mlp: int = 0
     head_groups: int = 1
     fused: bool = True
@@ -146,6 +154,7 @@ class Training:
         BurstConfig(  # raises for what it does not take
             attention_keep=self.attention_keep,
             activation_offloading=self.activation_offloading,
+            layers_per_checkpoint=self.layers_per_checkpoint,
             tiled_mlp=self.tiled_mlp,
             head_groups=self.head_groups,
         )
@@ -182,6 +191,14 @@ class Training:
         """The layers that keep things on the host. The last one does not."""
         layers = model.layers if self.checkpointing else 0
         return max(0, min(round(self.activation_offloading * layers), layers - 1))
+
+    def inputs(self, first: int, model: ModelSize) -> int:
+        """How many of so many first layers keep their input. The others compute it again."""
+        return keeping(first, model.layers, self.layers_per_checkpoint) if self.checkpointing else 0
+
+    def repeated(self, model: ModelSize) -> float:
+        """The share of the layers that run once more, for the input of the next one."""
+        return 1 - self.inputs(model.layers, model) / model.layers if self.checkpointing else 0.0
 
     def kept(self, model: ModelSize) -> tuple[float, float]:
         """Bytes that a checkpointed layer keeps: its input; and of its attention the output and the log-sum-exp."""

@@ -136,13 +136,13 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
     costs = laid.attention
     kernels = sum(count * (cost.kernels_s + cost.other_s) for count, _, cost in costs)
     masks = masks_of(model, training)
-    repeated = sum(
+    repeated = (1 + training.repeated(model)) * sum(
         count * cost.forward_s * _again(mask, training)
         for (count, mask), (_, _, cost) in zip(masks, costs, strict=True)
     )
     multiplying = products(model, training) / machine.products
     elementwise = _touched(model, training) / machine.memory_bandwidth
-    again = 1 if training.checkpointing else 0
+    again = 1 + training.repeated(model) if training.checkpointing else 0
     recurrence = sum(size.layers * (cost.total_s + again * cost.forward_s) for size, cost in laid.recurrence)
     beside = kernels + recurrence + multiplying + elementwise
     exposed = sum(count * cost.exposed_s for count, _, cost in costs) + _sharding(model, training, machine, beside)
@@ -165,10 +165,15 @@ def estimate_step(model: ModelSize, training: Training, machine: Machine) -> Ste
 
 def _host(model: ModelSize, training: Training, machine: Machine, computing: float) -> float:
     """Seconds of copies to and from the host beyond those of the layers. About a third of a layer's time is its forward
-    pass, in which it leaves, and the rest its backward pass, in which the one before it comes."""
-    copied = sum(training.kept(model)) / machine.host_bandwidth
-    layer = computing / model.layers
-    return training.offloaded(model) * (max(0.0, copied - layer / 3) + max(0.0, copied - 2 * layer / 3))
+    pass, in which it leaves, and the rest its backward pass, in which the one before it comes. Attention comes twice
+    where a layer runs once more for the input of the next one, in less time than its products take."""
+    kept_input, kept_attention = training.kept(model)
+    leaving, layer = training.offloaded(model), computing / model.layers
+    inputs = training.inputs(leaving, model) * kept_input / max(1, leaving)
+    copied, twice = (inputs + kept_attention) / machine.host_bandwidth, kept_attention / machine.host_bandwidth
+    alone = 2.0 * training.tokens * (model.used - model.head) / model.layers / machine.products
+    more = training.repeated(model) * max(0.0, twice - alone)
+    return leaving * (max(0.0, copied - layer / 3) + max(0.0, copied - 2 * layer / 3) + more)
 
 
 def _again(mask: Mask, training: Training) -> float:
@@ -191,7 +196,7 @@ def products(model: ModelSize, training: Training) -> float:
     layers, last = model.used - model.head, model.layers * model.hidden * model.inner
     passes = 2 if training.lora else 3  # frozen weights need no gradient
     repeated = layers if training.checkpointing else 3 * last if training.tiles else 0  # all of it, or MLPs
-    again = max(0, repeated - (0 if training.lora else last))
+    again = max(0, repeated - (0 if training.lora else last)) + training.repeated(model) * layers
     adapters = 3 * training.lora * model.adapted
     return 2.0 * training.tokens * (passes * model.used + again + adapters)
 
@@ -206,7 +211,7 @@ def _touched(model: ModelSize, training: Training) -> float:
         forward, backward = 20 * wide + 4 * heads + 6 * inner, 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation
         forward, backward = 68 * wide + 18 * heads + 10 * inner, 92 * wide + 18 * heads + 18 * inner
-    passes = 1 + training.checkpointing
+    passes = 1 + training.checkpointing + training.repeated(model)
     total = model.layers * (passes * forward + backward)
     if training.lora:  # read for the adapter; made, scaled and added
         total += (passes + 1) * 8 * model.adapted

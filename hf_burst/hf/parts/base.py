@@ -36,6 +36,7 @@ class ForwardPass:
     explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
     settings: BurstConfig = field(init=False)  # the config, with what was chosen for this batch; from `begin` on
+    repeatable: bool = False  # whether all layers checkpoint so that they can run again for their output alone
     hybrid: Hybrid | None = None  # of a model with recurrent layers over several ranks
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars that must be equal, too

@@ -6,7 +6,7 @@ is given contexts for both runs. Hooks on saved tensors offload them and the inp
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -14,20 +14,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
-from ...offload import PAGE, HostMemory, Kept, KeptByLayer, kept_here
+from ...offload import PAGE, HostMemory, KeptByLayer, kept_here
+from ...plan import keeping
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
+from .layer_runs import LayerRun, Place, first_tensor
 from .memory import advise_on_memory
-from .tiles import Tile
+from .tiles import Tile, takes_weights_apart
 
 # under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
+# of `torch.utils.checkpoint.checkpoint`, beside what a layer is called with
+_OPTIONS = {"use_reentrant", "context_fn", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
 
 
 class Checkpointing(Part):
@@ -35,7 +40,8 @@ class Checkpointing(Part):
 
     They keep their inputs, and attention by `BurstConfig.attention_keep`: each run of a layer has an
     [`AttentionCache`] of its own, which lives as long as the graph of that run. By
-    `BurstConfig.activation_offloading` the first layers keep both on the host.
+    `BurstConfig.activation_offloading` the first layers keep both on the host. By `BurstConfig.layers_per_checkpoint`
+    some layers do not keep their input, see [`LayerRun`].
     """
 
     def __init__(self, tile: Tile) -> None:
@@ -44,7 +50,10 @@ class Checkpointing(Part):
         self.home: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
         self.layers = self.leaving = self.begun = 0  # that checkpoint; that offload in this pass; that ran
-        self.latest: KeptByLayer | None = None
+        self.per_checkpoint = 1
+        self.latest: LayerRun | None = None
+        # of the latest, until the next layer runs: its address is not given away meanwhile
+        self.output: tuple[torch.Tensor, Place] | None = None
 
     def prepare(self, run: ForwardPass) -> None:
         share, offloading = run.config.attention_keep, run.config.activation_offloading
@@ -61,6 +70,20 @@ class Checkpointing(Part):
                 "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
                 "model.gradient_checkpointing_enable()."
             )
+        again = run.config.layers_per_checkpoint > 1
+        if again and takes_weights_apart(run.model):
+            raise ConfigError(
+                f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) runs layers again in the "
+                "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
+                "ZeRO-2, or leave it at 1."
+            )
+        run.repeatable = bool(wrapped) and all(function.repeatable for function in wrapped)
+        if again and not run.repeatable and run.model.training and torch.is_grad_enabled():
+            raise ConfigError(
+                f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) is for layers that all "
+                "checkpoint, with use_reentrant=False and no context_fn. Set TrainingArguments("
+                "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False})."
+            )
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
         described = f"{len(wrapped)} modules, {sum(keep)} of which keep attention"
         run.facts["activation checkpointing"] = described if wrapped else None
@@ -68,12 +91,12 @@ class Checkpointing(Part):
 
     def begin(self, run: ForwardPass) -> None:
         run.call = replace(run.call, cache=self.cache)
-        self.share = run.settings.attention_keep
-        if self.layers and run.settings.activation_offloading and torch.is_grad_enabled():
+        self.share, self.per_checkpoint = run.settings.attention_keep, run.settings.layers_per_checkpoint
+        if self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
 
     def end(self) -> None:
-        self.latest, self.begun, self.leaving = None, 0, 0
+        self.latest, self.output, self.begun, self.leaving, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in model.modules():
@@ -90,18 +113,27 @@ class Checkpointing(Part):
                 own = vars(module)
                 if name in own and (name == _OF_WRAPPERS or (module.gradient_checkpointing and module.training)):
                     if not isinstance(own[name], _Remembering):
-                        setattr(module, name, _Remembering(own[name], self))
+                        setattr(module, name, _Remembering(own[name], self, module))
                     functions.append(own[name])
                     if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
                         of_layers.append(own[name])
         return of_layers or functions  # the model itself has one, too
 
-    def layer(self) -> KeptByLayer | None:
-        """What the layer keeps that begins to run; `None` inside of another one, and if nothing is offloaded."""
-        if not self.leaving or self.home is None or self.cache() is not None or torch.compiler.is_compiling():
+    def layer(self, inputs: Sequence[Any]) -> LayerRun | None:
+        """The run of a layer that begins with these inputs; `None` inside of another one, and if all of them keep
+        everything on the device."""
+        if not (self.leaving or self.per_checkpoint > 1) or self.home is None or torch.compiler.is_compiling():
             return None
+        if self.cache() is not None or not torch.is_grad_enabled():
+            return None
+        latest, index = self.latest, self.begun
         self.begun += 1
-        self.latest = KeptByLayer(self.home, self.begun <= self.leaving, self.latest)
+        kept = KeptByLayer(self.home, index < self.leaving, None if latest is None else latest.kept)
+        self.latest = LayerRun(kept, inputs)
+        keeps = keeping(index + 1, self.layers, self.per_checkpoint) > keeping(index, self.layers, self.per_checkpoint)
+        if latest is not None and self.output is not None and not keeps:
+            self.latest.follow(latest, self.output[1])
+        self.output = None
         return self.latest
 
     def cache(self) -> AttentionCache | None:
@@ -109,20 +141,21 @@ class Checkpointing(Part):
         return self.under_way.get(get_ident())
 
     def contexts(
-        self, keep: Callable[[torch.Tensor], Kept], theirs: Callable[[], Sequence[AbstractContextManager[Any]]]
+        self, cache: AttentionCache, theirs: Callable[[], Sequence[AbstractContextManager[Any]]]
     ) -> tuple["_Run", "_Run"]:
         """The contexts of a layer's forward pass and of its later runs, inside of those of another `context_fn`."""
-        cache = AttentionCache(self.share, keep)
         first, again = theirs()
         return _Run(self, cache, None, first), _Run(self, cache, 0, again)
 
     def _prepare_host(self, run: ForwardPass) -> None:
         """Makes room on the host for what layers keep, or raises on all ranks. The last layer keeps it: it is asked for
         at once."""
+        self.leaving = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
         if self.home is None or self.home.device != run.device:
             self.home, self.reserved = HostMemory(run.device), 0
-        self.leaving = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
-        needed, error = round(self.leaving * _kept_bytes(run, self.share)), None
+        inputs, attention = _kept_bytes(run, self.share)
+        needed = round(keeping(self.leaving, self.layers, self.per_checkpoint) * inputs + self.leaving * attention)
+        error = None
         if needed > self.reserved:
             try:
                 self.home.reserve(needed)
@@ -132,29 +165,35 @@ class Checkpointing(Part):
             self.reserved = needed
 
 
-def _kept_bytes(run: ForwardPass, share: float) -> float:
-    """Bytes that a layer keeps: its input, what attention returns, and the log-sum-exp of its rows."""
+def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
+    """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
     embeddings: Any = run.model.get_input_embeddings()
     itemsize = embeddings.weight.element_size()
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * itemsize + shapes.accumulator_itemsize)
     rows = run.layout.batch_size * run.layout.sharding.most_tokens
-    return rows * (width * itemsize + share * attention) + 3 * PAGE  # each of them takes whole pages
+    return rows * width * itemsize + PAGE, rows * share * attention + 2 * PAGE  # each of them takes whole pages
 
 
 class _Run:
-    """The context in which a layer runs; may be entered again. No generator can."""
+    """The context in which a layer runs, for the first time (`start=None`) or again, and then with a graph or for its
+    output alone; may be entered again. No generator can."""
 
     def __init__(
-        self, part: Checkpointing, cache: AttentionCache, start: int | None, outer: AbstractContextManager[Any]
+        self,
+        part: Checkpointing,
+        cache: AttentionCache,
+        start: int | None,
+        outer: AbstractContextManager[Any],
+        for_output: bool = False,
     ) -> None:
-        self.part, self.cache, self.start, self.outer = part, cache, start, outer
+        self.part, self.cache, self.start, self.outer, self.for_output = part, cache, start, outer, for_output
         self.before: list[AttentionCache | None] = []
 
     def __enter__(self) -> None:
         self.outer.__enter__()
         self.before.append(self.part.cache())
-        self.cache.position = self.start
+        self.cache.position, self.cache.for_output = self.start, self.for_output
         self.part.under_way[get_ident()] = self.cache
 
     def __exit__(self, *error: Any) -> Any:
@@ -173,22 +212,42 @@ class _Remembering:
 
     checkpoints = True
 
-    def __init__(self, function: Callable[..., Any], part: Checkpointing) -> None:
-        self.function, self.part, self.options = function, part, getattr(function, "keywords", {})
+    def __init__(self, function: Callable[..., Any], part: Checkpointing, module: nn.Module) -> None:
+        self.function, self.part, self.module = function, part, module
+        self.options: dict[str, Any] = getattr(function, "keywords", {})
         # in a compiled graph the operator's results are kept, those of other operators are not
         self.in_graphs = partial(create_selective_checkpoint_contexts, [torch.ops.hf_burst.attention.default])
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether a layer can run again for its output alone."""
+        return self.options.get("use_reentrant") is False and "context_fn" not in self.options
+
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options, layer = {**self.options, **kwargs}, self.part.layer()
-        if not torch.compiler.is_compiling():
-            run = self.part.tile.within(run)
-        if options.get("use_reentrant") is False and self.part.share:
-            if not torch.compiler.is_compiling():
-                keep = kept_here if layer is None else layer.keep
-                kwargs["context_fn"] = partial(self.part.contexts, keep, options.get("context_fn", noop_context_fn))
-            elif self.part.share == 1 and "context_fn" not in options:
+        if torch.compiler.is_compiling():
+            if self.repeatable and self.part.share == 1 and "context_fn" not in kwargs:
                 kwargs["context_fn"] = self.in_graphs
+            return self.function(run, *args, **kwargs)
+        named = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        if not torch.is_grad_enabled():  # so does a layer that runs again for its output alone
+            return run(*args, **named)
+        options, layer = {**self.options, **kwargs}, self.part.layer(args)
+        context: AbstractContextManager[None] = nullcontext()
+        if options.get("use_reentrant") is False and self.part.share:
+            cache = AttentionCache(self.part.share, kept_here if layer is None else layer.kept.keep)
+            kwargs["context_fn"] = partial(self.part.contexts, cache, options.get("context_fn", noop_context_fn))
+            context = _Run(self.part, cache, 0, nullcontext(), for_output=True)
+        within = self.part.tile.within(run)
         if layer is None:
-            return self.function(run, *args, **kwargs)
+            return self.function(within, *args, **kwargs)
+        if self.part.per_checkpoint > 1:
+            again = within
+            if isinstance(self.module, FSDPModule):  # which gathers its weights
+                again = self.part.tile.within(self.module)
+                named = run.keywords if isinstance(run, partial) else named
+            layer.may_run_again(again, args, named, context, options.get("preserve_rng_state", True))
         with layer.hooks():
-            return self.function(run, *args, **kwargs)
+            output = self.function(within, *args, **kwargs)
+        if self.part.per_checkpoint > 1 and type(hidden := first_tensor(output)) is torch.Tensor:
+            self.part.output = hidden, Place.of(hidden)
+        return output

@@ -57,8 +57,9 @@ class Memory(Part):
             available = host_memory()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             self.held, host = _most([own, -available], run)
             self.host = int(-host)
-            if takes_weights_apart(run.model):
-                self.fixed = list(dict.fromkeys([*self.fixed, "tiled_mlp"]))
+            apart = takes_weights_apart(run.model)
+            kept = ["tiled_mlp"] * apart + ["layers_per_checkpoint"] * (apart or not run.repeatable)
+            self.fixed = list(dict.fromkeys([*self.fixed, *kept]))
             try:
                 self.size = model_size(self.model_class, run.model.config)
             except BurstError as problem:
@@ -142,6 +143,7 @@ def _training_of(run: ForwardPass, size: ModelSize) -> Training:
         checkpointing=run.facts["activation checkpointing"] is not None,
         attention_keep=run.config.attention_keep,
         activation_offloading=run.config.activation_offloading,
+        layers_per_checkpoint=run.config.layers_per_checkpoint,
         tiled_mlp=run.config.tiled_mlp,
         head_groups=run.config.head_groups,
         fused=any(name.startswith("liger_kernel.") for name in modules),

@@ -1,0 +1,135 @@
+"""Runs of checkpointed layers, not all of which keep their input: it is computed again from that of an earlier one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ...offload import Kept, KeptByLayer, kept_here
+
+
+class Place(NamedTuple):
+    """Which tensor it is, as hooks and wrappers hand it on: other objects for the same numbers."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Place":
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+
+
+class LayerRun:
+    """One run of a checkpointed layer, which the backward pass asks for its input.
+
+    The run keeps its input, or follows another run whose output it is. Asked for it then, it lets the runs since the
+    last input that is kept run again, without a graph. Each of them has its input by then, until it is asked for it.
+
+    Args:
+        kept ([`KeptByLayer`]): Where the layer keeps things.
+        inputs (sequence): What it is called with. The first tensor with a gradient is its hidden state.
+    """
+
+    def __init__(self, kept: KeptByLayer, inputs: Sequence[Any]) -> None:
+        self.kept = kept
+        tensors = (at for at, value in enumerate(inputs) if type(value) is Tensor and value.requires_grad)
+        self.position = next(tensors, None)
+        self.place = None if self.position is None else Place.of(inputs[self.position])
+        self.before: LayerRun | None = None  # whose output the input is, if this run does not keep it
+        self.again: Callable[[Tensor], Tensor] | None = None  # from its input to its output, without a graph
+        self.input: Kept | None = None
+        self.ready: Kept | None = None  # the input, computed again or fetched for those that follow
+
+    def follow(self, other: "LayerRun", output: Place) -> None:
+        """Does without an input of its own, if that is what the other run returned, unchanged."""
+        if other.again is not None and self.place == output:
+            self.before = other
+
+    def may_run_again(
+        self,
+        run: Callable[..., Any],
+        inputs: Sequence[Any],
+        named: Mapping[str, Any],
+        context: AbstractContextManager[Any],
+        preserves_rng: bool,
+    ) -> None:
+        """Says how the layer runs again without a graph, as `torch.utils.checkpoint` runs it again with one.
+
+        Args:
+            run (callable): The layer.
+            inputs, named: What it is called with.
+            context (context manager): Entered around each run; may be entered again.
+            preserves_rng (`bool`): Whether it draws the random numbers that come now.
+        """
+        if self.position is None:
+            return
+        at, device = self.position, inputs[self.position].device
+        before, behind = inputs[:at], inputs[at + 1 :]
+        states = (torch.get_rng_state(), get_device_states(inputs[at])) if preserves_rng else None
+        # what is cast without a graph must not be found again by runs that have one
+        casts = [
+            torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
+            for kind in dict.fromkeys((device.type, "cpu"))
+        ]
+
+        def again(tensor: Tensor) -> Tensor:
+            devices = [] if states is None else states[1][0]
+            with (
+                torch.random.fork_rng(devices, enabled=states is not None, device_type=device.type),
+                torch.no_grad(),
+                ExitStack() as stack,
+            ):
+                if states is not None:
+                    torch.set_rng_state(states[0])
+                    set_device_states(*states[1], device_type=device.type)
+                for entered in (*casts, context):
+                    stack.enter_context(entered)
+                output: Tensor = first_tensor(run(*before, tensor, *behind, **named))
+                return output
+
+        self.again = again
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Hooks that keep the layer's inputs. One without a gradient may be an input of other layers, and stays."""
+        return saved_tensors_hooks(self._keep, lambda kept: kept())
+
+    def recall(self) -> Tensor:
+        """The hidden state that the layer was called with."""
+        if self.ready is not None:
+            ready, self.ready = self.ready, None
+            return ready()
+        if self.input is not None:
+            return self.input()
+        earlier: list[LayerRun] = []
+        run = self.before
+        while run is not None:
+            earlier.insert(0, run)
+            run = run.before if run.ready is None and run.input is None else None
+        tensor, following = earlier[0].recall(), [*earlier[1:], self]
+        for run, next_run in zip(earlier, following, strict=True):
+            assert run.again is not None, "followed by another run"
+            next_run.kept.prefetch()
+            run.ready = kept_here(tensor)
+            tensor = run.again(tensor)
+        for run in earlier:
+            run.kept.release()
+        return tensor
+
+    def _keep(self, tensor: Tensor) -> Kept:
+        if self.place is None or Place.of(tensor) != self.place:
+            return self.kept.keep(tensor) if tensor.requires_grad else kept_here(tensor)
+        if self.before is None:
+            self.input = self.kept.keep(tensor)
+        return self.recall
+
+
+def first_tensor(output: Any) -> Any:
+    """The hidden state that a layer returns, alone or before other results."""
+    return output[0] if isinstance(output, tuple) else output
