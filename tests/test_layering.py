@@ -18,6 +18,7 @@ ORDER = [
         "layout",
         "offload",
         "tiled",
+        "layer_runs",
         "kernels",
         "ring",
         "calibrate",

@@ -4,10 +4,11 @@ from dataclasses import dataclass, fields, replace
 
 from .machine import Machine
 from .model import ModelSize, Training
-from .step import lay_out
+from .step import LaidOut, lay_out
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
+_ON_CPUS = ("cpu_flash", "reference")
 
 
 @dataclass(frozen=True)
@@ -74,24 +75,24 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
-    one, every = _activations(model, training)
+    laid = lay_out(model, training, machine)
+    one, every = _activations(model, training, laid, machine)
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     states = tokens * model.hidden
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
     # torch alone has three copies of logits in fp32 beside those in bf16
     logits = (2 if training.fused else 14) * min(tokens * model.vocabulary, most)
-    laid = lay_out(model, training, machine)
     layers, leaving = model.layers if training.checkpointing else 0, training.offloaded(model)
     kept_input, kept_attention = training.kept(model)
-    inputs_leaving, per_checkpoint = training.inputs(leaving, model), training.layers_per_checkpoint
     attending = model.attending / model.layers
     at_loss = MemoryEstimate(
         weights=_weights(model, training, number),
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
-        layer_inputs=_held(training.inputs(layers, model), inputs_leaving) * kept_input,
-        attention=_held(layers, leaving) * attending * kept_attention,
+        layer_inputs=(training.inputs(layers, model) - training.inputs(leaving, model) + _embeddings(training, leaving))
+        * kept_input,
+        attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
         states=sum((1 if layers else size.layers) * cost.kept_bytes for size, cost in laid.recurrence),
@@ -101,24 +102,22 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
                 *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
             ]
         ),
-        host=inputs_leaving * kept_input + leaving * attending * kept_attention,
+        host=training.inputs(leaving, model) * kept_input + leaving * attending * kept_attention,
         moment="the loss",
     )
     moments, first = [at_loss], table * number / shards if learns else 0.0
     for layer in range(model.layers, 0, -1):
         done = (model.layers - layer) / max(1, model.layers - 1)  # of the backward pass
-        held = _held(layer, leaving) if layers else 0
-        inputs = training.inputs(layer, model)
-        # of the layers of this checkpoint, which were computed again; FSDP has their weights together
-        more = (layer - 1) % per_checkpoint if layer <= layers - per_checkpoint else 0
+        inputs, attentions, again = _at_layer(layer, model, training) if layers else (0, 0, 0)
         names = {model.layers: "of the last layer", 1: "of the first layer"}
         moments.append(
             replace(
                 at_loss,
                 gradients=buckets + first + done * (gradients - first),
-                gathered=2 * unit * (1 + learns + more) + 2 * table if sharded else 0.0,
-                layer_inputs=(_held(inputs, inputs_leaving) + more) * kept_input,
-                attention=held * attending * kept_attention,
+                # layers that were computed again for the input of the next one are still together
+                gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
+                layer_inputs=inputs * kept_input,
+                attention=attentions * attending * kept_attention,
                 activations=every * layer / model.layers + one,
                 loss=0.0,
                 moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
@@ -127,13 +126,27 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
     return moments
 
 
-def _held(layers: int, leaving: int) -> int:
-    """Of how many of the first layers the GPU has what they keep, if the first of them offload it. Two of these are
-    under way."""
-    return max(0, layers - leaving) + min(2, leaving, layers)
+def _at_layer(layer: int, model: ModelSize, training: Training) -> tuple[int, int, int]:
+    """How many inputs of layers, and attentions, the GPU has when so many layers are left, and how many of the inputs
+    were computed again. What the host keeps of this layer and of the one before it is there, too."""
+    leaving, last = training.offloaded(model), layer - 1
+    again = last - next(
+        index for index in range(last, -1, -1) if training.inputs(index + 1, model) > training.inputs(index, model)
+    )
+    start = last - again
+    stay = training.inputs(layer, model) - training.inputs(min(leaving, layer), model)
+    stay += _embeddings(training, leaving)
+    ahead = training.inputs(start, model) - training.inputs(max(0, start - 1), model)
+    inputs = stay + again + (start < leaving) + (0 <= start - 1 < leaving) * ahead
+    return inputs, max(0, layer - leaving) + (last < leaving) + (0 <= last - 1 < leaving), again
 
 
-def _activations(model: ModelSize, training: Training) -> tuple[float, float]:
+def _embeddings(training: Training, leaving: int) -> int:
+    """Whether the first layer's input stays although it leaves: beside adapters, Transformers asks for its gradient."""
+    return int(training.lora > 0 and leaving > 0)
+
+
+def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> tuple[float, float]:
     """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
     mixing = max([2 * (model.queries + model.keys), *(size.elements for size in model.recurrent)])
@@ -145,12 +158,27 @@ def _activations(model: ModelSize, training: Training) -> tuple[float, float]:
         one -= 2 * (tokens - training.tiled_mlp) * inner - (0 if training.lora else 4 * model.mlp)
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
+    if laid.attention:
+        one = max(one, _attention_backward(model, training, laid, machine))
     copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
     one += in_between * (training.tiled_mlp / tokens if training.tiles else 1)
     one += copies / model.layers if training.checkpointing else 0
     mean = kept_by_layer(model, fused) + model.hidden
     mean -= model.inner * (3 if fused else 4) if training.tiles else 0
     return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean + copies
+
+
+def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> float:
+    """Bytes of activations while the backward pass of an attention runs: what is behind it in the layer is gone. On
+    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share."""
+    inputs = model.queries + 2 * model.keys
+    keep = training.attention_keep if training.checkpointing else 0.0
+    missing = model.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
+    row = 2 * (2 * model.hidden + 2 * inputs + missing + model.queries)
+    slices = min(cost.slices for _, _, cost in laid.attention)
+    shared = 2 * model.keys if model.q_heads > model.kv_heads else 0
+    sums = 0.0 if machine.kernel in _ON_CPUS else 4 * (model.queries + shared) / slices
+    return training.tokens * (row + sums)
 
 
 def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:

@@ -21,11 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
+from ...layer_runs import LayerRun, Place, first_tensor
 from ...offload import PAGE, HostMemory, KeptByLayer, kept_here
 from ...plan import keeping
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
-from .layer_runs import LayerRun, Place, first_tensor
 from .memory import advise_on_memory
 from .tiles import Tile, takes_weights_apart
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ...offload import Kept, KeptByLayer, kept_here
+from .offload import Kept, KeptByLayer, kept_here
 
 
 class Place(NamedTuple):
