@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,7 @@ class LayerRun:
     """One run of a checkpointed layer, which the backward pass asks for its input.
 
     The run keeps its input, or follows another run whose output it is. Asked for it then, it lets the runs since the
-    last input that is kept run again, without a graph. Each of them has its input by then, until it is asked for it.
+    last input that is kept run again, without a graph. Each of these has its input by then, until it is asked for it.
 
     Args:
         kept ([`KeptByLayer`]): Where the layer keeps things.
@@ -45,7 +46,15 @@ class LayerRun:
         self.before: LayerRun | None = None  # whose output the input is, if this run does not keep it
         self.again: Callable[[Tensor], Tensor] | None = None  # from its input to its output, without a graph
         self.input: Kept | None = None
-        self.ready: Kept | None = None  # the input, computed again or fetched for those that follow
+        self.ready: Kept | None = None  # the input, computed again
+
+    @property
+    def start(self) -> "LayerRun":
+        """The run from whose input that of this one is computed: itself, if it keeps its own."""
+        run = self
+        while run.before is not None:
+            run = run.before
+        return run
 
     def follow(self, other: "LayerRun", output: Place) -> None:
         """Does without an input of its own, if that is what the other run returned, unchanged."""
@@ -102,25 +111,26 @@ class LayerRun:
 
     def recall(self) -> Tensor:
         """The hidden state that the layer was called with."""
-        if self.ready is not None:
-            ready, self.ready = self.ready, None
-            return ready()
         if self.input is not None:
             return self.input()
-        earlier: list[LayerRun] = []
-        run = self.before
-        while run is not None:
-            earlier.insert(0, run)
-            run = run.before if run.ready is None and run.input is None else None
-        tensor, following = earlier[0].recall(), [*earlier[1:], self]
-        for run, next_run in zip(earlier, following, strict=True):
+        if self.ready is None:
+            self._run_earlier()
+        assert self.ready is not None, "computed by the runs before it"
+        ready, self.ready = self.ready, None
+        return ready()
+
+    def _run_earlier(self) -> None:
+        """The runs since the last input that is there run again, each for the input of the next one."""
+        runs: list[LayerRun] = [self]
+        while runs[0].before is not None and (len(runs) == 1 or runs[0].ready is None):
+            runs.insert(0, runs[0].before)
+        for run, following in pairwise(runs):
             assert run.again is not None, "followed by another run"
-            next_run.kept.prefetch()
-            run.ready = kept_here(tensor)
-            tensor = run.again(tensor)
-        for run in earlier:
-            run.kept.release()
-        return tensor
+            with run.kept.once_more():
+                given = run.ready or run.input
+                assert given is not None, "the first of them has its input, and computes that of the others"
+                following.kept.prefetch()
+                following.ready = kept_here(run.again(given()))
 
     def _keep(self, tensor: Tensor) -> Kept:
         if self.place is None or Place.of(tensor) != self.place:

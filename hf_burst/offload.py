@@ -6,7 +6,7 @@ layer keeps leaves while the layer computes, and comes back while the layer afte
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,17 +153,17 @@ class OffloadedTensor:
 class KeptByLayer:
     """What one run of a checkpointed layer keeps for its backward pass, on the host or where it is.
 
-    When the layer runs again, what the layer before it keeps begins to come back.
+    When the layer runs again, what is asked for next begins to come back.
 
     Args:
         home ([`HostMemory`]): Where it leaves for.
         leaves (`bool`): Whether it does.
-        before ([`KeptByLayer`], *optional*): That of the layer which ran before.
+        following ([`KeptByLayer`], *optional*): That of the layer which the backward pass runs next.
     """
 
-    def __init__(self, home: HostMemory, leaves: bool, before: "KeptByLayer | None") -> None:
+    def __init__(self, home: HostMemory, leaves: bool, following: "KeptByLayer | None") -> None:
         home.settle()
-        self.home, self.leaves, self.before = home, leaves, before
+        self.home, self.leaves, self.following = home, leaves, following
         self.offloaded: list[OffloadedTensor] = []
         self.comes = False
 
@@ -181,9 +181,14 @@ class KeptByLayer:
             for tensor in self.offloaded:
                 tensor.prefetch()
 
-    def release(self) -> None:
-        """What was fetched is to come back once more, when it is asked for."""
-        self.comes = False
+    @contextlib.contextmanager
+    def once_more(self) -> Iterator[None]:
+        """What is fetched meanwhile is to come back once more, and nothing follows it."""
+        following, self.following = self.following, None
+        try:
+            yield
+        finally:
+            self.following, self.comes = following, False
 
 
 @dataclass(frozen=True)
@@ -197,8 +202,8 @@ class _Kept:
         self.layer.home.settle()
         self.layer.prefetch()
         tensor = self.fetch()
-        if self.layer.before is not None:
-            self.layer.before.prefetch()
+        if self.layer.following is not None:
+            self.layer.following.prefetch()
         return tensor
 
 

@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_burst
 from hf_burst import offload
@@ -58,6 +61,14 @@ def runs_of(model: PreTrainedModel) -> Iterator[list[int]]:
         handle.remove()
 
 
+def all_pages_are_free(model: nn.Module) -> bool:
+    home = part_of(model, Checkpointing).home
+    if home is None:
+        return True
+    home.settle()
+    return len(home.free) == home.size // offload.PAGE
+
+
 def bit_equal(
     rank: int, size: int, name: str, kind: str, settings: dict[str, Any], counts: tuple[int, ...], switch: str
 ) -> list[bool]:
@@ -70,10 +81,8 @@ def bit_equal(
             SWITCHES[switch][0](model)
             results.append(gradients(model, batch))
             assert all(map(torch.equal, gradients(model, batch), results[-1])), "twice the same"
-            home = part_of(model, Checkpointing).home
             gc.collect()
-            home.settle()
-            assert len(home.free) == home.size // offload.PAGE, "all pages are free again"
+            assert all_pages_are_free(model)
     return [all(map(torch.equal, results[0], result)) for result in results]
 
 
@@ -121,8 +130,8 @@ def test_it_is_exact(ranks: Ranks, size: int) -> None:
     ranks(size).run(exact)
 
 
-@pytest.mark.parametrize(("keep", "computed"), [(1.0, 0), (0.0, LAYERS + 3)])
-def test_layers_run_once_more_and_their_attention_does_not(keep: float, computed: int) -> None:
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+def test_layers_run_once_more_and_kept_attention_does_not(keep: float) -> None:
     batch, model = models.make_batch("packed", LENGTH), models.make_model("llama", layers=LAYERS).train()
     models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=3, attention_keep=keep))
     model.gradient_checkpointing_enable()
@@ -131,7 +140,7 @@ def test_layers_run_once_more_and_their_attention_does_not(keep: float, computed
         loss.backward()
     # 0, and 3 to 6, keep their inputs
     assert ran == [6, 5, 4, 3, 0, 1, 2, 1, 0]
-    assert len(queries) == ran.count(0) * 0 + (len(ran) if keep == 0 else 0) == (computed and len(ran))
+    assert len(queries) == (0 if keep else len(ran))
 
 
 def kept_bytes(per_checkpoint: int) -> int:
@@ -263,6 +272,99 @@ def test_an_input_that_its_layer_changes_is_noticed() -> None:
         loss.backward()
 
 
+class Outer(GradientCheckpointingLayer):
+    """A layer around a layer, that computes with what the inner one returns."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.scale = layer, nn.Parameter(torch.ones(32))
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("layer", "scale") else getattr(self.layer, name)
+
+    def forward(self, hidden: torch.Tensor, **named: Any) -> torch.Tensor:
+        return torch.tanh(self.layer(hidden, **named) * self.scale) * 3
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.0])
+@pytest.mark.parametrize(("count", "share"), [(1, 0.5), (3, 0.0), (3, 0.5)])
+def test_layers_inside_of_layers(keep: float, count: int, share: float) -> None:
+    batch, results = models.make_batch("plain", LENGTH), []
+    for settings in ({}, {"layers_per_checkpoint": count, "activation_offloading": share}):
+        model = models.make_model("llama", layers=LAYERS).train()
+        for index in (1, 2):
+            model.model.layers[index] = Outer(model.model.layers[index])
+        models.patch(model, hf_burst.BurstConfig(attention_keep=keep, **settings))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with mock.patch.multiple(offload, **SMALL_PAGES):
+            results.append(gradients(model, batch))
+        assert part_of(model, Checkpointing).layers == LAYERS
+    assert all(map(torch.equal, *results))
+
+
+def hooked_under_fsdp2(rank: int, size: int) -> None:
+    """A hook changes what a layer is given. It is called once a pass, and gradients are as if each layer kept its
+    input."""
+    batch, found, calls = models.make_batch("packed", LENGTH), list[list[torch.Tensor]](), list[int]()
+    for count in (1, 3):
+        model = models.make_model("llama", layers=LAYERS).train()
+        models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=count, activation_offloading=0.5))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.model.layers[0].register_forward_pre_hook(lambda _, args: calls.append(0) or (2 * args[0], *args[1:]))
+        mesh = init_device_mesh("cpu", (size,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with mock.patch.multiple(offload, **SMALL_PAGES):
+            loss = model(**batch).loss
+            loss.backward()
+        found.append([loss.detach(), *(weight.grad.full_tensor() for weight in model.parameters())])
+    assert len(calls) == 2
+    assert all(map(torch.equal, *found))
+
+
+def test_hooks_of_layers_run_once_under_fsdp2(ranks: Ranks) -> None:
+    ranks(2).run(hooked_under_fsdp2)
+
+
+def test_what_comes_back_and_when() -> None:
+    """While a layer runs again, what the backward pass asks for next comes back, and nothing else."""
+    made: list[LayerRun] = []
+    coming: list[tuple[int, list[tuple[int, int]]]] = []
+
+    class Noted(LayerRun):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    model = models.make_model("llama", layers=9).train()
+    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=3, activation_offloading=1.0))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def note(index: int) -> None:
+        if torch.is_grad_enabled():
+            there = [(at, sum(one.coming is not None for one in run.kept.offloaded)) for at, run in enumerate(made)]
+            coming.append((index, [(at, count) for at, count in there if count]))
+
+    with mock.patch.multiple(offload, **SMALL_PAGES), mock.patch.object(checkpointing, "LayerRun", Noted):
+        loss = model(**models.make_batch("plain", LENGTH)).loss
+        for index, layer in enumerate(model.model.layers):
+            layer.mlp.register_forward_pre_hook(lambda *_, index=index: note(index))
+        loss.backward()
+    # layers 0, 3, 6 and 7 keep inputs, attention and its lse on the host, 1, 2, 4 and 5 the latter two
+    assert coming == [
+        (8, [(7, 3)]),
+        (7, [(6, 3)]),
+        (6, [(3, 3)]),
+        (5, [(3, 1), (4, 2)]),  # the lse of layer 3 is not asked for when it runs for its output alone
+        (4, [(3, 3)]),
+        (3, [(0, 3)]),
+        (2, [(0, 1), (1, 2)]),
+        (1, [(0, 3)]),
+        (0, []),
+    ]
+
+
 @pytest.mark.parametrize("count", [0, 1.5, True, "2"])
 def test_what_is_no_number(count: Any) -> None:
     with pytest.raises(ConfigError, match="layers_per_checkpoint"):
@@ -272,12 +374,17 @@ def test_what_is_no_number(count: Any) -> None:
 def refused(rank: int, size: int, switch: str) -> None:
     model = models.make_model("llama", layers=LAYERS).train()
     models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=2))
-    if rank == 0 or switch != "none":
+    if switch == "every second layer":
+        model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+    elif switch == "compiled":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.model.layers[0].compile(backend="eager")
+    else:
         SWITCHES[switch][0](model)
     model(**models.make_batch("plain", LENGTH))
 
 
-@pytest.mark.parametrize("switch", ["none", "reentrant", "selective"])
+@pytest.mark.parametrize("switch", ["none", "reentrant", "selective", "every second layer", "compiled"])
 def test_layers_that_cannot_run_again_are_refused(ranks: Ranks, switch: str) -> None:
     with pytest.raises(RankError, match="use_reentrant=False") as caught:
         ranks(2).run(refused, switch)

@@ -62,7 +62,7 @@ class AttentionCache:
     """The attentions of one run of a checkpointed region, in their order.
 
     Args:
-        share (`float`): How much is kept, from the end of the sequence; see [`BurstConfig`].
+        share (`float`): How much is kept, from the end of the sequence; see [`BurstConfig`]. 0.0 keeps nothing.
         keep (callable): From a tensor to what returns it again.
     """
 
@@ -90,9 +90,10 @@ class AttentionCache:
             return again
         out: Tensor
         out, lse, _ = torch.ops.hf_burst.attention(q, k, v, sinks, encoded, *request.flatten())
-        if self.position is None and not tracked:
+        first = self.position is None and self.share > 0
+        if first and not tracked:
             self.entries.append(None)
-        elif self.position is None:
+        elif first:
             kept_out, kept_lse, beginning = out.detach(), lse.detach(), None
             if request.pattern.causal and self.share < 1:
                 beginning = SequenceLayout.decode(encoded.numpy().tobytes()).beginning(1 - self.share)

@@ -234,8 +234,9 @@ class _Patch:
         self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
         run.facts["served by"] = self.verdict
+        run.compiled = _compiled(module)
         if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
-            run.facts["compiled"], run.advice["compiled"] = _compiled(module), _COMPILED
+            run.facts["compiled"], run.advice["compiled"] = run.compiled, _COMPILED
         mode = run.facts["mode"] = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)

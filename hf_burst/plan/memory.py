@@ -128,17 +128,21 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
 
 def _at_layer(layer: int, model: ModelSize, training: Training) -> tuple[int, int, int]:
     """How many inputs of layers, and attentions, the GPU has when so many layers are left, and how many of the inputs
-    were computed again. What the host keeps of this layer and of the one before it is there, too."""
+    were computed again. What the host keeps of this layer is there, too, and of the one that comes next."""
     leaving, last = training.offloaded(model), layer - 1
-    again = last - next(
-        index for index in range(last, -1, -1) if training.inputs(index + 1, model) > training.inputs(index, model)
-    )
-    start = last - again
+
+    def start(index: int) -> int:
+        """The layer whose input that of another one is computed from."""
+        while training.inputs(index + 1, model) == training.inputs(index, model):
+            index -= 1
+        return index
+
+    again = last - start(last)
+    ahead = -1 if last == 0 else last - 1 if again else start(last - 1)
     stay = training.inputs(layer, model) - training.inputs(min(leaving, layer), model)
-    stay += _embeddings(training, leaving)
-    ahead = training.inputs(start, model) - training.inputs(max(0, start - 1), model)
-    inputs = stay + again + (start < leaving) + (0 <= start - 1 < leaving) * ahead
-    return inputs, max(0, layer - leaving) + (last < leaving) + (0 <= last - 1 < leaving), again
+    inputs = stay + again + (last < leaving and not again) + (0 <= ahead < leaving and start(ahead) == ahead)
+    attentions = max(0, layer - leaving) + (last < leaving) + (0 <= ahead < leaving)
+    return inputs + _embeddings(training, leaving), attentions, again
 
 
 def _embeddings(training: Training, leaving: int) -> int:

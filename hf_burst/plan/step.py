@@ -169,11 +169,15 @@ def _host(model: ModelSize, training: Training, machine: Machine, computing: flo
     where a layer runs once more for the input of the next one, in less time than its products take."""
     kept_input, kept_attention = training.kept(model)
     leaving, layer = training.offloaded(model), computing / model.layers
-    inputs = training.inputs(leaving, model) * kept_input / max(1, leaving)
-    copied, twice = (inputs + kept_attention) / machine.host_bandwidth, kept_attention / machine.host_bandwidth
+    with_input = training.inputs(leaving, model)
+
+    def beyond(size: float) -> float:
+        copied = size / machine.host_bandwidth
+        return max(0.0, copied - layer / 3) + max(0.0, copied - 2 * layer / 3)
+
     alone = 2.0 * training.tokens * (model.used - model.head) / model.layers / machine.products
-    more = training.repeated(model) * max(0.0, twice - alone)
-    return leaving * (max(0.0, copied - layer / 3) + max(0.0, copied - 2 * layer / 3) + more)
+    twice = training.repeated(model) * leaving * max(0.0, kept_attention / machine.host_bandwidth - alone)
+    return with_input * beyond(kept_input + kept_attention) + (leaving - with_input) * beyond(kept_attention) + twice
 
 
 def _again(mask: Mask, training: Training) -> float:

@@ -36,6 +36,7 @@ class ForwardPass:
     explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
     settings: BurstConfig = field(init=False)  # the config, with what was chosen for this batch; from `begin` on
+    compiled: bool = False  # whether torch.compile runs it, or a module in it
     repeatable: bool = False  # whether all layers checkpoint so that they can run again for their output alone
     hybrid: Hybrid | None = None  # of a model with recurrent layers over several ranks
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`

@@ -77,11 +77,12 @@ class Checkpointing(Part):
                 "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
                 "ZeRO-2, or leave it at 1."
             )
-        run.repeatable = bool(wrapped) and all(function.repeatable for function in wrapped)
+        run.repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
+        run.repeatable &= _checkpoint_all_layers(run.model, wrapped)
         if again and not run.repeatable and run.model.training and torch.is_grad_enabled():
             raise ConfigError(
                 f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) is for layers that all "
-                "checkpoint, with use_reentrant=False and no context_fn. Set TrainingArguments("
+                "checkpoint, with use_reentrant=False, no context_fn, and no torch.compile. Set TrainingArguments("
                 "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
@@ -92,7 +93,8 @@ class Checkpointing(Part):
     def begin(self, run: ForwardPass) -> None:
         run.call = replace(run.call, cache=self.cache)
         self.share, self.per_checkpoint = run.settings.attention_keep, run.settings.layers_per_checkpoint
-        if self.layers and torch.is_grad_enabled():
+        apart = run.settings.activation_offloading or self.per_checkpoint > 1
+        if apart and self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
 
     def end(self) -> None:
@@ -106,7 +108,7 @@ class Checkpointing(Part):
                     setattr(module, name, function.function)
 
     def wrap(self, model: nn.Module) -> list["_Remembering"]:
-        """Sees to all modules that checkpoint by now, and returns the functions by which the layers do."""
+        """Sees to all modules that checkpoint by now, and returns the functions by which the outermost layers do."""
         functions, of_layers = [], []
         for module in model.modules():
             for name in (_OF_LAYERS, _OF_WRAPPERS):
@@ -117,7 +119,12 @@ class Checkpointing(Part):
                     functions.append(own[name])
                     if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
                         of_layers.append(own[name])
-        return of_layers or functions  # the model itself has one, too
+        outermost, inside = [], set[int]()
+        for function in of_layers:  # from the outside on
+            if id(function.module) not in inside:
+                outermost.append(function)
+                inside.update(map(id, function.module.modules()))
+        return outermost or functions  # the model itself has one, too
 
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:
         """The run of a layer that begins with these inputs; `None` inside of another one, and if all of them keep
@@ -128,13 +135,15 @@ class Checkpointing(Part):
             return None
         latest, index = self.latest, self.begun
         self.begun += 1
-        kept = KeptByLayer(self.home, index < self.leaving, None if latest is None else latest.kept)
-        self.latest = LayerRun(kept, inputs)
+        kept = KeptByLayer(self.home, index < self.leaving, None)
+        run = self.latest = LayerRun(kept, inputs)
         keeps = keeping(index + 1, self.layers, self.per_checkpoint) > keeping(index, self.layers, self.per_checkpoint)
         if latest is not None and self.output is not None and not keeps:
-            self.latest.follow(latest, self.output[1])
+            run.follow(latest, self.output[1])
+        if latest is not None:  # which the backward pass runs next, or first a layer that computes its input
+            kept.following = (latest.start if run.before is None else latest).kept
         self.output = None
-        return self.latest
+        return run
 
     def cache(self) -> AttentionCache | None:
         """That of the layer that this thread runs, if it is checkpointed."""
@@ -163,6 +172,13 @@ class Checkpointing(Part):
                 error = problem
             run.group.agree({}, error, run.device)
             self.reserved = needed
+
+
+def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Remembering"]) -> bool:
+    """Whether each layer that trains is one of those that checkpoint, or inside of one."""
+    inside = {id(module) for function in functions for module in function.module.modules()}
+    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    return all(id(layer) in inside for layer in layers if layer.training)
 
 
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
@@ -233,7 +249,7 @@ class _Remembering:
             return run(*args, **named)
         options, layer = {**self.options, **kwargs}, self.part.layer(args)
         context: AbstractContextManager[None] = nullcontext()
-        if options.get("use_reentrant") is False and self.part.share:
+        if options.get("use_reentrant") is False:
             cache = AttentionCache(self.part.share, kept_here if layer is None else layer.kept.keep)
             kwargs["context_fn"] = partial(self.part.contexts, cache, options.get("context_fn", noop_context_fn))
             context = _Run(self.part, cache, 0, nullcontext(), for_output=True)
@@ -241,13 +257,16 @@ class _Remembering:
         if layer is None:
             return self.function(within, *args, **kwargs)
         if self.part.per_checkpoint > 1:
-            again = within
-            if isinstance(self.module, FSDPModule):  # which gathers its weights
-                again = self.part.tile.within(self.module)
-                named = run.keywords if isinstance(run, partial) else named
+            again = partial(self._gathered, within)
             layer.may_run_again(again, args, named, context, options.get("preserve_rng_state", True))
         with layer.hooks():
             output = self.function(within, *args, **kwargs)
         if self.part.per_checkpoint > 1 and type(hidden := first_tensor(output)) is torch.Tensor:
             self.part.output = hidden, Place.of(hidden)
         return output
+
+    def _gathered(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer in the backward pass, before FSDP2 gathers its weights for that."""
+        if isinstance(self.module, FSDPModule):
+            self.module.unshard()
+        return run(*args, **kwargs)
