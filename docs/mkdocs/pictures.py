@@ -285,12 +285,14 @@ def step_memory() -> Figure:
     """What takes memory in a step as it is predicted, from the loss to the backward pass of the first layer."""
     model = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
     training, machine = Training(524288, 2, 2), named("h200")
+    tiles = {"tiled_mlp": 16384, "head_groups": 4}
     settings = {
         "as it is": {},
-        "MLPs in tiles, heads in groups": {"tiled_mlp": 16384, "head_groups": 4},
-        "and all layers offloaded": {"tiled_mlp": 16384, "head_groups": 4, "activation_offloading": 1.0},
+        "MLPs in tiles, heads in groups": tiles,
+        "and 4 layers share a checkpoint": {**tiles, "layers_per_checkpoint": 4},
+        "or all layers offloaded": {**tiles, "activation_offloading": 1.0},
     }
-    figure, panels = plt.subplots(1, len(settings), figsize=(11, 3.8), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, len(settings), figsize=(13, 3.8), sharey=True, layout="constrained")
     for axes, (title, own) in zip(panels, settings.items(), strict=True):
         moments = memory_of_step(model, replace(training, **own), machine)
         items = {
@@ -310,7 +312,7 @@ def step_memory() -> Figure:
         axes.set_xticks([0, 1, len(moments) - 1], ["loss", "\nlast layer", "first layer"], fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("GiB of a GPU")
-    panels[0].annotate("92 % of an H200", (32, ROOM * machine.memory / 2**30 + 3), ha="right", fontsize=8)
+    panels[1].annotate("92 % of an H200", (32, ROOM * machine.memory / 2**30 + 3), ha="right", fontsize=8)
     handles, labels = panels[0].get_legend_handles_labels()
     panels[-1].legend(handles[::-1], labels[::-1], fontsize=8, frameon=False)
     return figure
