@@ -133,11 +133,15 @@ class SequenceLayout:
         """The layout of the first part of the sequence, of which every rank holds as many tokens, its first ones;
         `None` if it cannot be cut there."""
         chunks = round(len(self.owners) * share)
-        owners = self.owners[:chunks]
+        owners, length = self.owners[:chunks], self.length // len(self.owners) * chunks
         even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
-        if self.boundaries or chunks != len(self.owners) * share or not owners or not even:
+        if self.ranks == 1:  # which has all of any part
+            owners, length = (0,), round(self.length * share)
+            even = 0 < length < self.length
+        elif self.boundaries or chunks != len(self.owners) * share or not owners:
             return None
-        length = self.length // len(self.owners) * chunks
+        if not even:
+            return None
         rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
         return SequenceLayout(length, owners, rows, 0, tuple((min(a, length), min(b, length)) for a, b in self.real))
 

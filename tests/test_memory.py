@@ -1,5 +1,6 @@
 """The choice of settings that let a step fit: on paper, and where a model is trained."""
 
+import copy
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -20,10 +21,24 @@ from hf_burst.errors import ConfigError
 from hf_burst.hf.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import Memory
-from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step, fit, fits, longest, memory_of_step, named
+from hf_burst.plan import (
+    SETTINGS,
+    Fit,
+    Machine,
+    ModelSize,
+    Training,
+    estimate_memory,
+    estimate_step,
+    fit,
+    fits,
+    longest,
+    memory_of_step,
+    named,
+)
 from hf_burst.resources import GroupResources
 from tests import models
 from tests.ranks import RankPool
+from tests.test_checkpointing import counted, expected_gradients
 from tests.test_patch import group_mean, part_of
 from tests.trainers import SMALL_PAGES
 
@@ -200,6 +215,50 @@ def test_one_process_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None
     assert "0 tokens fit" in told[-1].getMessage()
     with pytest.raises(ConfigError, match="'auto', 'named'"):
         hf_burst.BurstConfig(memory="little")
+
+
+def keep_a_part(rank: int, size: int, keep: float, chunking: str) -> list[bool]:
+    """As if parts of attention were the best to keep: whether a part could be kept of batches of two lengths."""
+    model, able = models.make_model("llama", torch.float64).train(), []
+    batches = [models.make_batch("plain", length) for length in (40, 43)]
+    wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
+    models.patch(model, hf_burst.BurstConfig(chunking=chunking, schedule="kv_ring"))
+    model.gradient_checkpointing_enable()
+
+    def choose(sizes: ModelSize, training: Training, machine: Machine, fixed: Any, keeps: Any, held: Any) -> Fit:
+        able.append(keep in keeps)
+        how = replace(training, attention_keep=keep if able[-1] else 0.0)
+        return Fit(how, estimate_step(sizes, how, machine), estimate_memory(sizes, how, machine), True)
+
+    with small_gpu(2**30, lambda rank: 0.0, rank), mock.patch.object(memory, "fit", choose):
+        for batch, gradients in zip(batches, wanted, strict=True):
+            model.zero_grad()
+            with counted() as queries:
+                loss = model(**batch).loss
+                whole = sum(queries)
+                loss.backward()
+            part = (sum(queries) - whole) / whole
+            assert part == (pytest.approx(1 - keep, abs=0.02) if able[-1] else 1)
+            for found, gradient in zip(group_mean(model), gradients, strict=True):
+                torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
+    return able
+
+
+@pytest.mark.parametrize(
+    ("size", "keep", "chunking", "able"),
+    [
+        (1, 0.25, "balanced", True),
+        (1, 0.75, "balanced", True),
+        (2, 0.5, "zigzag", True),
+        (2, 0.25, "zigzag", False),
+        (2, 0.5, "contiguous", False),
+    ],
+)
+def test_parts_of_attention_are_kept_where_batches_allow_it(
+    ranks: Ranks, size: int, keep: float, chunking: str, able: bool
+) -> None:
+    for found in ranks(size).run(keep_a_part, keep, chunking):
+        assert found == [able, able]
 
 
 def test_an_error_of_memory_says_what_to_turn() -> None:

@@ -1,7 +1,7 @@
 """`hf-burst plan --model`: how long a training step takes, how the GPUs are best divided, and what memory it takes."""
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import get_args
@@ -14,7 +14,6 @@ from ..errors import ConfigError, ShardingError
 from ..plan import (
     DATA_SHEETS,
     HOST_ROOM,
-    KEEPS,
     ROOM,
     SETTINGS,
     SHAPES,
@@ -24,6 +23,7 @@ from ..plan import (
     StepEstimate,
     Training,
     fit,
+    keeps_of,
     longest,
     name_of,
     named,
@@ -137,11 +137,6 @@ def divisions(model: ModelSize, training: Training, machine: Machine, fixed: Col
     if not rows:
         raise ConfigError(f"--length {training.length} is too short for any of {training.gpus} GPUs.")
     return rows
-
-
-def keeps_of(model: ModelSize) -> Sequence[float]:
-    """The shares of its attention that a model can keep: an encoder all or nothing."""
-    return KEEPS if all(pattern.causal for pattern, _ in model.patterns) else (1.0, 0.0)
 
 
 def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None) -> list[str]:

@@ -4,7 +4,7 @@ from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices
 from .cuts import Cut, Hybrid, cheapest_cut, cuts, sharding_for
-from .fit import HOST_ROOM, KEEPS, ROOM, SETTINGS, Fit, fit, fits, longest
+from .fit import HOST_ROOM, KEEPS, ROOM, SETTINGS, Fit, fit, fits, keeps_of, longest
 from .machine import DATA_SHEETS, KernelRate, Link, Machine, RuleRate, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
 from .memory import MemoryEstimate, estimate_memory, memory_of_step
@@ -27,7 +27,7 @@ __all__ = [
     "Sharding", "Step", "StepEstimate", "Tile", "Traffic", "Training", "Transfer", "assign", "built_in",
     "candidates", "cheapest_cut", "choose", "choose_recurrence", "chunks_per_rank", "cut", "cuts", "data_sheet",
     "estimate", "estimate_memory", "estimate_step", "fit", "fits", "head_slices", "imbalance", "imbalance_of_steps",
-    "keeping", "longest", "make_plan", "make_sharding", "memory_of_step", "name_of", "named", "pattern", "pattern_of",
-    "rank_traffic", "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
+    "keeping", "keeps_of", "longest", "make_plan", "make_sharding", "memory_of_step", "name_of", "named", "pattern",
+    "pattern_of", "rank_traffic", "recurrence_cost", "sharding_for", "tiles_between", "verify_plan",
 ]
 # fmt: on

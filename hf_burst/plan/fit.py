@@ -23,6 +23,11 @@ _GROUPS = 4  # of the heads: a quarter of what attention needs inside, and calls
 _STEP = 1024  # tokens by which lengths differ
 
 
+def keeps_of(model: ModelSize) -> tuple[float, ...]:
+    """The shares of its attention that a model can keep: an encoder all or nothing."""
+    return KEEPS if all(pattern.causal for pattern, _ in model.patterns) else (1.0, 0.0)
+
+
 class Fit(NamedTuple):
     """Settings, and what a step with them is predicted to take."""
 

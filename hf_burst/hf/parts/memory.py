@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError
 from ...offload import host_memory
-from ...plan import SETTINGS, Fit, ModelSize, Training, fit, longest
+from ...plan import SETTINGS, Fit, ModelSize, Training, fit, keeps_of, longest
 from ...resources import resources_of
 from ..model_size import model_size
 from .base import ForwardPass, Part
 from .tiles import takes_weights_apart
 
 logger = logging.getLogger(__name__)
+Keeps = tuple[float, ...]
 
-_KEEPS = (1.0, 0.0)  # parts of it would cut the batch otherwise
 _ADAM = 2  # numbers of an optimizer for each weight
 
 
@@ -36,7 +36,7 @@ class Memory(Part):
         self.size: ModelSize | None = None
         self.held: float | None = None
         self.host = 0  # bytes of host memory that each process may take
-        self.chosen: dict[Training, BurstConfig] = {}
+        self.chosen: dict[tuple[Training, Keeps], BurstConfig] = {}
 
     def begin(self, run: ForwardPass) -> None:
         if not self.chooses:
@@ -67,15 +67,15 @@ class Memory(Part):
                 logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
         if self.size is None:
             return run.config
-        training = _training_of(run, self.size)
-        if training not in self.chosen:
-            self.chosen[training] = self._choose(run, self.size, training)
-        return self.chosen[training]
+        training, keeps = _training_of(run, self.size), _keeps(run, self.size)
+        if (training, keeps) not in self.chosen:
+            self.chosen[training, keeps] = self._choose(run, self.size, training, keeps)
+        return self.chosen[training, keeps]
 
-    def _choose(self, run: ForwardPass, size: ModelSize, training: Training) -> BurstConfig:
+    def _choose(self, run: ForwardPass, size: ModelSize, training: Training, keeps: Keeps) -> BurstConfig:
         known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
         machine = replace(known, host_memory=min(self.host, known.host_memory))
-        choice = fit(size, training, machine, self.fixed, _KEEPS, self.held)
+        choice = fit(size, training, machine, self.fixed, keeps, self.held)
         settings = {name: getattr(choice.training, name) for name in SETTINGS}
         if run.group.rank == 0:
             batch = f"{run.layout.batch_size} x {run.layout.length:,} tokens"
@@ -83,7 +83,7 @@ class Memory(Part):
             named = ", ".join(f"{name}={value:g}" for name, value in changed.items())
             needs = _described(choice, self.held or 0.0, machine.memory)
             if not choice.fits:
-                most = longest(size, training, machine, self.fixed, _KEEPS, self.held)
+                most = longest(size, training, machine, self.fixed, keeps, self.held)
                 logger.warning(
                     "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
                     "Shard the sequence over more GPUs, train adapters (LoRA), or%s shorten it.",
@@ -93,6 +93,13 @@ class Memory(Part):
             elif changed:
                 logger.info("hf_burst trains %s with %s: predicted are %s", batch, named, needs)
         return replace(run.config, **settings)
+
+
+def _keeps(run: ForwardPass, size: ModelSize) -> Keeps:
+    """The shares of attention that can be kept of a batch: parts, if every rank has as much of them."""
+    parts = [keep for keep in keeps_of(size) if 0 < keep < 1]
+    even = [keep for keep in parts if not run.compiled and run.layout.beginning(1 - keep) is not None]
+    return (1.0, *even, 0.0)
 
 
 def advise_on_memory(problem: BaseException | None) -> None:
