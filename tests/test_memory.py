@@ -261,6 +261,23 @@ def test_parts_of_attention_are_kept_where_batches_allow_it(
         assert found == [able, able]
 
 
+def compile_on_one_rank(rank: int, size: int) -> list[Any]:
+    """What is not chosen, where a rank has compiled a module and the other has not."""
+    model = models.make_model("llama").train()
+    models.patch(model, hf_burst.BurstConfig(schedule="kv_ring", chunking="zigzag"))
+    model.gradient_checkpointing_enable()
+    if rank == 1:
+        model.model.norm.compile(backend="eager")
+    with small_gpu(2**30, lambda rank: 0.0, rank):
+        model(**models.make_batch("plain", 40)).loss.backward()
+    part = part_of(model, Memory)
+    return [part.fixed, [keeps for _, keeps in part.chosen]]
+
+
+def test_what_one_rank_cannot_do_none_does(ranks: Ranks) -> None:
+    assert ranks(2).run(compile_on_one_rank) == 2 * [[["layers_per_checkpoint"], [(1.0, 0.0)]]]
+
+
 def test_an_error_of_memory_says_what_to_turn() -> None:
     """In the forward pass, and where a checkpoint runs a layer again."""
     short = torch.OutOfMemoryError("CUDA out of memory.")

@@ -144,9 +144,11 @@ def test_ranks_train_as_without(ranks: Ranks, name: str, size: int, kind: str, k
     assert all(map(all, ranks(size).run(bit_equal, name, kind, keep)))
 
 
-def test_graphs_that_run_twice_and_passes_that_fail(small_pages: None) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_graphs_that_run_twice_and_passes_that_fail(small_pages: None, count: int) -> None:
     batch = models.make_batch("plain", LENGTH)
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=1.0))
+    config = hf_burst.BurstConfig(activation_offloading=1.0, layers_per_checkpoint=count)
+    model = models.patch(models.make_model("llama", layers=5).train(), config)
     model.gradient_checkpointing_enable()
     wanted = gradients(model, batch)[1:]
     model.zero_grad()
@@ -160,7 +162,7 @@ def test_graphs_that_run_twice_and_passes_that_fail(small_pages: None) -> None:
         loss.backward(retain_graph=True)
     losses[0].backward()
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, 3 * gradient)
+        torch.testing.assert_close(parameter.grad, 3 * gradient, rtol=1e-4, atol=1e-5)
     home = part_of(model, Checkpointing).home
     del losses, loss
     gc.collect()

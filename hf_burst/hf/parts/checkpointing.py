@@ -129,9 +129,7 @@ class Checkpointing(Part):
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:
         """The run of a layer that begins with these inputs; `None` inside of another one, and if all of them keep
         everything on the device."""
-        if not (self.leaving or self.per_checkpoint > 1) or self.home is None or torch.compiler.is_compiling():
-            return None
-        if self.cache() is not None or not torch.is_grad_enabled():
+        if not (self.leaving or self.per_checkpoint > 1) or self.home is None or self.cache() is not None:
             return None
         latest, index = self.latest, self.begun
         self.begun += 1

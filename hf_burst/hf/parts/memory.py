@@ -36,6 +36,7 @@ class Memory(Part):
         self.size: ModelSize | None = None
         self.held: float | None = None
         self.host = 0  # bytes of host memory that each process may take
+        self.compiled: float = 0  # whether any rank is
         self.chosen: dict[tuple[Training, Keeps], BurstConfig] = {}
 
     def begin(self, run: ForwardPass) -> None:
@@ -55,10 +56,12 @@ class Memory(Part):
                 self.chooses = False
                 return run.config
             available = host_memory()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            self.held, host = _most([own, -available], run)
-            self.host = int(-host)
             apart = takes_weights_apart(run.model)
-            kept = ["tiled_mlp"] * apart + ["layers_per_checkpoint"] * (apart or not run.repeatable)
+            # what one rank cannot do, none does
+            limits = [own, -available, apart, apart or not run.repeatable, run.compiled]
+            self.held, host, tiles, once, self.compiled = _most(limits, run)
+            self.host = int(-host)
+            kept = ["tiled_mlp"] * int(tiles) + ["layers_per_checkpoint"] * int(once)
             self.fixed = list(dict.fromkeys([*self.fixed, *kept]))
             try:
                 self.size = model_size(self.model_class, run.model.config)
@@ -67,7 +70,7 @@ class Memory(Part):
                 logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
         if self.size is None:
             return run.config
-        training, keeps = _training_of(run, self.size), _keeps(run, self.size)
+        training, keeps = _training_of(run, self.size), _keeps(run, self.size, bool(self.compiled))
         if (training, keeps) not in self.chosen:
             self.chosen[training, keeps] = self._choose(run, self.size, training, keeps)
         return self.chosen[training, keeps]
@@ -95,10 +98,10 @@ class Memory(Part):
         return replace(run.config, **settings)
 
 
-def _keeps(run: ForwardPass, size: ModelSize) -> Keeps:
+def _keeps(run: ForwardPass, size: ModelSize, compiled: bool) -> Keeps:
     """The shares of attention that can be kept of a batch: parts, if every rank has as much of them."""
     parts = [keep for keep in keeps_of(size) if 0 < keep < 1]
-    even = [keep for keep in parts if not run.compiled and run.layout.beginning(1 - keep) is not None]
+    even = [keep for keep in parts if not compiled and run.layout.beginning(1 - keep) is not None]
     return (1.0, *even, 0.0)
 
 
