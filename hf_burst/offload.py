@@ -207,6 +207,25 @@ class _Kept:
         return tensor
 
 
+class _Unheld(torch.autograd.Function):
+    """A tensor in a graph that begins with a number instead."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def unheld(leaf: Tensor) -> Tensor:
+    """A leaf's values, with a gradient that nobody reads. A graph holds its leaves until its backward pass has ended,
+    wherever what was kept of them went."""
+    result: Tensor = _Unheld.apply(torch.zeros((), device=leaf.device, requires_grad=True), leaf.detach())
+    return result
+
+
 def kept_here(tensor: Tensor) -> Kept:
     """Keeps a tensor where it is, and raises when it is asked for if it was changed in place meanwhile."""
     version, tensor = tensor._version, tensor.detach()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 
 import hf_burst
 from hf_burst import offload
@@ -145,7 +147,8 @@ def test_ranks_train_as_without(ranks: Ranks, name: str, size: int, kind: str, k
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_graphs_that_run_twice_and_passes_that_fail(small_pages: None, count: int) -> None:
+@mock.patch.multiple(offload, **SMALL_PAGES)
+def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
     batch = models.make_batch("plain", LENGTH)
     config = hf_burst.BurstConfig(activation_offloading=1.0, layers_per_checkpoint=count)
     model = models.patch(models.make_model("llama", layers=5).train(), config)
@@ -167,7 +170,33 @@ def test_graphs_that_run_twice_and_passes_that_fail(small_pages: None, count: in
     del losses, loss
     gc.collect()
     home.settle()
-    assert len(home.free) == home.size // 64
+    assert len(home.free) == home.size // offload.PAGE
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@mock.patch.multiple(offload, **SMALL_PAGES)
+def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
+    batch, found, held = models.make_batch("plain", LENGTH), [], []
+    for share in (0.0, 1.0):
+        model = models.make_model("llama", layers=3).train()
+        adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+        config = hf_burst.BurstConfig(activation_offloading=share, layers_per_checkpoint=count if share else 1)
+        models.patch(adapted, config)
+        adapted.gradient_checkpointing_enable()
+        adapted.enable_input_require_grads()
+        outputs = []
+        model.get_input_embeddings().register_forward_hook(lambda *call, to=outputs: to.append(weakref.ref(call[2])))
+        hooks = list(model.get_input_embeddings()._forward_hooks)
+        for _ in range(2):
+            found.append(gradients(adapted, batch))
+        loss = adapted(**batch).loss
+        gc.collect()
+        held.append(outputs[-1]() is not None)
+        loss.backward()
+        assert list(model.get_input_embeddings()._forward_hooks) == hooks
+    assert held == [True, False]
+    assert len(found[0]) > 1
+    assert all(all(map(torch.equal, found[0], others)) for others in found)
 
 
 def short_host(rank: int, size: int) -> None:

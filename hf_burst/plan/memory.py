@@ -90,8 +90,7 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
         gradients=buckets,
         optimizer=2 * gradients,
         gathered=2.0 * table if sharded else 0.0,
-        layer_inputs=(training.inputs(layers, model) - training.inputs(leaving, model) + _embeddings(training, leaving))
-        * kept_input,
+        layer_inputs=(training.inputs(layers, model) - training.inputs(leaving, model)) * kept_input,
         attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
@@ -142,12 +141,7 @@ def _at_layer(layer: int, model: ModelSize, training: Training) -> tuple[int, in
     stay = training.inputs(layer, model) - training.inputs(min(leaving, layer), model)
     inputs = stay + again + (last < leaving and not again) + (0 <= ahead < leaving and start(ahead) == ahead)
     attentions = max(0, layer - leaving) + (last < leaving) + (0 <= ahead < leaving)
-    return inputs + _embeddings(training, leaving), attentions, again
-
-
-def _embeddings(training: Training, leaving: int) -> int:
-    """Whether the first layer's input stays although it leaves: beside adapters, Transformers asks for its gradient."""
-    return int(training.lora > 0 and leaving > 0)
+    return inputs, attentions, again
 
 
 def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> tuple[float, float]:

@@ -31,8 +31,17 @@ RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[2] / "docs/sizing.md"
 WITHOUT_CASTS = ("sft_lora_64k_2xH200",)
-# measured when a shared checkpoint's own input stayed beside those that were computed from it
-ONE_INPUT_MORE = ("training_1xH200_lora_1m_packed", "training_1xH200_lora_512k_80gb_packed")
+# inputs of layers that stayed on the GPU when these were measured, and no longer do: beside adapters the embeddings'
+# output, and a shared checkpoint's own beside those that are computed from it
+MORE_INPUTS = {
+    "training_1xH200_lora_32k": 1,
+    "training_1xH200_lora_256k_8_layers": 1,
+    "training_1xH200_lora_512k": 1,
+    "training_1xH200_lora_512k_packed": 1,
+    "training_1xH200_qlora_750k_packed": 1,
+    "training_1xH200_lora_512k_80gb_packed": 2,
+    "training_1xH200_lora_1m_packed": 2,
+}
 BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
 
 
@@ -72,13 +81,14 @@ def training_steps() -> Iterator[Step]:
         layers, adapters = result.get("layers"), ", QLoRA" if result.get("four_bits") else ", LoRA"
         rows = [row for row in result["results"] if "median_s" in row]
         for row in rows:
-            if settings_of(row) is None:
+            if (settings := settings_of(row)) is None:
                 continue
             first = row is rows[0] and len(row["steps"]) == 1 and "--warmup 0" in result["command"]
             predicted = predict(result, row, layers, first)
-            if file.stem in ONE_INPUT_MORE:
+            if settings.get("activation_offloading"):
                 width = SHAPES[result["shape"]][2]["hidden_size"]
-                predicted["peak_memory_gib"] += 2 * width * row["length"] / result["hardware"]["ranks"] / GIB
+                state = 2 * width * row["length"] / result["hardware"]["ranks"] / GIB
+                predicted["peak_memory_gib"] += MORE_INPUTS.get(file.stem, 0) * state
             yield Step(
                 file=file.stem,
                 gpus=result["hardware"]["ranks"],

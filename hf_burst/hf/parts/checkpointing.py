@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
 from ...layer_runs import LayerRun, Place, first_tensor
-from ...offload import PAGE, HostMemory, KeptByLayer, kept_here
+from ...offload import PAGE, HostMemory, KeptByLayer, kept_here, unheld
 from ...plan import keeping
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
@@ -54,6 +55,7 @@ class Checkpointing(Part):
         self.latest: LayerRun | None = None
         # of the latest, until the next layer runs: its address is not given away meanwhile
         self.output: tuple[torch.Tensor, Place] | None = None
+        self.embeddings: RemovableHandle | None = None  # the hook of this pass
 
     def prepare(self, run: ForwardPass) -> None:
         share, offloading = run.config.attention_keep, run.config.activation_offloading
@@ -96,8 +98,13 @@ class Checkpointing(Part):
         apart = run.settings.activation_offloading or self.per_checkpoint > 1
         if apart and self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
+            # behind the hook by which Transformers has the embeddings require a gradient, when weights do not
+            self.embeddings = run.model.get_input_embeddings().register_forward_hook(_let_go)
 
     def end(self) -> None:
+        if self.embeddings is not None:
+            self.embeddings.remove()
+            self.embeddings = None
         self.latest, self.output, self.begun, self.leaving, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, model: PreTrainedModel) -> None:
@@ -170,6 +177,11 @@ class Checkpointing(Part):
                 error = problem
             run.group.agree({}, error, run.device)
             self.reserved = needed
+
+
+def _let_go(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
+    """Gives the first layer an input that may leave, where it is a leaf that requires a gradient."""
+    return unheld(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
 
 
 def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Remembering"]) -> bool:

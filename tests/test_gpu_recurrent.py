@@ -1,0 +1,113 @@
+"""On GPUs: models with recurrent layers over ranks, in bf16, are about as close to fp64 as on one GPU.
+
+Their layers call the kernels of flash-linear-attention, mamba-ssm and causal-conv1d where these are installed, and
+torch's functions otherwise.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_burst
+from hf_burst.check.compare import Double
+from tests import models
+from tests.ranks import gpu_of
+from tests.test_gpu import Ranks, gpus  # noqa: F401
+from tests.test_patch import group_mean
+from tests.test_wrappers import flat
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ATTENTION = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+# sizes that kernels for GPUs take, and no routing, which would flip between bf16 and fp64
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **ATTENTION,
+        "intermediate_size": 256,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "kimi_linear": {
+        **ATTENTION,
+        "linear_head_dim": 64,
+        "linear_num_heads": 2,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "mlp_layer_types": ["dense"] * 4,
+    },
+    "lfm2": {**ATTENTION, "intermediate_size": 256},
+    "granite": {
+        **ATTENTION,
+        "mamba_d_state": 16,
+        "mamba_d_head": 32,
+        "mamba_n_heads": 8,
+        "mamba_chunk_size": 64,
+        "num_local_experts": 0,
+    },
+    "zamba": {
+        **ATTENTION,
+        "attention_hidden_size": 256,
+        "attention_head_dim": 128,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
+    "recurrent_gemma": {**ATTENTION, "lru_width": 128, "head_dim": 64},
+}
+
+
+def recurrent_model(name: str) -> nn.Module:
+    """With heads and channels as kernels for GPUs take them, and states that last."""
+    torch.manual_seed(0)
+    config = models.make_model(name).config
+    for key, value in SIZES[name].items():
+        assert hasattr(config, key), key
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model: nn.Module = type(models.make_model(name))(config)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("A_log"):
+                parameter.fill_(-4)
+    return model.train()
+
+
+def recurrent_errors(rank: int, size: int, device: str, name: str, kind: str) -> dict[str, tuple[float, float]]:
+    """Of the loss and of all gradients against fp64: in bf16 on one GPU, and over all of them by each way."""
+    place = gpu_of(rank) if device == "cuda" else torch.device(device)
+    batch = models.make_batch(kind, 251 if name == "zamba" else 1021)  # the reference computes Mamba1 token by token
+    with Double():
+        model = recurrent_model(name).double()
+        loss = models.plain_loss(model, batch)
+        loss.backward()
+    exact, gradients = float(loss.detach()), flat([parameter.grad for parameter in model.parameters()])
+    model, batch = recurrent_model(name).to(place, torch.bfloat16), {key: batch[key].to(place) for key in batch}
+    errors = {}
+    for way in ("alone", "states", "heads"):
+        model.zero_grad()
+        if way == "alone":
+            loss = models.plain_loss(model, batch)
+        else:
+            models.patch(model, hf_burst.BurstConfig(recurrence=way, chunking="zigzag"))
+            loss = model(**batch).loss
+        loss.backward()
+        found = [parameter.grad for parameter in model.parameters()] if way == "alone" else group_mean(model)
+        mine = flat([gradient.double().cpu() for gradient in found])
+        errors[way] = abs(float(loss.detach()) - exact), float((mine - gradients).norm() / gradients.norm())
+        if way != "alone":
+            hf_burst.unpatch_model(model)
+    return errors
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("name", SIZES)
+def test_recurrent_models_are_as_close_as_one_gpu(gpus: Ranks, name: str, kind: str) -> None:  # noqa: F811
+    for errors in gpus(2).run(recurrent_errors, "cuda", name, kind, timeout=400):
+        alone = errors.pop("alone")
+        for way, (loss, gradients) in errors.items():
+            assert loss <= 2 * alone[0] + 2e-3, (way, loss, alone)
+            assert gradients <= 2 * alone[1] < 0.5, (way, gradients, alone)
