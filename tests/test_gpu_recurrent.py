@@ -4,6 +4,10 @@ Their layers call the kernels of flash-linear-attention, mamba-ssm and causal-co
 torch's functions otherwise.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +23,7 @@ from tests.test_patch import group_mean
 from tests.test_wrappers import flat
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROOT, PACKAGES = Path(__file__).parents[1], ("fla", "mamba_ssm", "causal_conv1d")
 ATTENTION = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 # sizes that kernels for GPUs take, and no routing, which would flip between bf16 and fp64
 SIZES: dict[str, dict[str, Any]] = {
@@ -76,16 +81,40 @@ def recurrent_model(name: str) -> nn.Module:
     return model.train()
 
 
-def recurrent_errors(rank: int, size: int, device: str, name: str, kind: str) -> dict[str, tuple[float, float]]:
-    """Of the loss and of all gradients against fp64: in bf16 on one GPU, and over all of them by each way."""
-    place = gpu_of(rank) if device == "cuda" else torch.device(device)
-    batch = models.make_batch(kind, 251 if name == "zamba" else 1021)  # the reference computes Mamba1 token by token
+def exact_result(name: str, kind: str) -> tuple[float, torch.Tensor]:
+    """The loss and all gradients in fp64, by torch's functions on the CPU."""
     with Double():
         model = recurrent_model(name).double()
-        loss = models.plain_loss(model, batch)
+        loss = models.plain_loss(model, batch_of(name, kind))
         loss.backward()
-    exact, gradients = float(loss.detach()), flat([parameter.grad for parameter in model.parameters()])
-    model, batch = recurrent_model(name).to(place, torch.bfloat16), {key: batch[key].to(place) for key in batch}
+    return float(loss.detach()), flat([parameter.grad for parameter in model.parameters()])
+
+
+def without_kernels(name: str, kind: str, folder: Path) -> tuple[float, torch.Tensor]:
+    """The same, in a process that finds no packages of kernels: Transformers would call them on CPUs, too."""
+    lines = ["import sys", f"sys.modules.update(dict.fromkeys({PACKAGES}))", "import torch"]
+    lines += [
+        "from tests.test_gpu_recurrent import exact_result",
+        f"torch.save(exact_result({name!r}, {kind!r}), 'out')",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=folder, env=environment, check=True, timeout=300)
+    exact: tuple[float, torch.Tensor] = torch.load(folder / "out")
+    return exact
+
+
+def batch_of(name: str, kind: str) -> dict[str, torch.Tensor]:
+    """Mamba1 is computed token by token without its kernels."""
+    return models.make_batch(kind, 251 if name == "zamba" else 1021)
+
+
+def recurrent_errors(
+    rank: int, size: int, device: str, name: str, kind: str, exact: float, gradients: torch.Tensor
+) -> dict[str, tuple[float, float]]:
+    """Of the loss and of all gradients: in bf16 on one GPU, and over all of them by each way."""
+    place = gpu_of(rank) if device == "cuda" else torch.device(device)
+    model, batch = recurrent_model(name).to(place, torch.bfloat16), batch_of(name, kind)
+    batch = {key: batch[key].to(place) for key in batch}
     errors = {}
     for way in ("alone", "states", "heads"):
         model.zero_grad()
@@ -103,10 +132,12 @@ def recurrent_errors(rank: int, size: int, device: str, name: str, kind: str) ->
     return errors
 
 
+@pytest.mark.timeout(2000)  # kernels of flash-linear-attention are tuned for minutes, for every shape
 @pytest.mark.parametrize("kind", ["plain", "packed"])
 @pytest.mark.parametrize("name", SIZES)
-def test_recurrent_models_are_as_close_as_one_gpu(gpus: Ranks, name: str, kind: str) -> None:  # noqa: F811
-    for errors in gpus(2).run(recurrent_errors, "cuda", name, kind, timeout=400):
+def test_recurrent_models_are_as_close_as_one_gpu(gpus: Ranks, tmp_path: Path, name: str, kind: str) -> None:  # noqa: F811
+    exact = without_kernels(name, kind, tmp_path)
+    for errors in gpus(2).run(recurrent_errors, "cuda", name, kind, *exact, timeout=1800):
         alone = errors.pop("alone")
         for way, (loss, gradients) in errors.items():
             assert loss <= 2 * alone[0] + 2e-3, (way, loss, alone)

@@ -243,7 +243,7 @@ def test_a_model_is_named_by_its_config(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 x NVIDIA A100 SXM 80GB, 79 GiB; built in: the data sheet" in said[0]
     assert "4,096 tokens a sequence, all bf16 weights, AdamW, fsdp2, layers checkpointed" in said[0]
     assert "Longest" not in said[0], "of packed documents"
-    options = ["--lora", "--weights", "4bit", "--sharded", "ddp", "--no-checkpointing", "--plain-kernels"]
+    options = ["--qlora", "--sharded", "ddp", "--no-checkpointing", "--plain-kernels"]
     assert main(["plan", "--model", "LlamaForCausalLM", "--length", "4096", "--machine", "rtx4090", *options]) == 0
     report = capsys.readouterr().out
     assert "adapters of rank 16 on 4bit weights, AdamW, ddp, nothing checkpointed" in report
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "0"], "--gpus is 0"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus-per-host", "0"], "--gpus-per-host 0; give at least 1"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "4", "--gpus-per-host", "3"], "do not lie on hosts"),
-        (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
+        (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "The rank of the adapters is -3"),
         (
             ["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"],
             "attention_keep is 0.3; it must",
@@ -496,7 +496,7 @@ def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) ->
     quantised = Training(65536, 2, 2, weights="4bit", lora=16)
     assert estimate_step(LLAMA, quantised, h200()) == estimate_step(LLAMA, replace(quantised, sharded="ddp"), h200())
     words = ["plan", "--model", "llama-3.2-1b", "--length", "4096", "--gpus", "2", "--machine", "h200"]
-    assert main([*words, "--lora", "--weights", "4bit"]) == 0
+    assert main([*words, "--qlora"]) == 0
     assert "adapters of rank 16 on 4bit weights, AdamW, ddp, " in capsys.readouterr().out
     slow = replace(h200(), p2p=Link(0.0, 1e6))  # nothing else counts
     half, whole = (

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
@@ -52,8 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)"
     group.add_argument("--machine", help=machine)
     group.add_argument("--gpus-per-host", type=int, help="(default as many as this host has, or 8)")
-    group.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="RANK", help="(rank 16 by default)")
-    group.add_argument("--weights", choices=get_args(Weights), default="bf16", help="(default %(default)s)")
+    adapters = group.add_mutually_exclusive_group()
+    rank: dict[str, Any] = {"type": int, "nargs": "?", "const": 16, "metavar": "RANK"}
+    adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default)")
+    adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
+    group.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
     group.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
     group.add_argument(
         "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
@@ -70,13 +73,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) -> int:
     """Prints what is predicted; the exit status is 0 if it fits, 1 if not. Raises for what cannot be, which is 2."""
-    if arguments.lora < 0:
-        raise ConfigError(f"--lora is {arguments.lora}; give the rank of the adapters, at least 1.")
+    rank = arguments.lora if arguments.qlora is None else arguments.qlora
+    if rank is not None and rank < 1:
+        raise ConfigError(f"The rank of the adapters is {rank}; give at least 1.")
+    if arguments.qlora is not None and arguments.weights == "bf16":
+        raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
     machine, gpus = find_machine(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
-    options = {name: getattr(arguments, name) for name in ("sharded", "weights", "lora", "checkpointing", "fused")}
+    weights: Weights = "4bit" if arguments.qlora else arguments.weights or "bf16"
+    options = {name: getattr(arguments, name) for name in ("sharded", "checkpointing", "fused")}
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
-    training = Training(length, gpus, gpus, documents, **options, **settings)
+    training = Training(length, gpus, gpus, documents, weights=weights, lora=rank or 0, **options, **settings)
     rows = divisions(model, training, machine, settings)
     fitting = [row for row in rows if row.fits]
     best = max(fitting, key=lambda row: row.step.tokens_per_second, default=None)

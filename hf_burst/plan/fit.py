@@ -19,7 +19,7 @@ TILE = 16384  # tokens of a tile: products of matrices run at full speed, and li
 SETTINGS = ("tiled_mlp", "head_groups", "activation_offloading", "layers_per_checkpoint", "attention_keep")
 KEEPS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of causal attention
 _CHECKPOINTS = (1, 2, 4)  # layers that share one; more of them keep little less, and compute as much again
-_GROUPS = 4  # of the heads: a quarter of what attention needs inside, and calls that are long enough
+_GROUPS = (1, 4, 8)  # of the heads: less and less of what attention needs inside, and calls that are long enough
 _STEP = 1024  # tokens by which lengths differ
 
 
@@ -110,7 +110,7 @@ def _candidates(
     yield replace(plain, **stays)
     tile = TILE if training.tokens > TILE else 0
     for keep in keeps if training.checkpointing else (1.0,):
-        for groups, layers in product(sorted({1, min(_GROUPS, max(1, model.kv_heads))}), _CHECKPOINTS):
+        for groups, layers in product(sorted({min(count, max(1, model.kv_heads)) for count in _GROUPS}), _CHECKPOINTS):
             changed = {"tiled_mlp": tile, "head_groups": groups, "layers_per_checkpoint": layers}
             part = replace(plain, **{**changed, "attention_keep": keep, **stays})
             yield part

@@ -168,7 +168,8 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
 
 def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> float:
     """Bytes of activations while the backward pass of an attention runs: what is behind it in the layer is gone. On
-    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share."""
+    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share. Those
+    of a group of heads are there beside those of all heads."""
     inputs = model.queries + 2 * model.keys
     keep = training.attention_keep if training.checkpointing else 0.0
     missing = model.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
@@ -176,7 +177,8 @@ def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, mac
     slices = min(cost.slices for _, _, cost in laid.attention)
     shared = 2 * model.keys if model.q_heads > model.kv_heads else 0
     sums = 0.0 if machine.kernel in _ON_CPUS else 4 * (model.queries + shared) / slices
-    return training.tokens * (row + sums)
+    parts = 2 * inputs / slices if slices > 1 else 0.0
+    return training.tokens * (row + sums + parts)
 
 
 def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) -> float:

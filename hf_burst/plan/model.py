@@ -159,7 +159,7 @@ class Training:
             head_groups=self.head_groups,
         )
         if self.weights == "4bit" and not self.lora:
-            raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (--lora).")
+            raise ConfigError("Weights of 4 bits are frozen, so there is nothing to train. Add adapters (lora=16).")
 
     @property
     def tokens(self) -> int:
