@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.resume import what_is_missing
+from tests import restarted
 from tests.models import make_model
 from tests.ranks import RankError, RankPool, forked, reset_accelerate
 from tests.trainers import Case, make_trainer, tokenizer
@@ -210,6 +213,49 @@ def test_a_batch_that_is_split_has_one_group(tmp_path: Path) -> None:
         with mock.patch.object(TrainingArguments, "world_size", 4):
             callback.on_train_begin(args, TrainerState(), None)
         assert (callback.batch or {})["groups"] == groups
+
+
+ACCELERATE = ["accelerate.commands.launch", "--config_file", str(ROOT / "recipes/configs/accelerate_2_processes.yaml")]
+AGAIN = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:PORT", "--rdzv-id", "job", "--max-restarts", "2"]
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"],
+    "torchrun, c10d": ["torch.distributed.run", "--nproc-per-node", "2", *AGAIN],
+    "torchrun on two hosts": ["torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *AGAIN],
+    "accelerate": [
+        *ACCELERATE,
+        *("--rdzv_backend", "c10d", "--main_process_ip", "127.0.0.1", "--main_process_port", "PORT"),
+        *("--max_restarts", "2"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name != "torchrun" else ()) for name in LAUNCHERS]
+)
+def test_launchers_start_again_and_go_on(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """As docs/faults.md has it: a rank is killed, and losses are those of a run without faults, bit by bit."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / restarted.FIRST).touch()
+    port = str(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+    words = [word.replace("PORT", port) for word in LAUNCHERS[name]]
+    command = [sys.executable, "-m", *words, restarted.__file__, str(folder), json.dumps(EVERY)]
+    ours = {"ACCELERATE_USE_CPU": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ours, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    logs = [(tmp_path / f"log-{host}").open("w+") for host in range(2 if "--nnodes" in words else 1)]
+    agents = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) for log in logs]
+    wanted = ranks(2).run(trained, str(tmp_path / "whole"), Case())[0]
+    try:
+        codes = [agent.wait(240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert not any(codes), [Path(log.name).read_text()[-3000:] for log in logs]
+    assert not (folder / restarted.FIRST).exists(), "it was killed"
+    result = json.loads((folder / "result.json").read_text())
+    steps = [entry for entry in result["log"] if "grad_norm" in entry]
+    assert result["start"] == "checkpoint-2"
+    assert all([step[key] for step in steps] == wanted[key] for key in KEYS)
 
 
 def copy(folder: Path, to: Path, step: int) -> str:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 START_ANEW = (
-    "Start the job anew: torchrun --max-restarts does so by itself, and resume_from_checkpoint=True goes on from the "
-    "last checkpoint."
+    "Start the job anew: resume_from_checkpoint=True goes on from the last checkpoint, and torchrun --max-restarts "
+    "starts it by itself (docs/faults.md)."
 )
 _TOGETHER = (
     "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
