@@ -275,7 +275,7 @@ def compile_on_one_rank(rank: int, size: int) -> list[Any]:
 
 
 def test_what_one_rank_cannot_do_none_does(ranks: Ranks) -> None:
-    assert ranks(2).run(compile_on_one_rank) == 2 * [[["layers_per_checkpoint"], [(1.0, 0.0)]]]
+    assert ranks(2).run(compile_on_one_rank) == 2 * [[["layers_per_checkpoint", "activation_offloading"], [(1.0, 0.0)]]]
 
 
 def test_an_error_of_memory_says_what_to_turn() -> None:

@@ -216,6 +216,10 @@ def test_what_cannot_be_is_said_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(ConfigError, match="gradient_checkpointing_enable"):
         model(**models.make_batch("plain"))
     model.eval()(**models.make_batch("plain"))
+    model.train().gradient_checkpointing_enable()
+    model.model.layers[0].compile(backend="eager")
+    with pytest.raises(ConfigError, match="nothing of compiled layers"):
+        model(**models.make_batch("plain"))
     for share in (-0.1, 1.5, "all", float("nan")):
         with pytest.raises(ConfigError, match="share from"):
             hf_burst.BurstConfig(activation_offloading=share)

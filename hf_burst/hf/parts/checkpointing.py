@@ -72,6 +72,11 @@ class Checkpointing(Part):
                 "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
                 "model.gradient_checkpointing_enable()."
             )
+        if offloading and run.compiled and run.model.training and torch.is_grad_enabled():
+            raise ConfigError(
+                f"BurstConfig(activation_offloading={offloading}) offloads nothing of compiled layers: torch.compile "
+                "decides what these keep. Leave out one of the two."
+            )
         again = run.config.layers_per_checkpoint > 1
         if again and takes_weights_apart(run.model):
             raise ConfigError(

@@ -62,6 +62,7 @@ class Memory(Part):
             self.held, host, tiles, once, self.compiled = _most(limits, run)
             self.host = int(-host)
             kept = ["tiled_mlp"] * int(tiles) + ["layers_per_checkpoint"] * int(once)
+            kept += ["activation_offloading"] * int(self.compiled)
             self.fixed = list(dict.fromkeys([*self.fixed, *kept]))
             try:
                 self.size = model_size(self.model_class, run.model.config)
