@@ -408,12 +408,22 @@ def test_deepspeeds_own_parallelism_is_refused(
 
 
 # torch's own optimizer, for which no compiler is needed
-OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+OFFLOADED: dict[str, Any] = {
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_optimizer_in_the_hosts_memory(zero: Pools, tmp_path: Path, stage: int) -> None:
-    compare(zero, zero(2).run(train, str(tmp_path), Case(), stage, None, OFFLOADED), alone(Case().alone))
+WEIGHTS_TOO = {"zero_optimization": {**OFFLOADED["zero_optimization"], "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [(2, OFFLOADED), (3, OFFLOADED), (3, OFFLOADED | WEIGHTS_TOO)],
+    ids=["zero2", "zero3", "zero3, weights too"],
+)
+def test_what_is_in_the_hosts_memory(zero: Pools, tmp_path: Path, stage: int, settings: dict[str, Any]) -> None:
+    compare(zero, zero(2).run(train, str(tmp_path), Case(), stage, None, settings), alone(Case().alone))
 
 
 SCRIPT = """
