@@ -6,6 +6,7 @@ layer keeps leaves while the layer computes, and comes back while the layer afte
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,21 +209,25 @@ class _Kept:
 
 
 class _Unheld(torch.autograd.Function):
-    """A tensor in a graph that begins with a number instead."""
+    """A leaf's values in a graph that begins with a number instead. Whoever has the leaf by then gets its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, number: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+    def forward(ctx: Any, number: Tensor, values: Tensor, leaf: "weakref.ref[Tensor]") -> Tensor:
+        ctx.leaf = leaf
+        return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        if (leaf := ctx.leaf()) is not None:
+            leaf.backward(gradients[0])
+        return None, None, None
 
 
 def unheld(leaf: Tensor) -> Tensor:
-    """A leaf's values, with a gradient that nobody reads. A graph holds its leaves until its backward pass has ended,
-    wherever what was kept of them went."""
-    result: Tensor = _Unheld.apply(torch.zeros((), device=leaf.device, requires_grad=True), leaf.detach())
+    """A leaf, for a graph that does not keep it: graphs hold their leaves until the backward pass has ended, wherever
+    what was kept of them went."""
+    number = torch.zeros((), device=leaf.device, requires_grad=True)
+    result: Tensor = _Unheld.apply(number, leaf.detach(), weakref.ref(leaf))
     return result
 
 

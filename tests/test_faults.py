@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -243,14 +244,16 @@ def test_launchers_start_again_and_go_on(ranks: Ranks, tmp_path: Path, name: str
     ours = {"ACCELERATE_USE_CPU": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **ours, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     logs = [(tmp_path / f"log-{host}").open("w+") for host in range(2 if "--nnodes" in words else 1)]
-    agents = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) for log in logs]
     wanted = ranks(2).run(trained, str(tmp_path / "whole"), Case())[0]
-    try:
-        codes = [agent.wait(240) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert not any(codes), [Path(log.name).read_text()[-3000:] for log in logs]
+    agents = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) for log in logs]
+    deadline = time.monotonic() + 240
+    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    codes = [agent.poll() for agent in agents]
+    for agent in agents:
+        agent.terminate()  # so that it ends its processes
+        agent.wait(30)
+    assert codes == [0] * len(codes), [Path(log.name).read_text()[-3000:] for log in logs]
     assert not (folder / restarted.FIRST).exists(), "it was killed"
     result = json.loads((folder / "result.json").read_text())
     steps = [entry for entry in result["log"] if "grad_norm" in entry]

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import weakref
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_burst
 from hf_burst import offload
@@ -176,7 +176,7 @@ def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @mock.patch.multiple(offload, **SMALL_PAGES)
 def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
-    batch, found, held = models.make_batch("plain", LENGTH), [], []
+    batch, found, freed, norms = models.make_batch("plain", LENGTH), [], [], []
     for share in (0.0, 1.0):
         model = models.make_model("llama", layers=3).train()
         adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
@@ -184,19 +184,23 @@ def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
         models.patch(adapted, config)
         adapted.gradient_checkpointing_enable()
         adapted.enable_input_require_grads()
-        outputs = []
-        model.get_input_embeddings().register_forward_hook(lambda *call, to=outputs: to.append(weakref.ref(call[2])))
-        hooks = list(model.get_input_embeddings()._forward_hooks)
+        outputs: list[torch.Tensor] = []
+        embeddings = model.get_input_embeddings()
+        embeddings.register_forward_hook(lambda *call, to=outputs: to.append(call[2]))
+        hooks = list(embeddings._forward_hooks)
         for _ in range(2):
             found.append(gradients(adapted, batch))
+            norms.append(outputs.pop().grad.norm())  # a user's own hook sees the gradient
         loss = adapted(**batch).loss
+        storage = StorageWeakRef(outputs.pop().untyped_storage())
         gc.collect()
-        held.append(outputs[-1]() is not None)
+        freed.append(storage.expired())
         loss.backward()
-        assert list(model.get_input_embeddings()._forward_hooks) == hooks
-    assert held == [True, False]
+        assert list(embeddings._forward_hooks) == hooks
+    assert freed == [False, True]
     assert len(found[0]) > 1
     assert all(all(map(torch.equal, found[0], others)) for others in found)
+    assert len({float(norm) for norm in norms}) == 1
 
 
 def short_host(rank: int, size: int) -> None:

@@ -54,8 +54,8 @@ def test_all_measured_steps_are_predicted() -> None:
     steps = list(predictions.training_steps())
     assert len(steps) >= 33
     for step in steps:
-        assert -(0.11 if step.plain else 0.055) < step.time_error < (0.01 if step.gpus == 1 else 0), step
-        assert abs(step.memory_error) < (0.06 if step.gpus == 1 else 0.05) or step.compiled, step
+        assert -(0.11 if step.plain else 0.055) < step.time_error < (0.015 if step.gpus == 1 else 0), step
+        assert abs(step.memory_error) < 0.05 or step.compiled, step
 
 
 def test_the_steps_of_recipes_are_predicted() -> None:
@@ -268,7 +268,9 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "0"], "--gpus is 0"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus-per-host", "0"], "--gpus-per-host 0; give at least 1"),
         (["--model", "llama-3-8b", "--length", "64", "--gpus", "4", "--gpus-per-host", "3"], "do not lie on hosts"),
-        (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "The rank of the adapters is -3"),
+        (["--model", "llama-3-8b", "--length", "64", "--lora", "-3"], "--lora is -3; give the rank"),
+        (["--model", "llama-3-8b", "--length", "64", "--qlora", "0"], "--qlora is 0; give the rank"),
+        (["--model", "llama-3-8b", "--length", "64", "--qlora", "--weights", "bf16"], "Leave out --weights bf16"),
         (
             ["--model", "llama-3-8b", "--length", "64", "--attention-keep", "0.3"],
             "attention_keep is 0.3; it must",

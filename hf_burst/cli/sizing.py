@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) 
     """Prints what is predicted; the exit status is 0 if it fits, 1 if not. Raises for what cannot be, which is 2."""
     rank = arguments.lora if arguments.qlora is None else arguments.qlora
     if rank is not None and rank < 1:
-        raise ConfigError(f"The rank of the adapters is {rank}; give at least 1.")
+        option = "--lora" if arguments.qlora is None else "--qlora"
+        raise ConfigError(f"{option} is {rank}; give the rank of the adapters, at least 1.")
     if arguments.qlora is not None and arguments.weights == "bf16":
         raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
     machine, gpus = find_machine(arguments)
@@ -186,8 +187,8 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
     if best is None:
         host = f"{HOST_ROOM:.0%} of the host's {machine.host_memory / 2**30:.0f}"
         limits = f"{ROOM:.0%} of {room:.0f} GiB and {host}"
-        advice = "Give more --gpus, fewer tokens" + ("" if training.lora else " or --lora")
-        lines.append(f"None fits into {limits}. {advice}.")
+        less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
+        lines.append(f"None fits into {limits}. Give more --gpus, fewer tokens{less}.")
     return lines
 
 

@@ -55,7 +55,7 @@ class Checkpointing(Part):
         self.latest: LayerRun | None = None
         # of the latest, until the next layer runs: its address is not given away meanwhile
         self.output: tuple[torch.Tensor, Place] | None = None
-        self.embeddings: RemovableHandle | None = None  # the hook of this pass
+        self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
     def prepare(self, run: ForwardPass) -> None:
         share, offloading = run.config.attention_keep, run.config.activation_offloading
@@ -104,12 +104,12 @@ class Checkpointing(Part):
         if apart and self.layers and torch.is_grad_enabled():
             self._prepare_host(run)
             # behind the hook by which Transformers has the embeddings require a gradient, when weights do not
-            self.embeddings = run.model.get_input_embeddings().register_forward_hook(_let_go)
+            self.hook = run.model.get_input_embeddings().register_forward_hook(_let_go)
 
     def end(self) -> None:
-        if self.embeddings is not None:
-            self.embeddings.remove()
-            self.embeddings = None
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
         self.latest, self.output, self.begun, self.leaving, self.per_checkpoint = None, None, 0, 0, 1
 
     def remove(self, model: PreTrainedModel) -> None:
