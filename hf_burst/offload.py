@@ -5,9 +5,13 @@ layer keeps leaves while the layer computes, and comes back while the layer afte
 """
 
 import contextlib
+import mmap
 import os
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from .errors import ConfigError, KernelError
 PAGE = 2**24  # bytes; a tensor takes whole pages
 _GROWTH = 2**28  # bytes that are page-locked at a time
 _SMALL = 2**20  # bytes; smaller tensors stay
+_MAKERS = 8  # threads that make pages of host memory
 _CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 Kept = Callable[[], Tensor]  # the tensor that is kept, wherever it is
@@ -47,7 +52,7 @@ class HostMemory:
         self.device, self.module = device, torch.get_device_module(device)
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
         self.free: list[Page] = []
-        self.size = 0  # bytes of all pages
+        self.size, self.seconds = 0, 0.0  # bytes of all pages, and how long it took to make them
         self.leaving: list[tuple[Tensor, int, Any]] = []  # with their version, and the event of the copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,7 +69,7 @@ class HostMemory:
         Raises:
             ConfigError: If the host has not as many.
         """
-        missing, processes = size - self.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        missing, processes = size - self.size, _processes()
         if missing > 0 and missing > (room := host_memory()[1] // processes):
             raise ConfigError(
                 f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes} processes, "
@@ -89,10 +94,14 @@ class HostMemory:
 
     def _grow(self, size: int) -> None:
         """Makes pages of so many bytes or more."""
+        start = time.perf_counter()
         for _ in range(-(-size // _GROWTH)):
-            memory = torch.empty(_GROWTH, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+            memory = page_locked(_GROWTH, self.device)
+            if _locks(self.device):
+                weakref.finalize(self, unlock, memory, self.device).atexit = False
             self.free.extend(Page(page) for page in memory.split(PAGE))
             self.size += _GROWTH
+        self.seconds += time.perf_counter() - start
 
 
 class OffloadedTensor:
@@ -248,6 +257,60 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
             f"A tensor of shape {tuple(tensor.shape)} that a checkpointed layer keeps was changed in place. Change a "
             "copy. If it is what attention returned, BurstConfig(attention_keep=0.0) keeps nothing of it."
         )
+
+
+def page_locked(size: int, device: torch.device) -> Tensor:
+    """Host memory that a device copies from and to by itself. On GPUs of Linux the caller gives it to [`unlock`].
+
+    The driver makes one page after another, and so threads make them before.
+
+    Args:
+        size (`int`): Bytes.
+        device (`torch.device`): The device.
+
+    Returns:
+        `torch.ByteTensor` of shape `(size,)`: The memory.
+
+    Raises:
+        KernelError: If the driver refuses.
+    """
+    if not _locks(device):
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # or the first write behind a fork would go to a copy
+    with contextlib.suppress(OSError):  # kernels without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    threads = max(1, min(_MAKERS, len(os.sched_getaffinity(0)) // _processes()))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.chunk(_MAKERS)))
+    driver: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        status = driver.cudaHostRegister(memory.data_ptr(), size, 0)
+    if int(status):
+        raise KernelError(
+            f"The driver could not page-lock {size / 2**20:.0f} MiB of host memory for offloading: "
+            f"{driver.cudaGetErrorString(status)}. Lower BurstConfig(activation_offloading=...), or give the container "
+            "more memory."
+        )
+    return memory
+
+
+def unlock(memory: Tensor, device: torch.device) -> None:
+    """Gives memory that was page-locked back, after the copies that are under way."""
+    torch.cuda.synchronize(device)
+    driver: Any = torch.cuda.cudart()
+    driver.cudaHostUnregister(memory.data_ptr())
+
+
+def _locks(device: torch.device) -> bool:
+    """Whether memory for this device is made here; torch makes it otherwise."""
+    return sys.platform == "linux" and device.type == "cuda"
+
+
+def _processes() -> int:
+    """How many processes share the host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_memory() -> tuple[int, int]:

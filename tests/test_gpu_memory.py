@@ -112,6 +112,19 @@ def train_under_load(rank: int, size: int, device: str, settings: Settings, hidd
     return [losses, float(flat([parameter.detach().double() for parameter in model.parameters()]).sum())]
 
 
+def lock_and_unlock(rank: int, size: int) -> list[bool]:
+    home = HostMemory(gpu_of(rank))
+    home.reserve(2**29)
+    pages = [page.memory for page in home.free]
+    before = all(page.is_pinned() for page in pages)
+    del home
+    return [before, any(page.is_pinned() for page in pages)]
+
+
+def test_host_memory_is_locked_and_given_back(gpus: Ranks) -> None:  # noqa: F811
+    assert gpus(2).run(lock_and_unlock) == [[True, False]] * 2
+
+
 @pytest.mark.parametrize("keep", [1.0, 0.0])
 def test_offloading_changes_no_bit_under_load(gpus: Ranks, keep: float) -> None:  # noqa: F811
     def train(**settings: Any) -> list[Any]:

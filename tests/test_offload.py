@@ -1,5 +1,6 @@
 """Activation offloading: what comes back is what left, and training is as without, bit by bit."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -54,6 +55,49 @@ def test_tensors_come_back_as_they_left(sizes: list[int], order: list[int], data
         assert taken == -(-tensor.nbytes // 64)
         del left
         assert len(home.free) == home.size // 64
+
+
+class Driver:
+    """CUDA's, as far as memory is page-locked: it knows what is, and has room for three pieces."""
+
+    def __init__(self) -> None:
+        self.locked: list[int] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if len(self.locked) == 3:
+            return 2
+        assert (size, flags) == (256, 0)
+        self.locked.append(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        self.locked.remove(address)
+
+    def cudaGetErrorString(self, status: int) -> str:  # noqa: N802
+        return "out of memory"
+
+
+def test_memory_is_locked_until_nothing_needs_it(small_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(offload, "_locks", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    home = HostMemory(CPU)
+    home.reserve(700)
+    starts = [page.memory.data_ptr() for page in home.free[::4]]
+    assert driver.locked == starts
+    assert home.seconds > 0
+    left = OffloadedTensor(torch.arange(64.0), home)
+    with pytest.raises(KernelError, match=r"page-lock 0 MiB .*: out of memory\. Lower .*activation_offloading"):
+        home.reserve(1024)
+    del home
+    gc.collect()
+    assert driver.locked == starts
+    assert torch.equal(left.fetch(), torch.arange(64.0))
+    del left
+    gc.collect()
+    assert driver.locked == []
 
 
 def test_pages_are_used_again(small_pages: None) -> None:

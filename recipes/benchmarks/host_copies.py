@@ -21,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
+from hf_burst.offload import page_locked
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
@@ -78,20 +79,27 @@ def measure(copies: Copies, arguments: argparse.Namespace, ranks: Ranks) -> list
 
 
 def lock(ranks: Ranks, gib: float) -> dict[str, Any]:
-    """Page-locks memory on all ranks at once, piece by piece: seconds of all, and of each GiB. The host's memory before
-    and after shows machines whose memory grows as it is used."""
-    before, pieces, times = psutil.virtual_memory(), [], []
-    ranks.align()
-    for _ in range(round(gib * GIB / PIECE)):
-        start = time.perf_counter()
-        pieces.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda))
-        times.append(time.perf_counter() - start)
+    """Page-locks memory that was not used before on all ranks at once, piece by piece, as torch does and as offload.py
+    does: seconds of all, and of each GiB. The host's memory before and after shows machines whose memory grows as it is
+    used."""
+    before, pieces, result = psutil.virtual_memory(), [], dict[str, Any]()
+    ways = {
+        "torch": lambda: torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda),
+        "hf_burst": lambda: page_locked(PIECE, ranks.device),
+    }
+    for name, make in ways.items():
+        times = []
+        ranks.align()
+        for _ in range(round(gib * GIB / PIECE)):
+            start = time.perf_counter()
+            pieces.append(make())
+            times.append(time.perf_counter() - start)
+        whole = float(ranks.largest(torch.tensor([sum(times)], dtype=torch.float64))[0])
+        of_each = [sum(times[at : at + 4]) for at in range(0, len(times), 4)]
+        result[name] = {"gib_of_each_process": gib, "seconds": whole, "seconds_of_each_gib": of_each}
     after = psutil.virtual_memory()
-    whole = float(ranks.largest(torch.tensor([sum(times)], dtype=torch.float64))[0])
-    of_each = [sum(times[at : at + 4]) for at in range(0, len(times), 4)]
-    memory = {"total_gib": [before.total / GIB, after.total / GIB]}
-    memory["available_gib"] = [before.available / GIB, after.available / GIB]
-    return {"gib_of_each_process": gib, "seconds": whole, "seconds_of_each_gib": of_each, **memory}
+    result["total_gib"] = [before.total / GIB, after.total / GIB]
+    return result | {"available_gib": [before.available / GIB, after.available / GIB]}
 
 
 def main() -> int:
@@ -101,7 +109,7 @@ def main() -> int:
     parser.add_argument("--pages", type=int, nargs="+", default=[4, 16, 64], help="MiB of a page")
     parser.add_argument("--mebibytes", type=int, default=2048, help="MiB of a copy")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--lock-gib", type=float, default=16.0, help="GiB that each process page-locks")
+    parser.add_argument("--lock-gib", type=float, default=16.0, help="GiB that each process page-locks, by each way")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")

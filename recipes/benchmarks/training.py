@@ -71,7 +71,7 @@ def step(job: Job, way: Way) -> dict[str, float]:
         if job.ranks.cuda:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.reset_peak_host_memory_stats()
-        locking = memory(job.ranks)["page_locking_s"]
+        locking = memory(job)["page_locking_s"]
         job.ranks.align()
         if job.ranks.cuda:
             torch.cuda.synchronize()
@@ -82,24 +82,24 @@ def step(job: Job, way: Way) -> dict[str, float]:
         job.optimizer.zero_grad()
         if job.ranks.cuda:
             torch.cuda.synchronize()
-        own = {"seconds": time.perf_counter() - start, **memory(job.ranks)}
+        own = {"seconds": time.perf_counter() - start, **memory(job)}
     own["page_locking_s"] -= locking
     slowest = job.ranks.largest(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
     return dict(zip(own, slowest, strict=True)) | {"loss": mean_loss(job, value)}
 
 
-def memory(ranks: Ranks) -> dict[str, float]:
+def memory(job: Job) -> dict[str, float]:
     """The peaks of this rank: bytes of its GPU that tensors take and that torch reserves, and bytes of page-locked host
-    memory that are in use. And the seconds that page-locking has taken."""
-    if not ranks.cuda:
+    memory that are in use, by torch and by hf_burst. And the seconds that page-locking has taken."""
+    if not job.ranks.cuda:
         return dict.fromkeys(("peak_bytes", "reserved_bytes", "host_bytes", "page_locking_s"), 0.0)
-    host = torch.cuda.host_memory_stats()
+    host, (size, seconds) = torch.cuda.host_memory_stats(), (job.home.size, job.home.seconds) if job.home else (0, 0)
     return {
         "peak_bytes": float(torch.cuda.max_memory_allocated()),
         "reserved_bytes": float(torch.cuda.max_memory_reserved()),
         # older versions of torch call the bytes in use allocated
-        "host_bytes": float(host.get("active_bytes.peak", host.get("allocated_bytes.peak", 0))),
-        "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6,
+        "host_bytes": float(host.get("active_bytes.peak", host.get("allocated_bytes.peak", 0)) + size),
+        "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6 + seconds,
     }
 
 

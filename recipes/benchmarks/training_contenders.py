@@ -32,12 +32,17 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     hf_burst.patch_model(job.model, hf_burst.BurstConfig.from_dict({"memory": "named", **settings}), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
     parts[Checkpointing].home = job.home  # page-locked once, as for a model that stays patched
+
+    def loss(job: Job) -> torch.Tensor:
+        value: torch.Tensor = job.model(**job.batch).loss
+        job.home = parts[Checkpointing].home
+        return value
+
     try:
-        yield lambda job: job.model(**job.batch).loss
+        yield loss
         chosen = [*parts[Memory].chosen.values()][-1:]
         job.chosen = {name: getattr(config, name) for config in chosen for name in SETTINGS}
     finally:
-        job.home = parts[Checkpointing].home
         hf_burst.unpatch_model(job.model)
 
 
