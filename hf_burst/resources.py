@@ -8,7 +8,6 @@ hosts end with `close()`, or with the default group.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from .calibrate import machine_for
 from .errors import ConfigError
 from .mesh import ContextGroup, group_by_name
-from .plan import Machine, Segments
+from .plan import Machine
 from .ring import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
 
 _NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
@@ -33,7 +32,6 @@ class GroupResources:
     def __init__(self, group: ContextGroup) -> None:
         self.group = group
         self.clock: ExchangeClock | None = None  # times the messages of all passes, while there is one
-        self.context: tuple[Segments, Any] | None = None  # of another library's context parallelism, for the last batch
         self._machines: dict[tuple[torch.device, str, int | None], Machine] = {}
         self._pools: dict[torch.device, SymmetricPool | str] = {}
         self._levels: dict[int, tuple[ContextGroup, ContextGroup]] = {}

@@ -1,12 +1,9 @@
 """Layers with a state over shards: beside one process that goes through every document token by token, in fp64."""
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,10 +18,9 @@ from hf_burst.recurrent import (
     Received,
     Rule,
     causal_convolution,
-    context_parallel,
-    cp_context,
     delta_rule_by_heads,
     delta_rule_by_states,
+    delta_rule_in_two_passes,
     diagonal,
     halo,
     lightning_by_heads,
@@ -35,6 +31,7 @@ from hf_burst.recurrent import (
     scan_by_channels,
     scan_by_states,
 )
+from hf_burst.recurrent.two_passes import Inputs, Passing
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -134,6 +131,53 @@ def delta_rule(
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([last for _, last in parts]) if ends else None
 
 
+class DeltaSteps:
+    """The delta rule in steps, token by token."""
+
+    def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
+        return (inputs.g.exp(),)
+
+    def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
+        states, transitions = (inputs.v.new_zeros(len(passing.places), HEADS, KEYS, size) for size in (WIDTH, KEYS))
+        identity = torch.eye(KEYS).double().expand(1, HEADS, -1, -1)
+        for pieces, bounds in passing.ending:
+            for piece, rows in zip(pieces, self.rows(inputs, bounds), strict=True):
+                states[piece] = token_by_token(*rows, states.new_zeros(1, HEADS, KEYS, WIDTH))[1][0]
+        for pieces, bounds in passing.carrying:
+            for piece, rows in zip(pieces, self.rows(inputs, bounds), strict=True):
+                rows[2] = rows[2].new_zeros(*rows[2].shape[:3], KEYS)
+                transitions[piece] = token_by_token(*rows, identity)[1][0]
+        return states, transitions
+
+    def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
+        assert torch.equal(prepared[0], inputs.g.exp())
+        return torch.cat([out for out, _ in self.run(inputs, begin, passing)])
+
+    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return prepared
+
+    def begin_backward(
+        self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        with torch.enable_grad():
+            begin = begin.detach().requires_grad_()
+            out = self.outputs(inputs, kept, begin, passing)
+            return torch.autograd.grad(out, begin, dout)[0], (begin.detach(), dout)
+
+    def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
+        with torch.enable_grad():
+            leaves = Inputs(*(tensor.detach().requires_grad_() for tensor in inputs))
+            outs, ends = zip(*self.run(leaves, begun[0], passing), strict=True)
+            return Inputs(*torch.autograd.grad((torch.cat(outs), torch.stack(ends)), leaves, (begun[1], dend)))
+
+    def run(self, inputs: Inputs, begin: Tensor, passing: Passing) -> list[tuple[Tensor, Tensor]]:
+        pieces = zip(self.rows(inputs, passing.bounds), begin, strict=True)
+        return [(out[0], end[0]) for out, end in (token_by_token(*rows, state[None]) for rows, state in pieces)]
+
+    def rows(self, inputs: Inputs, bounds: Tensor) -> list[list[Tensor]]:
+        return [[tensor[None, start:stop] for tensor in inputs] for start, stop in pairwise(bounds.tolist())]
+
+
 def make(case: Case) -> dict[str, Tensor]:
     """The tensors of a whole batch; the same on every rank."""
     torch.manual_seed(0)
@@ -170,6 +214,7 @@ NAMES = {
     "gated delta rule": ("q", "k", "v", "g", "beta"),
     "gated delta rule, heads exchanged": ("q", "k", "v", "g", "beta"),
     "gated delta rule, packed kernel": ("q", "k", "v", "g", "beta"),
+    "gated delta rule, two passes": ("q", "k", "v", "g", "beta"),
     "Kimi delta attention": ("q", "k", "v", "channel g", "beta"),
     "Mamba2": ("x", "dt", "b", "c", "a"),
     "Mamba2, heads exchanged": ("x", "dt", "b", "c", "a"),
@@ -180,7 +225,7 @@ NAMES = {
     "RG-LRU, channels exchanged": ("gate", "channels"),
 }
 PARAMETERS = ("weight", "a", "rates")
-SCANNED = ("gated delta rule", "Kimi delta attention", "Mamba2", "lightning", "RG-LRU")
+SCANNED = ("gated delta rule", "gated delta rule, two passes", "Kimi delta attention", "Mamba2", "lightning", "RG-LRU")
 
 
 def whole(kind: str, *tensors: Tensor) -> Tensor:
@@ -235,6 +280,8 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, scans: bool, *te
     rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
     if kind.endswith("exchanged"):
         return delta_rule_by_heads(rule, tensors, segments, group)
+    if kind.endswith("two passes"):
+        return delta_rule_in_two_passes(rule, DeltaSteps(), tensors, segments, group, received)
     return delta_rule_by_states(rule, tensors, segments, group, received)
 
 
@@ -323,28 +370,3 @@ def test_numbers_of_blocks_follow_one_another(tokens: int) -> None:
         blocks = torch.autograd.grad(diagonal.recurrence(a, b).cos().sum(), (a, b))
     one_by_one = torch.autograd.grad(single_numbers(a, b).cos().sum(), (a, b))
     torch.testing.assert_close(blocks, one_by_one, rtol=1e-10, atol=1e-12)
-
-
-def test_another_context_parallelism_is_taken_where_it_was_compared() -> None:
-    """Of one document in equal contiguous or zigzag chunks; the others keep columns."""
-    device, resources = torch.device("cuda"), SimpleNamespace(context=None)
-    group: Any = SimpleNamespace(size=2, process_group=None)
-    made: list[str] = []
-    fla = SimpleNamespace(build_cp_context=lambda *_, layout, **__: made.append(layout) or layout)
-    room = {"resources_of": lambda _: resources, "from_host": lambda *_: None}
-    capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
-    with mock.patch.dict(sys.modules, {"fla.ops.cp": fla}), mock.patch.multiple(context_parallel, **room), capability:
-
-        def context(documents: tuple[tuple[int, ...], ...], chunking: Any) -> Any:
-            segments = SequenceLayout.for_batch(documents, 2, chunking).segments
-            assert cp_context(segments, group, torch.device("cpu")) is None
-            assert cp_context(segments, ContextGroup(), device) is None
-            first, again = (cp_context(segments, group, device) for _ in range(2))
-            assert first is again
-            return first
-
-        assert [context(((0, 40),), chunking) for chunking in ("contiguous", "zigzag")] == ["contiguous", "zigzag"]
-        assert made == ["contiguous", "zigzag"], "once a batch"
-        assert context(((0, 11, 40),), "zigzag") is None, "packed"
-        assert context(((0, 40), (0, 40)), "zigzag") is None, "rows"
-        assert context(((0, 48),), (0, 1, 0, 1)) is None, "neither"

@@ -22,12 +22,14 @@ from ..recurrent import (
     Received,
     Rule,
     causal_convolution,
-    cp_context,
     delta_rule_by_heads,
     delta_rule_by_states,
+    delta_rule_in_two_passes,
+    fla_kernels,
     own_heads,
     scan_by_channels,
     scan_by_states,
+    unit_norm,
 )
 from .attention import ForwardCall
 
@@ -100,7 +102,7 @@ def _convolution(original: Function, scope: Scope) -> Function:
 
 
 def _delta_rule(original: Function, scope: Scope) -> Function:
-    packed, parallel = _takes(original, "cu_seqlens"), _takes(original, "cp_context")
+    packed, by_fla = _takes(original, "cu_seqlens"), _takes(original, "cp_context")
 
     def chunk_delta_rule(
         query: Tensor,
@@ -127,17 +129,17 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             )
             return out, last
 
-        # KDA has decays of four dimensions, not compared
-        known = parallel and g.ndim == 3 and scope.call.way == "states"
-        context = cp_context(scope.segments, scope.group, query.device) if known else None
-        if context is not None:
-            options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "cp_context": context}
-            return original(query, key, value, g=g, beta=beta, **options)[0], None
         inputs = (query, key, value, g, beta)
         if scope.by_heads:
             return delta_rule_by_heads(Rule(rule, packed), inputs, scope.segments, scope.group), None
-        out = delta_rule_by_states(Rule(rule, packed), inputs, scope.segments, scope.group, scope.received)
-        return out, None
+        arguments = scope.segments, scope.group, scope.received
+        kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA has four
+        if kernels is None:
+            return delta_rule_by_states(Rule(rule, packed), inputs, *arguments), None
+        if use_qk_l2norm_in_kernel:
+            inputs = (unit_norm(query), unit_norm(key), value, g, beta)
+            use_qk_l2norm_in_kernel = False
+        return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, *arguments), None
 
     return chunk_delta_rule
 

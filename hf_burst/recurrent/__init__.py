@@ -1,23 +1,25 @@
 """Layers that carry a state from token to token, over shards: runs of tokens, what they do to a state, and how that
 composes. Knows nothing of Transformers."""
 
-from .context_parallel import cp_context
 from .delta import delta_rule_by_heads, delta_rule_by_states
 from .diagonal import recurrence_by_channels, recurrence_by_states
 from .exchange import own_heads
+from .fla import fla_kernels, unit_norm
 from .halo import causal_convolution
 from .lightning import lightning_by_heads, lightning_by_states
 from .pieces import Rule
 from .received import Received
 from .scan import scan_by_channels, scan_by_states
+from .two_passes import delta_rule_in_two_passes
 
 __all__ = [
     "Received",
     "Rule",
     "causal_convolution",
-    "cp_context",
     "delta_rule_by_heads",
     "delta_rule_by_states",
+    "delta_rule_in_two_passes",
+    "fla_kernels",
     "lightning_by_heads",
     "lightning_by_states",
     "own_heads",
@@ -25,4 +27,5 @@ __all__ = [
     "recurrence_by_states",
     "scan_by_channels",
     "scan_by_states",
+    "unit_norm",
 ]

@@ -106,7 +106,7 @@ class _Incoming(torch.autograd.Function):
         return incoming.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         refuse_second_derivative()
         transitions, incoming = ctx.saved_tensors
         handing, later = ctx.scan.handing, ctx.scan.later
@@ -117,7 +117,8 @@ class _Incoming(torch.autograd.Function):
         behind = ctx.scan.run(back, (nothing, _transposed(transitions)[0]), "backward")
         states = torch.stack([behind.get(index, nothing) for index in handing])
         before = torch.stack([came.get(index, nothing) for index in handing])
-        return states, _outer(states, before, transitions), None, None
+        outer = _outer(states, before, transitions) if ctx.needs_input_grad[1] else None
+        return states, outer, None, None
 
 
 def _steps_of(segments: Segments, rank: int, direction: Pass) -> list[tuple[tuple[Hop, ...], ...]]:

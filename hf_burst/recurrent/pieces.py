@@ -65,6 +65,8 @@ def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tenso
         start = spans.pop()[0] if spans and spans[-1][1] == segment.local else segment.local
         spans.append((start, segment.local + segment.size))
     flat = [tensor.flatten(0, 1) for tensor in tensors]
+    if spans == [(0, len(flat[0]))]:
+        return flat  # a slice of all would be copied in the backward pass
     if len(spans) == 1:
         return [tensor[slice(*spans[0])] for tensor in flat]
     return [torch.cat([tensor[start:stop] for start, stop in spans]) for tensor in flat]

@@ -7,6 +7,11 @@ causal-conv1d compute, where they are installed. On 2 GPUs, and on two CPU proce
     torchrun --nproc-per-node 2 recipes/benchmarks/recurrent.py --device cpu --tokens 192 --check-tokens 128 \\
         --hidden 64 --key-heads 2 --value-heads 4 --head-dim 16 --dtype float32
 
+With `--play 2` one process computes what each of two ranks would. It takes its own messages for those of others. Times
+are then without messages, and results are not compared:
+
+    python recipes/benchmarks/recurrent.py --play 2 --out outputs/recurrent_1xH200.json
+
 The limit is the same layer on as many tokens of a rank, which it computes alone. Results are compared first, with fp32
 on one device: an error above twice that of one device in the dtype of the benchmark is wrong. Then every contender is
 called once a round. The slowest rank counts, and medians are over the rounds.
@@ -17,7 +22,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -33,7 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout
 from hf_burst.config import Chunking
 from hf_burst.hf.attention import ForwardCall
-from hf_burst.hf.recurrent import COUNTERPARTS, Scope, in_place_of_innermost
+from hf_burst.hf.recurrent import COUNTERPARTS, Run, Scope, in_place_of_innermost
+from hf_burst.plan.recurrence import Way
+from hf_burst.recurrent import Received
 from recipes.benchmarks.clock import Clock
 from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
@@ -45,7 +52,7 @@ TOLERANCE = 2.0  # times the error of one device
 EXACT = 1e-5  # relative error of fp32, with which results are compared
 ROW_S = 0.1  # seconds that calls in a row may take
 Functions = dict[str, Callable[..., Any]]
-Run = Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]  # outputs and what they are derived by
+Call = Callable[[], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]  # outputs and what they are derived by
 
 
 @dataclass(frozen=True)
@@ -91,17 +98,29 @@ class Contender:
     peak_bytes: int = 0
 
 
-def own(way: str, case: Case, chunking: Chunking) -> Functions:
-    """Those of hf_burst. By `"columns"` states pass as where flash-linear-attention knows no such sharding."""
-    group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup()
-    nothing = torch.empty(0)
+class Alone(Received):
+    """What a rank receives that is alone: its own."""
+
+    def all_gather(self, tensor: torch.Tensor, group: ContextGroup) -> tuple[torch.Tensor, ...]:
+        return (tensor,) * group.size
+
+
+def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Functions:
+    """Those of hf_burst. With `columns` states pass as where flash-linear-attention is not installed."""
+    group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
+    layout, nothing = case.layout(chunking), torch.empty(0)
     config = BurstConfig(recurrence="heads" if way == "heads" else "states")
-    call = ForwardCall(case.layout(chunking), group, config, nothing, True, None, None, None, way == "heads")
-    scope = Scope(call)
+    call = ForwardCall(layout, layout.segments, group, config, nothing, True, None, None, None, way)
+    scope = Scope(Run(call, Received() if case.group is not None or case.ranks == 1 else Alone()))
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
-    if way == "columns":
+    if columns:
         stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
     return {name: COUNTERPARTS[name](stock[name], scope) for name in stock}
+
+
+def play(rank: int, ranks: int, chunking: Chunking, case: Case) -> Functions:
+    """Those of hf_burst for one of several ranks, which is alone."""
+    return own("states", replace(case, length=case.length * ranks, rank=rank, ranks=ranks), chunking)
 
 
 def cp_context(case: Case, chunking: Chunking) -> Functions:
@@ -137,14 +156,22 @@ def ringmaster(case: Case) -> Functions:
     return {name: function.__globals__[name] for name in (RULE, CONVOLUTION)}
 
 
-def contenders() -> list[Contender]:
-    ways: list[tuple[str, Chunking]] = [("heads", "contiguous"), ("heads", "zigzag")]
-    ways += [("columns", "contiguous"), ("states", "contiguous"), ("states", "zigzag")]
+def contenders(played: int | None = None) -> list[Contender]:
+    """All of them, or the ranks of hf_burst that one process plays."""
+    ways: tuple[Way, ...] = ("heads", "states")
     layouts: tuple[Chunking, ...] = ("contiguous", "zigzag")
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
+    limit = Contender("limit", lambda case: stock, whole=False)
+    if played is not None:
+        return [limit] + [
+            Contender(f"hf_burst {cut}, as rank {rank} of {played}", partial(play, rank, played, cut), cut, whole=False)
+            for cut in layouts
+            for rank in range(played)
+        ]
     return [
-        Contender("limit", lambda case: stock, whole=False),
-        *(Contender(f"hf_burst {way} {cut}", partial(own, way, chunking=cut), cut) for way, cut in ways),
+        limit,
+        *(Contender(f"hf_burst {way} {cut}", partial(own, way, chunking=cut), cut) for way in ways for cut in layouts),
+        Contender("hf_burst columns zigzag", partial(own, "states", chunking="zigzag", columns=True), "zigzag"),
         *(Contender(f"fla cp_context {cut}", partial(cp_context, chunking=cut), cut) for cut in layouts),
         Contender("ringmaster", ringmaster),
     ]
@@ -260,7 +287,7 @@ def _case(arguments: argparse.Namespace, ranks: Ranks, tokens: int, family: str)
     return Case(tokens * ranks.size, ranks.rank, ranks.size, ranks.device, dtype, ranks.group(family))
 
 
-def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
+def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Call:
     """A call of the whole layer."""
     mixer, tokens = make_mixer(arguments, case), case.length // case.ranks
     forward = with_functions(mixer, contender.functions(case))
@@ -269,7 +296,7 @@ def mixer_run(arguments: argparse.Namespace, case: Case, contender: Contender) -
     return lambda: ([forward(x)], leaves)
 
 
-def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Run:
+def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) -> Call:
     """A call of the bare rule."""
     tokens, dim = case.length // case.ranks, arguments.head_dim
     rule, make = contender.functions(case)[RULE], partial(torch.randn, 1, tokens, device=case.device)
@@ -281,7 +308,7 @@ def rule_run(arguments: argparse.Namespace, case: Case, contender: Contender) ->
     return lambda: ([rule(q, k, v, g=g, beta=beta, cu_seqlens=None, **options)[0]], leaves)
 
 
-def call(run: Run, calls: int, cuda: bool) -> Clock:
+def call(run: Call, calls: int, cuda: bool) -> Clock:
     """Forward passes one after another, then their backward passes, as the layers of a model do."""
     clock, pending = Clock(cuda), []
     clock.mark()
@@ -300,7 +327,7 @@ def measure(
     arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender], part: str, tokens: int
 ) -> list[dict[str, Any]]:
     """Times all contenders of a part of the layer, in turns."""
-    make, runs = {"mixer": mixer_run, "rule": rule_run}[part], dict[str, Run]()
+    make, runs = {"mixer": mixer_run, "rule": rule_run}[part], dict[str, Call]()
 
     def attempt(contender: Contender, calls: int) -> None:
         clock, failure = ranks.attempt(lambda: call(runs[contender.name], calls, ranks.cuda), contender.name)
@@ -375,6 +402,7 @@ def main() -> int:
     parser.add_argument("--check-tokens", type=at_least(1), default=1024, help="of a rank, where results are compared")
     parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
+    parser.add_argument("--play", type=at_least(2), help="how many ranks one process plays, one after another")
     parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
@@ -383,7 +411,9 @@ def main() -> int:
     arguments = parser.parse_args()
     ranks = Ranks(arguments.device, arguments.timeout)
     wanted = tuple(arguments.contenders or ("",))
-    every = [contender for contender in contenders() if contender.name.startswith(("limit", *wanted))]
+    if arguments.play is not None and ranks.size > 1:
+        parser.error(f"--play is for one process, and {ranks.size} were started. Leave it out, or start one.")
+    every = [contender for contender in contenders(arguments.play) if contender.name.startswith(("limit", *wanted))]
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result["checks"], result["results"] = check(arguments, ranks, every), []
     for tokens in arguments.tokens:

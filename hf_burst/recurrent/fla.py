@@ -1,0 +1,190 @@
+"""The steps of a gated delta rule by the kernels of flash-linear-attention, which its own function calls one after
+another."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .two_passes import DeltaKernels, Inputs, Passing, Run
+
+_COMPARED = "0.6."  # its steps are not an interface that others can rely on
+_CHUNK = 64  # tokens that it treats as one product of matrices
+_LARGEST = 256  # keys of a head
+
+
+def fla_kernels(device: torch.device, keys: int) -> DeltaKernels | None:
+    """The kernels for heads of so many keys; `None` where they cannot run, or were not compared."""
+    if device.type != "cuda" or torch.version.hip is not None or keys > _LARGEST:
+        return None
+    try:
+        known = version("fla-core").startswith(_COMPARED)
+    except PackageNotFoundError:
+        return None
+    return _FlaKernels() if known and torch.cuda.get_device_capability(device) >= (8, 0) else None
+
+
+def unit_norm(tensor: Tensor) -> Tensor:
+    """Vectors along the last dimension, divided by their length, as the function itself does to queries and keys."""
+    from fla.modules.norm.l2norm import l2norm
+
+    normed: Tensor = l2norm(tensor)
+    return normed
+
+
+class _FlaKernels:
+    """Tensors of its own are `(1, tokens, heads, ...)`. Decays are added up inside of chunks, as powers of 2."""
+
+    def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+        from fla.ops.utils import chunk_local_cumsum
+        from fla.ops.utils.constant import RCP_LN2
+
+        _, k, v, g, beta = _rows(inputs)
+        decay = chunk_local_cumsum(g, _CHUNK, scale=RCP_LN2, cu_seqlens=passing.bounds)
+        w, u, inverse = chunk_gated_delta_rule_fwd_intra(
+            k=k, v=v, g=decay, beta=beta, cu_seqlens=passing.bounds, chunk_size=_CHUNK
+        )
+        return decay, inverse, w, u
+
+    def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
+        decay, _, w, u = prepared
+        k, (heads, width) = inputs.k[None], u.shape[2:]
+        states = k.new_zeros(len(passing.places), heads, k.shape[-1], width, dtype=torch.float32)
+        transitions = states.new_zeros(*states.shape[:3], k.shape[-1])
+        for run in passing.ending:
+            found = slice(run.pieces.start, run.pieces.stop)
+            states[found] = _ends(k, w, u, decay, states[found], run)
+        zeros = u.new_zeros(*u.shape[:3], k.shape[-1]) if passing.carrying else u
+        identity = torch.eye(k.shape[-1], device=k.device)
+        for run in passing.carrying:
+            begin = identity.expand(len(run.pieces), heads, -1, -1).contiguous()
+            transitions[run.pieces.start : run.pieces.stop] = _ends(k, w, zeros, decay, begin, run)
+        return states, transitions
+
+    def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
+        from fla.ops.common.chunk_o import chunk_fwd_o
+
+        decay, _, w, u = prepared
+        q, k, v, *_ = _rows(inputs)
+        states, values = _states(k, w, u, decay, begin, passing)
+        out: Tensor = chunk_fwd_o(
+            q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), cu_seqlens=passing.bounds, chunk_size=_CHUNK
+        )
+        return out[0].to(v.dtype)
+
+    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return prepared[:2]
+
+    def begin_backward(
+        self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local
+        from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+
+        decay, inverse = kept
+        q, k, v, _, beta = _rows(inputs)
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, cu_seqlens=passing.bounds)
+        states, values = _states(k, w, u, decay, begin, passing)
+        dvalues = chunk_bwd_dv_local(
+            q=q, k=k, g=decay, do=dout[None], scale=_scale(q), cu_seqlens=passing.bounds, chunk_size=_CHUNK
+        )
+        _, dbegin, _ = _dstates(q, k, w, decay, dout[None], dvalues, torch.zeros_like(begin), passing)
+        return dbegin, (decay, inverse, w, states, values, dout[None], dvalues)
+
+    def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg
+        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
+        from fla.ops.utils import chunk_local_cumsum
+
+        decay, inverse, w, states, values, dout, dvalues = begun
+        q, k, v, _, beta = _rows(inputs)
+        dstates, _, dvalues = _dstates(q, k, w, decay, dout, dvalues, dend, passing)
+        bounds: dict[str, Any] = {"cu_seqlens": passing.bounds}
+        dq, dk, dw, ddecay = chunk_bwd_dqkwg(
+            q=q,
+            k=k,
+            v=values,
+            w=w,
+            g=decay,
+            h=states,
+            dv=dvalues,
+            do=dout,
+            dh=dstates,
+            scale=_scale(q),
+            chunk_size=_CHUNK,
+            **bounds,
+        )
+        more_k, dv, dbeta, more_decay = prepare_wy_repr_bwd(
+            k=k, v=v, beta=beta, g=decay, A=inverse, dw=dw, du=dvalues, **bounds
+        )
+        dg = chunk_local_cumsum(ddecay.add_(more_decay), _CHUNK, reverse=True, **bounds)
+        found = Inputs(dq, dk.add_(more_k), dv, dg, dbeta)
+        return Inputs(*(gradient[0].to(own.dtype) for gradient, own in zip(found, inputs, strict=True)))
+
+
+def _rows(inputs: Inputs) -> tuple[Tensor, ...]:
+    return tuple(tensor[None] for tensor in inputs)
+
+
+def _scale(q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5)
+
+
+def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passing: Passing) -> tuple[Tensor, Tensor]:
+    """The state before each chunk, and the values less what it knew of them."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+
+    states, values, _ = chunk_gated_delta_rule_fwd_h(
+        k=k, w=w, u=u, g=decay, initial_state=begin, cu_seqlens=passing.bounds, chunk_size=_CHUNK
+    )
+    return states, values
+
+
+def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, run: Run) -> Tensor:
+    """The states at the end of some pieces. Called as others are, so that one kernel is tuned: tuning takes minutes."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
+
+    _, _, ends = chunk_gated_delta_rule_fwd_h(
+        k=k,
+        w=w,
+        u=u,
+        g=decay,
+        initial_state=begin,
+        output_final_state=True,
+        save_new_value=False,
+        cu_seqlens=run.bounds,
+        chunk_size=_CHUNK,
+    )
+    found: Tensor = ends
+    return found
+
+
+def _dstates(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    decay: Tensor,
+    dout: Tensor,
+    dvalues: Tensor,
+    dend: Tensor,
+    passing: Passing,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the states before chunks, of those before pieces, and of values."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
+
+    found: tuple[Tensor, Tensor, Tensor] = chunk_gated_delta_rule_bwd_dhu(
+        q=q,
+        k=k,
+        w=w,
+        g=decay,
+        h0=dend,  # asks for their gradients, of the same shape
+        dht=dend,
+        do=dout,
+        dv=dvalues,
+        scale=_scale(q),
+        cu_seqlens=passing.bounds,
+        chunk_size=_CHUNK,
+    )
+    return found

@@ -1,0 +1,197 @@
+"""A gated delta rule over shards in two passes: what pieces do to a state, then outputs by the states that come.
+
+The first pass goes over keys and values alone. Ranks exchange what it finds, and the second pass begins every piece
+with its true state. The backward pass is built likewise: gradients of states that nothing follows, the exchange, then
+all gradients.
+
+    inputs -> [_Maps] -> states, transitions -> exchange -> states that come -> [_Outputs] -> outputs
+
+Gradients of inputs need those of the states at the end of pieces, which come last. So `_Outputs` returns gradients of
+the states that come, and leaves the rest to `_Maps`, whose backward pass runs after the exchange. Transitions take no
+gradients: those of the states at the end are whole.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..collectives import refuse_second_derivative
+from ..kernels import from_host
+from ..mesh import ContextGroup
+from ..plan import Segments
+from .gather import handing_on, take_part
+from .pieces import Rule, joined
+from .received import Received
+from .states import by_matrix, in_full_precision, incoming_states
+
+
+class Inputs(NamedTuple):
+    """Queries and keys `(tokens, key heads, K)`, values `(tokens, heads, V)`, logarithms of the decay and beta
+    `(tokens, heads)`, of pieces one after another."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+class Run(NamedTuple):
+    """Neighbours among the pieces, with the cumulative bounds of their tokens, `(pieces + 1,)`, on the device."""
+
+    pieces: range
+    bounds: Tensor
+
+
+@dataclass(frozen=True)
+class Passing:
+    """The pieces of a rank whose state passes. Made once for a batch.
+
+    Args:
+        places (`tuple[int, ...]`): Their places among the segments of the rank.
+        bounds (`torch.IntTensor` of shape `(pieces + 1,)`): Cumulative bounds, on the device.
+        ending (`tuple[Run, ...]`): Those that hand a state on.
+        carrying (`tuple[Run, ...]`): Of these, those to which a state comes.
+    """
+
+    places: tuple[int, ...]
+    bounds: Tensor
+    ending: tuple[Run, ...]
+    carrying: tuple[Run, ...]
+
+
+class DeltaKernels(Protocol):
+    """The steps of a gated delta rule. What is `prepared` and `begun` is known to the kernels alone."""
+
+    def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
+        """What is computed inside of chunks, without any state."""
+
+    def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
+        """The states at the end of pieces that begin with zeros, `(pieces, heads, K, V)`, and what these do to a state
+        that comes, `(pieces, heads, K, K)`; zeros where nobody asks. Both in fp32 or fp64."""
+
+    def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
+        """The outputs `(tokens, heads, V)` of pieces that begin with these states."""
+
+    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What of it the backward pass takes."""
+
+    def begin_backward(
+        self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The gradients of the states at the beginning of pieces if nothing follows them, and what is begun."""
+
+    def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
+        """The gradients of the inputs, by those of the states at the end of pieces."""
+
+
+def delta_rule_in_two_passes(
+    rule: Rule,
+    kernels: DeltaKernels,
+    inputs: Sequence[Tensor],
+    segments: Segments,
+    group: ContextGroup,
+    received: Received | None = None,
+) -> Tensor:
+    """A gated delta rule of each document by itself; states pass from rank to rank.
+
+    Args:
+        rule ([`Rule`]): The rule, for documents that one rank holds.
+        kernels ([`DeltaKernels`]): Its steps.
+        inputs (five `torch.Tensor`): As in [`delta_rule_by_states`], with one decay for each head.
+        segments ([`Segments`]): Those of all ranks.
+        group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, n, value heads, V)`.
+    """
+    value, own = inputs[2], segments.by_rank[group.rank]
+    if not segments.slots:
+        return rule(joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
+    passing = segments.once(_passing, group, value.device)
+    with in_full_precision(value):
+        turn = _Turn(kernels, passing)
+        states, transitions, after = _Maps.apply(turn, *joined(inputs, [own[place] for place in passing.places]))
+        handed = dict(zip(passing.places, zip(states.unbind(), transitions.unbind(), strict=True), strict=True))
+        incoming, slots = incoming_states(handed, by_matrix, segments, group, received)
+        nothing = torch.zeros_like(transitions[0, ..., :1]).expand(states.shape[1:])
+        out = _Outputs.apply(turn, after, torch.stack([incoming.get(place, nothing) for place in passing.places]))
+    alone = [place for place in range(len(own)) if place not in passing.places]
+    if alone:
+        sizes = [own[place].size for place in alone]
+        local, _ = rule(joined(inputs, [own[place] for place in alone]), sizes)
+        outputs = dict(zip(alone, local.split(sizes), strict=True))
+        outputs |= dict(zip(passing.places, out.split([own[place].size for place in passing.places]), strict=True))
+        out = torch.cat([outputs[place] for place in range(len(own))])
+    return take_part(out.view(value.shape), slots)
+
+
+def _passing(segments: Segments, group: ContextGroup, device: torch.device) -> Passing:
+    own, handing = segments.by_rank[group.rank], handing_on(segments, group)
+    places = tuple(place for place, piece in enumerate(own) if place in handing or not piece.opens)
+    bounds = [0, *accumulate(own[place].size for place in places)]
+
+    def runs(wanted: Sequence[bool]) -> tuple[Run, ...]:
+        edges = [index for index in range(len(places) + 1) if [*wanted, False][index] != [False, *wanted][index]]
+        ranges = [range(*edges[at : at + 2]) for at in range(0, len(edges), 2)]
+        return tuple(Run(run, from_host(bounds[run.start : run.stop + 1], torch.int32, device)) for run in ranges)
+
+    with torch.inference_mode(False):  # a later pass over the same batch may train
+        return Passing(
+            places,
+            from_host(bounds, torch.int32, device),
+            runs([place in handing for place in places]),
+            runs([place in handing and not own[place].opens for place in places]),
+        )
+
+
+class _Turn:
+    """What both functions of one call share, for a moment in either pass."""
+
+    def __init__(self, kernels: DeltaKernels, passing: Passing) -> None:
+        self.kernels, self.passing = kernels, passing
+        self.forward: tuple[Any, ...] = ()  # the inputs, and what is prepared
+        self.backward: tuple[Any, ...] = ()  # the inputs, and what is begun
+
+
+class _Maps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, turn: _Turn, *rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = Inputs(*(row.contiguous() for row in rows))
+        prepared = turn.kernels.prepare(inputs, turn.passing)
+        states, transitions = turn.kernels.maps(inputs, prepared, turn.passing)
+        turn.forward, ctx.turn = (inputs, prepared), turn
+        ctx.mark_non_differentiable(transitions)
+        return states, transitions, states.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        turn: _Turn = ctx.turn
+        (inputs, begun), turn.backward = turn.backward, ()
+        return None, *turn.kernels.end_backward(inputs, begun, gradients[0].contiguous(), turn.passing)
+
+
+class _Outputs(torch.autograd.Function):
+    """`after` is a tensor without elements, by which [`_Maps`] is behind in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, turn: _Turn, after: Tensor, begin: Tensor) -> Tensor:
+        (inputs, prepared), turn.forward = turn.forward, ()
+        ctx.turn = turn
+        ctx.save_for_backward(*inputs, begin, *turn.kernels.kept(prepared))
+        return turn.kernels.outputs(inputs, prepared, begin, turn.passing)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        turn, (*rows, begin), kept = ctx.turn, ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        inputs = Inputs(*rows)
+        dbegin, begun = turn.kernels.begin_backward(inputs, kept, begin, dout.contiguous(), turn.passing)
+        turn.backward = inputs, begun
+        return None, dbegin.new_empty(0), dbegin
