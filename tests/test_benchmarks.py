@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +29,14 @@ from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, row_products
-from recipes.benchmarks import attention, host_copies, reach, training_plan
+from recipes.benchmarks import attention, host_copies, reach, recurrent, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native, exact_attention
 from recipes.benchmarks.peers import flex_attention_over
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import table
+from tests.ranks import RankPool
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
@@ -582,6 +583,30 @@ def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trained["ended"] == "step"
     assert trained["steps"][0]["loss"] == pytest.approx(6.2, abs=0.2)
     assert reach.attempt(["--hf-burst", "default"], 64, arguments, 0.05)["ended"] == "out of time"
+
+
+LAYER = "--device cpu --tokens 40 --check-tokens 48 --hidden 32 --key-heads 2 --value-heads 4 --head-dim 8 --rounds 1"
+
+
+def measure_layer(rank: int, size: int, out: str, *more: str) -> None:
+    words = ["recurrent.py", *LAYER.split(), "--dtype", "float32", "--contenders", "hf_burst", *more, "--out", out]
+    with mock.patch.object(sys, "argv", words):
+        assert recurrent.main() == 0
+
+
+def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Over two ranks, whose results are right; and by one process that plays them."""
+    ranks(2).run(measure_layer, str(tmp_path / "two.json"))
+    measure_layer(0, 1, str(tmp_path / "alone.json"), "--play", "2")
+    two, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("two", "alone"))
+    ways = ["heads contiguous", "heads zigzag", "states contiguous", "states zigzag", "columns zigzag"]
+    played = [f"{cut}, as rank {rank} of 2" for cut in ("contiguous", "zigzag") for rank in range(2)]
+    for result, names in ((two, ways), (alone, played)):
+        assert result["failures"] == {}
+        for part in ("mixer", "rule"):
+            found = [row["contender"] for row in result["results"] if row["part"] == part]
+            assert found == ["limit", *(f"hf_burst {name}" for name in names)]
+    assert [row["failure"] for row in two["checks"][1:]] == [""] * len(ways)
 
 
 def test_copies_to_the_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

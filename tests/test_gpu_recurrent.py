@@ -7,6 +7,7 @@ torch's functions otherwise.
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch import nn
 
 import hf_burst
 from hf_burst.check.compare import Double
+from hf_burst.config import Chunking
+from hf_burst.layout import SequenceLayout
+from hf_burst.mesh import ContextGroup
+from hf_burst.recurrent import Received, Rule, delta_rule_in_two_passes, fla_kernels, unit_norm
 from tests import models
 from tests.ranks import gpu_of
 from tests.test_gpu import Ranks, gpus  # noqa: F401
@@ -130,6 +135,93 @@ def recurrent_errors(
         if way != "alone":
             hf_burst.unpatch_model(model)
     return errors
+
+
+PASSING: dict[str, tuple[tuple[tuple[int, ...], ...], Chunking]] = {
+    "zigzag": (((0, 2039),), "zigzag"),
+    "contiguous": (((0, 2039),), "contiguous"),
+    "packed": (((0, 300, 301, 1000, 1501, 2039),), "balanced"),
+    "rows": (((0, 1021), (0, 500, 1021)), "zigzag"),
+}
+
+
+def rule_inputs(documents: tuple[tuple[int, ...], ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Queries, keys, values, decays and beta of a batch, and the gradient of its output; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(len(documents), documents[0][-1], *shape, generator=generator)
+
+    inputs = [normal(4, 64), normal(4, 64), normal(4, 64), -normal(4).exp() / 100, normal(4).sigmoid()]
+    return [tensor if at == 3 else tensor.bfloat16() for at, tensor in enumerate(inputs)], normal(4, 64).bfloat16()
+
+
+def two_passes(rank: int, size: int, name: str, scans: bool) -> list[torch.Tensor]:
+    """The output of this rank's tokens, and the gradients of what went in."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def rule(rows: Any, states: Any, bounds: Any, ends: bool) -> Any:
+        q, k, v, g, beta = rows
+        return chunk_gated_delta_rule(
+            q, k, v, g=g, beta=beta, initial_state=states, output_final_state=ends, cu_seqlens=bounds
+        )
+
+    documents, chunking = PASSING[name]
+    layout, place = SequenceLayout.for_batch(documents, size, chunking), gpu_of(rank)
+    inputs, dout = rule_inputs(documents)
+    q, k, *rest = own = [layout.shard(tensor, rank).to(place).requires_grad_() for tensor in inputs]
+    kernels = fla_kernels(place, 64)
+    assert kernels is not None
+    out = delta_rule_in_two_passes(
+        Rule(rule, packed=True),
+        kernels,
+        (unit_norm(q), unit_norm(k), *rest),
+        layout.segments,
+        ContextGroup.from_mesh(None),
+        Received(scans=scans),
+    )
+    gradients = torch.autograd.grad(out, own, layout.shard(dout, rank).to(place))
+    return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
+
+
+def one_process(name: str, dtype: torch.dtype, function: Any) -> list[torch.Tensor]:
+    """The same, of whole documents."""
+    documents, _ = PASSING[name]
+    inputs, dout = rule_inputs(documents)
+    leaves = [(tensor if at == 3 else tensor.to(dtype)).cuda().requires_grad_() for at, tensor in enumerate(inputs)]
+    rows = []
+    for row, bounds in enumerate(documents):
+        parts = [[leaf[row : row + 1, start:stop] for leaf in leaves] for start, stop in pairwise(bounds)]
+        outs = [function(*part[:3], g=part[3], beta=part[4], use_qk_l2norm_in_kernel=True)[0] for part in parts]
+        rows.append(torch.cat(outs, dim=1))
+    out = torch.cat(rows)
+    gradients = torch.autograd.grad(out, leaves, dout.to(dtype).cuda())
+    return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("name", PASSING)
+def test_two_passes_are_as_close_as_one_gpu(gpus: Ranks, name: str) -> None:  # noqa: F811
+    """Twice the error of flash-linear-attention itself at most, against its plain form in fp32."""
+    pytest.importorskip("fla")
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+
+    def plain(q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> Any:
+        q, k = (nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
+        return naive_recurrent_gated_delta_rule(q, k, v, beta, g)
+
+    exact, alone = (
+        one_process(name, torch.float32, plain),
+        one_process(name, torch.bfloat16, chunk_gated_delta_rule),
+    )
+    layout = SequenceLayout.for_batch(PASSING[name][0], 2, PASSING[name][1])
+    for scans in (False, True):
+        shards = gpus(2).run(two_passes, name, scans, timeout=1800)
+        for tensors in zip(exact, alone, *shards, strict=True):
+            wanted, single = tensors[:2]
+            found = layout.unshard(list(tensors[2:]))
+            assert (found - wanted).norm() <= 2 * (single - wanted).norm()
 
 
 @pytest.mark.timeout(2000)  # kernels of flash-linear-attention are tuned for minutes, for every shape

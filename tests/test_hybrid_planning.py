@@ -51,6 +51,7 @@ from tests.test_recurrent_models import errors_of
 RESULTS = Path(__file__).parents[1] / "recipes/benchmarks/results"
 Ranks = Callable[[int], RankPool]
 DELTA = RecurrentSize("delta", 48, 48, 128, 128, key_heads=16, channels=10240, reach=3)
+KIMI = replace(DELTA, decays=128)
 SCAN = RecurrentSize("scan", 36, 128, 128, 64, key_heads=1, channels=8448, reach=3)
 SELECTIVE = RecurrentSize("selective", 28, 8192, 16, 1, key_heads=1, channels=8192, reach=3)
 CONVOLUTION = RecurrentSize("convolution", 10, channels=2048, reach=2)
@@ -134,26 +135,38 @@ def test_heads_that_ranks_do_not_divide() -> None:
 
 
 def test_the_rule_takes_as_long_as_was_measured() -> None:
-    """Qwen3.6's layer over 2 H200s, without its convolution: by heads, by further columns, by a pass of its own."""
+    """Qwen3.6's layer over 2 H200s, without its convolution: by heads, and by further columns."""
     size, rows = replace(DELTA, channels=0), []
     for name in ("recurrent_2xH200", "recurrent_2xH200_ways"):
         rows += [(name, row) for row in json.loads((RESULTS / f"{name}.json").read_text())["results"]]
     compared = 0
     for name, row in rows:
         _, _, contender = row["contender"].partition("hf_burst ")
-        if row["part"] != "rule" or row["tokens_per_rank"] < 32768 or not contender:
+        by_cp_context = name == "recurrent_2xH200" and contender.startswith("states")
+        if row["part"] != "rule" or row["tokens_per_rank"] < 32768 or not contender or by_cp_context:
             continue
         way, chunking = contender.split()
         length = 2 * row["tokens_per_rank"]
         segments = Segments(cut(length, pattern(2, chunking)), ((0, length),))
         machine = replace(h200(), ranks_per_host=2)
-        own_pass = way == "states" and name == "recurrent_2xH200"
-        with mock.patch.object(recurrence._PassCost, "_by_own_pass", own_pass):
+        with mock.patch.object(recurrence._PassCost, "_in_two_passes", False):
             cost = recurrence_cost(way, size, segments, machine)
         assert cost.forward_s * 1e3 == pytest.approx(row["forward_ms"], rel=0.12), (name, row)
         assert cost.backward_s * 1e3 == pytest.approx(row["backward_ms"], rel=0.12), (name, row)
         compared += 1
-    assert compared >= 11
+    assert compared >= 9
+
+
+def test_two_passes_take_as_long_as_was_measured() -> None:
+    """What the busiest of two ranks computes beside the rule, by one H100 that plays it. A tenth of the rule's time is
+    what other calls and a slower memory account for."""
+    size = replace(DELTA, channels=0)
+    rows = json.loads((RESULTS / "recurrent_1xH100_alone.json").read_text())["results"]
+    measured = {row["contender"]: row for row in rows if row["part"] == "rule" and row["tokens_per_rank"] == 32768}
+    segments = Segments(cut(65536, pattern(2, "zigzag")), ((0, 65536),))
+    cost = recurrence_cost("states", size, segments, replace(h200(), ranks_per_host=2))
+    more = measured["hf_burst zigzag, as rank 1 of 2"]["both_ms"] - measured["limit"]["both_ms"]
+    assert (cost.total_s - cost.rule_s) * 1e3 == pytest.approx(more, abs=measured["limit"]["both_ms"] / 10)
 
 
 def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:
@@ -166,12 +179,14 @@ def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:
 
 
 def test_the_choice_goes_by_the_links() -> None:
-    """Heads by NVLink, states by 5 GB/s; Mamba1 and convolutions have no choice."""
+    """Columns make heads by NVLink better, and 5 GB/s states; Mamba1 and convolutions have no choice."""
     near = replace(h200(), ranks_per_host=2)
     far = replace(h200(), ranks_per_host=1, between_hosts=Link(1e-4, 5e9))
     segments = contiguous(65536, 2)
-    assert choose_recurrence([DELTA], segments, near).way == "heads"
-    assert choose_recurrence([DELTA], segments, far).way == "states"
+    assert choose_recurrence([KIMI], segments, near).way == "heads"
+    assert choose_recurrence([DELTA], segments, near).way == "states", "in two passes"
+    for size in (KIMI, DELTA):
+        assert choose_recurrence([size], segments, far).way == "scanned states", "the first run sends no transition"
     for machine in (near, far):
         assert choose_recurrence([SELECTIVE, CONVOLUTION], segments, machine).way == "heads"
         assert choose_recurrence([CONVOLUTION], segments, machine).way == "states"
@@ -184,7 +199,7 @@ def test_one_choice_for_all_layers() -> None:
     machine, segments = replace(h200(), ranks_per_host=2), contiguous(65536, 2)
     lone = replace(SCAN, layers=1, heads=512, keys=32, values=8)
     assert choose_recurrence([lone], segments, machine).way == "states"
-    assert choose_recurrence([lone, DELTA], segments, machine).way == "heads"
+    assert choose_recurrence([lone, KIMI], segments, machine).way == "heads"
 
 
 SMALL = {
@@ -377,14 +392,15 @@ def test_sizes_of_models() -> None:
 
 
 def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
-    """The way that a model takes by itself, where a state takes long, links are slow, or calls take long; its loss."""
+    """The way that a model takes by itself, where a state's steps take long, links are slow, or passes over states take
+    long; its loss."""
     model, batch, taken = models.make_model("qwen3_5"), models.make_batch("plain"), []
     calls: list[Any] = []
     rule, link = h200().rule, Link(0.0, 1e3)
     slow_state = replace(h200(), symmetric=None, rule=replace(rule, step=1.0))
     slow_link = replace(h200(), symmetric=None, p2p=link)
-    slow_call = replace(h200(), symmetric=None, rule=replace(rule, call=1.0))
-    for machine in (slow_state, slow_link, slow_call):
+    slow_pass = replace(h200(), symmetric=None, rule=replace(rule, states=1.0))
+    for machine in (slow_state, slow_link, slow_pass):
         with mock.patch.object(GroupResources, "machine", lambda *_, machine=machine: machine):
             models.patch(model)
             hook = model.model.register_forward_pre_hook(

@@ -53,7 +53,7 @@ class RuleRate:
     Args:
         forward, backward (`float`): FLOP/s of either pass, of the operations that `RecurrentSize.rule_flops` counts.
             The backward pass has twice as many.
-        transitions (`float`): FLOP/s of a pass of its own, in either direction, that finds states and transitions.
+        states (`float`): FLOP/s of a pass, in either direction, that finds states or transitions and no outputs.
         call (`float`): Seconds that a call of either pass adds.
         step (`float`): Seconds that every 64 tokens of the longest piece add, twice as many backward: a state passes
             through them one after another, however few heads a rank has.
@@ -61,13 +61,14 @@ class RuleRate:
 
     forward: float
     backward: float
-    transitions: float
+    states: float
     call: float
     step: float
 
 
-# fitted to the gated DeltaNet of Qwen3.6 over 2 H200s, see recipes/benchmarks/results/recurrent_2xH200_ways.json
-_RULE = RuleRate(forward=142e12, backward=83e12, transitions=31e12, call=0.2e-3, step=2.0e-6)
+# fitted to the gated DeltaNet of Qwen3.6 over 2 H200s, see recipes/benchmarks/results/recurrent_2xH200_ways.json;
+# passes that find states: on one H100, see recurrent_1xH100_alone.json
+_RULE = RuleRate(forward=142e12, backward=83e12, states=75e12, call=0.2e-3, step=2.0e-6)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class Machine:
         ]
         above += [link.bandwidth for link in links]
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
-        above += [self.rule.forward, self.rule.backward, self.rule.transitions]
+        above += [self.rule.forward, self.rule.backward, self.rule.states]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks, self.peak]
         least += [self.host_memory]
         least += [self.rule.call, self.rule.step]
@@ -287,7 +288,7 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
         rule=replace(
             measured.rule,
-            **{name: computing * getattr(measured.rule, name) for name in ("forward", "backward", "transitions")},
+            **{name: computing * getattr(measured.rule, name) for name in ("forward", "backward", "states")},
         ),
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
@@ -316,7 +317,7 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
         gathered_rate=0.93,
         waiting=0.55,
         host_bandwidth=5e9,
-        rule=RuleRate(forward=2e9, backward=2e9, transitions=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
+        rule=RuleRate(forward=2e9, backward=2e9, states=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
     )
 
 

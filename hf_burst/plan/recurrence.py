@@ -10,7 +10,6 @@ from typing import Literal, get_args
 from ..config import Recurrence
 from .machine import Link, Machine
 from .segments import Segments
-from .sharding import pattern_of
 from .traffic import Pass
 
 RuleKind = Literal["delta", "scan", "selective", "convolution"]
@@ -117,9 +116,14 @@ class RecurrentSize:
         return self._flops(self.values + self.keys) - self._flops(self.values) if self.kind == "delta" else 0.0
 
     @property
+    def state_flops(self) -> float:
+        """Those of a pass in either direction that finds states and no outputs (delta rules)."""
+        return 4.0 * self.heads * self.keys * self.values if self.kind == "delta" else 0.0
+
+    @property
     def transition_flops(self) -> float:
-        """Those of a pass in either direction that finds states and transitions and no outputs (delta rules)."""
-        return 4.0 * self.heads * self.keys * (self.keys + self.values) if self.kind == "delta" else 0.0
+        """Those of one that finds transitions (delta rules)."""
+        return 4.0 * self.heads * self.keys**2 if self.kind == "delta" else 0.0
 
     def _flops(self, columns: int) -> float:
         state, chunk = self.keys * columns, 2 * _CHUNK
@@ -240,11 +244,14 @@ def _total(way: Way, sizes: Iterable[RecurrentSize], segments: Segments, machine
 @dataclass(frozen=True)
 class _Runs:
     """What the cost of passing states follows from, each of the rank with the most: tokens of pieces that open no
-    document, and how many these are; tokens of pieces that hand on; calls of the rule; and the longest piece."""
+    document, and how many these are; tokens of pieces that hand on, that do both, and that do either; calls of the
+    rule; and the longest piece."""
 
     later: int
     later_pieces: int
     handing: int
+    both: int
+    either: int
     calls: int
     longest: int
 
@@ -253,9 +260,12 @@ def _runs_of(segments: Segments) -> _Runs:
     ranks = []
     for rank, own in enumerate(segments.by_rank):
         later = [piece.size for piece in own if not piece.opens]
-        handing = [own[at].size for holder, at in segments.slots if holder == rank]
-        kinds = {(piece.opens, (rank, at) in segments.slots) for at, piece in enumerate(own)}
-        ranks.append((sum(later), len(later), sum(handing), len(kinds), max(piece.size for piece in own)))
+        sizes = Counter[tuple[bool, bool]]()
+        for at, piece in enumerate(own):
+            sizes[piece.opens, (rank, at) in segments.slots] += piece.size
+        handing = sizes[True, True] + sizes[False, True]
+        tokens = sum(later), len(later), handing, sizes[False, True], sizes[True, True] + sum(later)
+        ranks.append((*tokens, len(sizes), max(piece.size for piece in own)))
     return _Runs(*map(max, zip(*ranks, strict=True)))
 
 
@@ -335,21 +345,20 @@ class _PassCost:
             self._touch(2 * self.tokens * self.size.channels * self.size.itemsize, _HALO_CALLS)
 
     @property
-    def _by_own_pass(self) -> bool:
-        """Whether flash-linear-attention's context parallelism finds the transitions: on GPUs, of one document in equal
-        contiguous or zigzag chunks. Its kernels make a pass of their own over keys and values."""
-        one_document = self.rows == 1 and len(self.segments.documents[0]) == 2
-        known = self.machine.device != "CPU" and one_document and pattern_of(self.segments.sharding) is not None
-        return known and self.size.kind == "delta"
+    def _in_two_passes(self) -> bool:
+        """Whether flash-linear-attention's kernels find states and transitions before they find outputs: on GPUs, with
+        one decay for each head."""
+        return self.machine.device != "CPU" and self.size.kind == "delta" and self.size.decays == 1
 
     def _pass_states(self, scanned: bool) -> None:
         """Every rank treats its own pieces; of those that open no document the transitions are found beside."""
         size, runs, slots = self.size, self.segments.once(_runs_of), len(self.segments.slots)
         later, longest, reading = runs.later, runs.longest, _PIECE_CALLS * runs.later_pieces
         state, width = size.heads * size.keys * size.values, size.heads * size.values
-        if self._by_own_pass and not scanned:
-            self.seconds += self._rule(self.tokens, longest)
-            self.seconds += later * size.transition_flops / self.machine.rule.transitions
+        if self._in_two_passes:  # the backward pass has its transitions from the forward pass
+            flops = runs.handing * size.state_flops + runs.both * size.transition_flops
+            flops = runs.either * size.state_flops if self.backward else flops
+            self.seconds += self._rule(self.tokens, longest) + flops / self.machine.rule.states
         elif size.kind == "delta":
             columns = later * size.heads * (size.keys + size.values) * size.itemsize
             self.seconds += self._rule(self.tokens, longest, later, runs.calls)

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..collectives import refuse_second_derivative
 from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
@@ -37,23 +39,55 @@ def causal_convolution(
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
     """
-    out = convolution(x)
     edges = _edges(segments, group.rank, reach, x.device)
     if not len(edges.replaced):
-        return out
+        return convolution(x)
     channels, tokens = x.shape[1:]
-    rows = x.transpose(1, 2).reshape(-1, channels)
-    firsts, tails = rows.index_select(0, edges.taken).split([len(edges.halos), len(edges.taken) - len(edges.halos)])
+    x, taken = _Taken.apply(x, edges.taken // tokens, edges.taken % tokens)
+    firsts, tails = taken.split([len(edges.halos), len(edges.taken) - len(edges.halos)])
     zeros = x.new_zeros(1, channels)
     shards = (received or Received()).all_gather(tails, group) if len(tails) else ()
-    before = torch.cat([*shards, zeros])
-    halos = before.index_select(0, edges.halos)
+    halos = torch.cat([*shards, zeros]).index_select(0, edges.halos)
     pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
     right = anew.reshape(-1, channels).index_select(0, edges.kept)
-    where = edges.replaced
-    # not in place: some activations are derived by their own output
-    return out.transpose(1, 2).index_put((where // tokens, where % tokens), right).transpose(1, 2)
+    replaced: Tensor = _Replaced.apply(convolution(x), right, edges.replaced // tokens, edges.replaced % tokens)
+    return replaced
+
+
+class _Taken(torch.autograd.Function):
+    """All tokens of `(batch, channels, n)`, and some of them as `(taken, channels)`. Gradients of these are added to
+    those of all in their place: the convolution made them, for nobody else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, places)
+        return x.view_as(x), x.transpose(1, 2)[rows, places]
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dtaken: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative()
+        dx.transpose(1, 2).index_put_(ctx.saved_tensors, dtaken, accumulate=True)
+        return dx, None, None
+
+
+class _Replaced(torch.autograd.Function):
+    """`(batch, channels, n)` with other values for some tokens, in the same memory. An activation that is derived by
+    its own output finds these values there, and zeros as their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, values: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, places)
+        same_memory = out.data  # of which autograd would say that it was changed
+        same_memory.transpose(1, 2).index_put_((rows, places), values)
+        return same_memory
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        refuse_second_derivative()
+        kept, where = dout.clone(), ctx.saved_tensors
+        kept.transpose(1, 2).index_put_(where, dout.new_zeros(()))
+        return kept, dout.transpose(1, 2)[where], None, None
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,9 @@ def delta_rule_in_two_passes(
 
 
 def _passing(segments: Segments, group: ContextGroup, device: torch.device) -> Passing:
-    own, handing = segments.by_rank[group.rank], handing_on(segments, group)
-    places = tuple(place for place, piece in enumerate(own) if place in handing or not piece.opens)
+    own, sending = segments.by_rank[group.rank], handing_on(segments, group)
+    handing = {place for rank, place in segments.slots if rank == group.rank}  # none, where a rank sends for nobody
+    places = tuple(place for place, piece in enumerate(own) if place in sending or not piece.opens)
     bounds = [0, *accumulate(own[place].size for place in places)]
 
     def runs(wanted: Sequence[bool]) -> tuple[Run, ...]:
