@@ -10,9 +10,10 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import jsonschema
@@ -21,7 +22,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch.nn.attention import flex_attention
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
@@ -528,6 +531,7 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"
     options = ["--device", "cpu", "--shape", "tiny", "--layers", "3", "--lora", "--lengths", "131", "--rounds", "1"]
     options += ["--warmup", "0", "--no-limits", "--contenders", "Transformers, cuDNN", "hf_burst, chosen"]
+    options += ["--give-back"]
     script = [sys.executable, "recipes/benchmarks/training.py", *options, "--hf-burst", words, "--out", str(out)]
     subprocess.run(script, cwd=ROOT, check=True, timeout=120)
     result = json.loads(out.read_text())
@@ -661,6 +665,61 @@ def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.Monke
     assert calls[5:] == ["ours"]
 
 
+class OfUnsloth:
+    """Stands for Unsloth's `FastLanguageModel`: it loads and adapts with Transformers and peft."""
+
+    packed: ClassVar[list[Any]] = []
+
+    @classmethod
+    def from_pretrained(cls, folder: str, dtype: torch.dtype, **options: Any) -> tuple[torch.nn.Module, Any]:
+        assert options.pop("unsloth_tiled_mlp") is True
+        assert options == {
+            **{"load_in_4bit": False, "local_files_only": True},
+            **{"max_seq_length": 512, "use_gradient_checkpointing": "unsloth"},
+        }
+        AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        plain = model.forward
+        model.forward = lambda packed_seq_lengths, **batch: cls.packed.append(packed_seq_lengths) or plain(**batch)
+        return model, None
+
+    @staticmethod
+    def get_peft_model(model: torch.nn.Module, r: int, target_modules: list[str], **options: Any) -> torch.nn.Module:
+        return get_peft_model(model, LoraConfig(r=r, lora_alpha=options["lora_alpha"], target_modules=target_modules))
+
+
+def test_unsloth_trains_the_parameters_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.benchmarks import single_contenders, training_job, unsloth_contender
+
+    module = types.ModuleType("unsloth")
+    module.FastLanguageModel = OfUnsloth
+    monkeypatch.setitem(sys.modules, "unsloth", module)
+    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
+    job.tokens, job.document = torch.randint(512, (1, 70)), 32
+    for name, adapter in job.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(adapter, std=0.02)
+    learned = [adapter for adapter in job.model.parameters() if adapter.requires_grad]
+
+    def results(way: Any) -> list[torch.Tensor]:
+        with way(job) as loss:
+            value = loss(job)
+            value.backward()
+        gradients = [adapter.grad for adapter in learned]
+        job.optimizer.zero_grad()
+        return [value.detach(), *gradients]
+
+    expected = results(partial(single_contenders.plain, kernel="sdpa"))
+    job.ranks.cuda = True
+    for found, wanted in zip(results(single_contenders.ALONE["Unsloth, tiles"].way), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert [lengths.tolist() for lengths in OfUnsloth.packed] == [[32, 32, 6]]
+    assert unsloth_contender.adapted(job.model, job.base, True).get_base_model() is not job.base
+    job.model = job.base
+    with pytest.raises(ConfigError, match="give --lora"):
+        results(single_contenders.ALONE["Unsloth"].way)
+
+
 @pytest.mark.full
 def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
     out, names = tmp_path / "training.json", ("hf_burst, attention saved", "hf_burst, everything saved")
@@ -685,6 +744,7 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--contenders", "accelerate context parallelism"], "is no way to train on 1 process"),
         (["--layers", "0"], "from 1 on"),
         (["--document", "64"], "with --no-limits"),
+        (["--contenders", "Unsloth", "Transformers, cuDNN"], "measure it in a process of its own"),
         (["--out", "."], "a folder; give a file"),
         ([], "torchrun --nproc-per-node"),
     ],

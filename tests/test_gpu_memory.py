@@ -4,6 +4,7 @@ exact as the whole. Memory falls by about what the plan says."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -137,6 +138,50 @@ def test_offloading_changes_no_bit_under_load(gpus: Ranks, keep: float) -> None:
         assert train(activation_offloading=share) == expected, share
         assert train(activation_offloading=share, layers_per_checkpoint=3) == expected, share
     assert train(layers_per_checkpoint=3) == expected
+
+
+def moved_by(rank: int, size: int, device: str, name: str, hidden: int, noise: float = 0.0) -> tuple[Any, ...]:
+    """By how much an optimizer of bitsandbytes moves the weights in three steps, in fp32. Of how many weights the
+    states have 8 bits, and of how many they lie in pages. One process is not patched. Noise is relative to the size of
+    the gradients that are not zero."""
+    from bitsandbytes import optim
+
+    place = gpu_of(rank) if device == "cuda" else torch.device(device)
+    model = llama(hidden, 2, 512, torch.float32).to(place)
+    before = flat([weight.detach().clone() for weight in model.parameters()])
+    if size > 1:
+        models.patch(model)
+    optimizer = getattr(optim, name)(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 512, (1, 1027), generator=torch.Generator().manual_seed(1)).to(place)
+    generator = torch.Generator(place).manual_seed(2)
+    for _ in range(3):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        for weight, gradient in zip(model.parameters(), group_mean(model), strict=True):
+            random = torch.randn(gradient.shape, device=place, generator=generator)
+            weight.grad.copy_(gradient + noise * gradient.square().mean().sqrt() * random * (gradient != 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [[value for value in of.values() if isinstance(value, torch.Tensor)] for of in optimizer.state.values()]
+    if device == "cuda":
+        torch.cuda.synchronize()
+    small = sum(any(value.dtype == torch.uint8 for value in of) for of in states)
+    paged = sum(any(getattr(value, "is_paged", False) for value in of) for of in states)
+    return (flat([weight.detach() for weight in model.parameters()]) - before).cpu(), small, paged
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW", "PagedAdamW8bit"])
+def test_optimizers_of_bitsandbytes_over_ranks(gpus: Ranks, name: str) -> None:  # noqa: F811
+    """The weights move as in one process, up to what rounding of the gradients makes of it there. All matrices have
+    states in 8 bits, in pages, or both: 7 of each layer, the embeddings and the head."""
+    arguments = "cuda", name, 512
+    (wanted, small, paged), (rounded, _, _) = (gpus(1).run(moved_by, *arguments, noise)[0] for noise in (0.0, 1e-5))
+    assert (small, paged) == (16 * name.endswith("8bit"), 16 * name.startswith("Paged"))
+    least = float((rounded - wanted).norm() / wanted.norm())
+    assert least < 0.02
+    for found, *kinds in gpus(2).run(moved_by, *arguments):
+        assert kinds == [small, paged]
+        assert float((found - wanted).norm() / wanted.norm()) <= 4 * least
 
 
 def tile_errors(rank: int, size: int, device: str, autocast: bool, hidden: int, tokens: int, tile: int) -> list[list]:

@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.offload import page_locked
+from hf_burst.offload import page_locked, unlock
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
 MIB, GIB = 2**20, 2**30
-PIECE = GIB // 4  # bytes that are page-locked at a time, as in offload.py
+OF_A_GIB = 4
+PIECE = GIB // OF_A_GIB  # bytes that are page-locked at a time, as in offload.py
 WAYS = ("out", "in", "both")
 
 
@@ -79,25 +81,29 @@ def measure(copies: Copies, arguments: argparse.Namespace, ranks: Ranks) -> list
 
 
 def lock(ranks: Ranks, gib: float) -> dict[str, Any]:
-    """Page-locks memory that was not used before on all ranks at once, piece by piece, as torch does and as offload.py
-    does: seconds of all, and of each GiB. The host's memory before and after shows machines whose memory grows as it is
-    used."""
-    before, pieces, result = psutil.virtual_memory(), [], dict[str, Any]()
-    ways = {
+    """Page-locks memory that was not used before on all ranks at once, as torch does and as offload.py does, a GiB each
+    in turns: seconds of all, and of each GiB. The host's memory before and after shows machines whose memory grows as
+    it is used."""
+    before, count = psutil.virtual_memory(), round(gib * GIB / PIECE)
+    ways: dict[str, Callable[[], torch.Tensor]] = {
         "torch": lambda: torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda),
         "hf_burst": lambda: page_locked(PIECE, ranks.device),
     }
-    for name, make in ways.items():
-        times = []
-        ranks.align()
-        for _ in range(round(gib * GIB / PIECE)):
+    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for first in range(0, count, OF_A_GIB):
+        for name in [*ways][:: 1 if first % (2 * OF_A_GIB) == 0 else -1]:
+            ranks.align()
             start = time.perf_counter()
-            pieces.append(make())
-            times.append(time.perf_counter() - start)
-        whole = float(ranks.largest(torch.tensor([sum(times)], dtype=torch.float64))[0])
-        of_each = [sum(times[at : at + 4]) for at in range(0, len(times), 4)]
+            pieces[name] += [ways[name]() for _ in range(min(OF_A_GIB, count - first))]
+            times[name].append(time.perf_counter() - start)
+    result: dict[str, Any] = {}
+    for name, of_each in times.items():
+        whole = float(ranks.largest(torch.tensor([sum(of_each)], dtype=torch.float64))[0])
         result[name] = {"gib_of_each_process": gib, "seconds": whole, "seconds_of_each_gib": of_each}
     after = psutil.virtual_memory()
+    for piece in pieces["hf_burst"] if ranks.cuda else ():
+        unlock(piece, ranks.device)
     result["total_gib"] = [before.total / GIB, after.total / GIB]
     return result | {"available_gib": [before.available / GIB, after.available / GIB]}
 

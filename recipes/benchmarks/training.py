@@ -16,11 +16,13 @@ norms are compared. README.md beside this file says what is measured.
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
+if any(word.startswith("Unsloth") for word in sys.argv) and find_spec("unsloth"):
+    import_module("unsloth")  # which wants to be there before Transformers
 
 from hf_burst.cli.launch import launched
 from hf_burst.errors import ConfigError
@@ -37,14 +41,14 @@ from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.single_contenders import SINGLE
+from recipes.benchmarks.single_contenders import ALONE, SINGLE
 from recipes.benchmarks.training_contenders import CONTENDERS, REACH, Contender, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 from recipes.benchmarks.training_plan import predict, settings_of
 from recipes.benchmarks.training_profile import profiled
 
-KNOWN = CONTENDERS | SINGLE | REACH
+KNOWN = CONTENDERS | SINGLE | REACH | ALONE
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
@@ -136,12 +140,23 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
                 job.optimizer.zero_grad()
             elif index >= arguments.warmup:
                 rows[name]["steps"].append(timed)
+            if arguments.give_back:
+                give_back(job)
             yield list(rows.values())
         job.ranks.say(f"{length} tokens, round {index + 1} of {arguments.warmup + rounds}")
     for name in running if arguments.profile else ():
         profile, _ = job.ranks.attempt(partial(profiled, partial(step, job, arguments.contenders[name].way)))
         rows[name] |= profile or {}
         yield list(rows.values())
+
+
+def give_back(job: Job) -> None:
+    """Gives the page-locked memory that nobody uses any more back to the host, that of hf_burst too."""
+    job.home = None
+    gc.collect()
+    if job.ranks.cuda:
+        torch.cuda.synchronize()
+        torch._C._host_emptyCache()
 
 
 def compiled_graphs() -> int:
@@ -170,7 +185,8 @@ def summary(
                 f"{kind}_memory_gib": max(step[f"{kind}_bytes"] for step in row["steps"]) / 2**30
                 for kind in ("peak", "reserved", "host")
             }
-            if len(arguments.contenders) > 1 or arguments.warmup or len(row["steps"]) > 1:
+            again = len(arguments.contenders) > 1 or arguments.warmup or len(row["steps"]) > 1
+            if again and not arguments.give_back:
                 peaks["host_memory_gib"] = None  # torch counts what is used again by each step, and by each contender
             row = row | {
                 "median_s": medians[name],
@@ -286,6 +302,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=at_least(0), default=1, help="steps before them")
     parser.add_argument("--check-length", type=at_least(2), help="tokens of the comparison before the first step (all)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="as on a smaller GPU (all that it has)")
+    parser.add_argument(
+        "--give-back",
+        action="store_true",
+        help="page-locked memory is given back after each step: for contenders that together take more than the host "
+        "has",
+    )
     parser.add_argument("--no-limits", action="store_true", help="do not measure the least time of a step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one step may take")
@@ -311,6 +333,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     if count not in (1, len(arguments.lengths)):
         parser.error(f"--rounds has {count} numbers for {len(arguments.lengths)} lengths; give one, or one each")
     arguments.rounds *= len(arguments.lengths) // count
+    if len(arguments.contenders) > 1 and (alone := sorted(ALONE.keys() & arguments.contenders)):
+        parser.error(f"{alone[0]!r} changes functions that the others call; measure it in a process of its own")
     for name in (name for name, contender in arguments.contenders.items() if contender.several is (size == 1)):
         parser.error(f"{name!r} is no way to train on {size} {'process' if size == 1 else 'processes'}")
     if arguments.qlora and size > 1:
@@ -355,6 +379,7 @@ def main() -> int:
         "lora": lora,
         "four_bits": arguments.qlora,
         "gpu_memory_gib": arguments.gpu_memory,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
         "liger": arguments.liger,
         "compiled": arguments.compile,
         "kernel": native.name,
