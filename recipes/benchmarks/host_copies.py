@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.offload import page_locked, unlock
+from hf_burst.offload import HostMemory
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
@@ -85,25 +85,24 @@ def lock(ranks: Ranks, gib: float) -> dict[str, Any]:
     in turns: seconds of all, and of each GiB. The host's memory before and after shows machines whose memory grows as
     it is used."""
     before, count = psutil.virtual_memory(), round(gib * GIB / PIECE)
-    ways: dict[str, Callable[[], torch.Tensor]] = {
-        "torch": lambda: torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda),
-        "hf_burst": lambda: page_locked(PIECE, ranks.device),
+    pieces, home = list[torch.Tensor](), HostMemory(ranks.device)
+    ways: dict[str, Callable[[], None]] = {
+        "torch": lambda: pieces.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda)),
+        "hf_burst": lambda: home.reserve(home.size + PIECE),
     }
-    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in ways}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for first in range(0, count, OF_A_GIB):
         for name in [*ways][:: 1 if first % (2 * OF_A_GIB) == 0 else -1]:
             ranks.align()
             start = time.perf_counter()
-            pieces[name] += [ways[name]() for _ in range(min(OF_A_GIB, count - first))]
+            for _ in range(min(OF_A_GIB, count - first)):
+                ways[name]()
             times[name].append(time.perf_counter() - start)
     result: dict[str, Any] = {}
     for name, of_each in times.items():
         whole = float(ranks.largest(torch.tensor([sum(of_each)], dtype=torch.float64))[0])
         result[name] = {"gib_of_each_process": gib, "seconds": whole, "seconds_of_each_gib": of_each}
     after = psutil.virtual_memory()
-    for piece in pieces["hf_burst"] if ranks.cuda else ():
-        unlock(piece, ranks.device)
     result["total_gib"] = [before.total / GIB, after.total / GIB]
     return result | {"available_gib": [before.available / GIB, after.available / GIB]}
 
