@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.offload import page_locked
+from hf_burst.offload import HostMemory
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
@@ -83,16 +83,17 @@ def lock(ranks: Ranks, gib: float) -> dict[str, Any]:
     does: seconds of all, and of each GiB. The host's memory before and after shows machines whose memory grows as it is
     used."""
     before, pieces, result = psutil.virtual_memory(), [], dict[str, Any]()
+    home = HostMemory(ranks.device)
     ways = {
-        "torch": lambda: torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda),
-        "hf_burst": lambda: page_locked(PIECE, ranks.device),
+        "torch": lambda: pieces.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda)),
+        "hf_burst": lambda: home.reserve(home.size + PIECE),
     }
     for name, make in ways.items():
         times = []
         ranks.align()
         for _ in range(round(gib * GIB / PIECE)):
             start = time.perf_counter()
-            pieces.append(make())
+            make()
             times.append(time.perf_counter() - start)
         whole = float(ranks.largest(torch.tensor([sum(times)], dtype=torch.float64))[0])
         of_each = [sum(times[at : at + 4]) for at in range(0, len(times), 4)]
