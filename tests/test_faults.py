@@ -421,7 +421,7 @@ def check(faults: Any, fault: Any, row: dict[str, Any]) -> None:
     assert row["bit_equal"], row
     assert row["seconds"] < faults.LIMIT + faults.GRACE, row
     for rank, code in enumerate(row["exit_codes"]):
-        if fault.what in ("slow", "packets lost"):
+        if fault.what in ("slow", "network stalls", "packets lost"):
             assert code == 0, row
         elif rank == fault.rank and fault.what == "stalled":
             assert code is None, row

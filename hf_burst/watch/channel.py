@@ -163,21 +163,22 @@ class Watch:
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
             return RankMismatchError(self.verdict.text)
         ended = [str(report) for report in reports.values() if report.gives_up("")]
-        silent = [str(rank) for rank in members if rank not in reports]
-        unknown = [str(rank) for rank in unknown_ranks if rank not in reports]
+        asked = reached and self.farewell is None  # else the store is gone, and silence proves nothing
+        silent = [rank for rank in members if rank not in reports and rank != self.rank]
+        unknown = [rank for rank in silent if asked and rank in unknown_ranks]
+        lacking = [rank for rank in silent if rank not in unknown]
+        never = [f"Rank {', '.join(map(str, unknown))} never came to a call of hf_burst."] if unknown else []
         if "imed out" in str(problem) or "timeout" in str(problem):
-            others = [report for rank, report in reports.items() if rank != self.rank]
+            answers = [str(report) for rank, report in reports.items() if rank != self.rank]
             return LostRankError(
                 f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out. "
-                f"{after_the_limit(others, [rank for rank in members if rank not in reports], reached)} {START_ANEW}"
+                f"{after_the_limit([*never, *answers], lacking, asked)} {START_ANEW}"
             )
-        if reached and unknown:
-            ended.insert(0, f"Rank {', '.join(unknown)} never came to a call of hf_burst.")
-        if silent and reached:
-            killed = [rank for rank in silent if rank not in unknown]
-            if killed:
-                ended.insert(0, f"Nothing was heard of rank {', '.join(killed)}, which was probably killed.")
-        elif silent and self.farewell is None:
+        ended[:0] = never
+        if lacking and asked:
+            killed = ", ".join(map(str, lacking))
+            ended.insert(0, f"Nothing was heard of rank {killed}, which was probably killed.")
+        elif lacking and self.farewell is None:
             ended.insert(0, f"The store of the job cannot be reached: {NO_STORE}.")
         return LostRankError(
             f"Rank {self.rank} lost the connection to another rank in {doing}. {' '.join(ended)} Look for the first "

@@ -114,15 +114,15 @@ def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
     return [] if own is None else follow(own, [])
 
 
-def after_the_limit(others: Sequence[Report], silent: Sequence[int], reached: bool) -> str:
+def after_the_limit(known: Sequence[str], silent: Sequence[int], reached: bool) -> str:
     """What a rank knows of the others, and advises, when it has waited until the time limit.
 
     Args:
-        others (`Sequence[Report]`): What other ranks answered.
+        known (`Sequence[str]`): Sentences about other ranks.
         silent (`Sequence[int]`): The ranks that did not answer.
         reached (`bool`): Whether the store of the job answered.
     """
-    heard = "".join(f"{report} " for report in others)
+    heard = "".join(f"{sentence} " for sentence in known)
     if not reached:
         return (
             f"Neither the other ranks nor the store of the job could be reached: {NO_STORE}. {heard}"

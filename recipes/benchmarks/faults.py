@@ -18,7 +18,6 @@ import random
 import re
 import resource
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -56,9 +55,10 @@ OPTIONS = {
 }
 
 
-NETWORK = {  # what happens to host 1, by programs of Linux
-    "network down": "ip -n {switch} link set port1 down",
-    "packets lost": "tc -n {switch} qdisc replace dev port1 root tbf rate 20mbit burst 16kb limit 16kb",
+NETWORK = {  # what happens to host 1, by programs of Linux; a second one after SLOW seconds
+    "network down": ["ip -n {switch} link set port1 down"],
+    "network stalls": ["ip -n {switch} link set port1 down", "ip -n {switch} link set port1 up"],
+    "packets lost": ["tc -n {switch} qdisc replace dev port1 root tbf rate 20mbit burst 16kb limit 16kb"],
 }
 ADVICE = re.compile(r" (Look (for|at)|Start the job|If a rank was slow).*")  # how they go on, the same for many
 
@@ -93,6 +93,7 @@ FAULTS = [
     Fault("Ctrl-C", signal=signal.SIGINT),
     Fault("SIGTERM", signal=signal.SIGTERM),
     Fault("network down", "forward"),
+    Fault("network stalls", "forward"),
     Fault("packets lost", "forward"),
 ]
 
@@ -219,9 +220,9 @@ class Job:
                 elif (fault.signal or network) and self.wait_for("fault", processes):
                     for process in processes if fault.signal else ():
                         process.send_signal(fault.signal)
-                    if network:
-                        words = NETWORK[fault.what].format(switch=network.switch).split()
-                        subprocess.run(words, check=True)
+                    for number, line in enumerate(NETWORK[fault.what] if network else ()):
+                        time.sleep(SLOW * number)
+                        subprocess.run(line.format(switch=network.switch).split(), check=True)
                         (self.folder / "happened").touch()
                 return self.ended(processes, fault, kill)
             finally:
@@ -301,7 +302,8 @@ class Job:
 def text(folder: Path) -> Path:
     """A document of a job's own: Python's documentation, or the beginning of it."""
     file = folder / "document.txt"
-    file.write_text("\n".join(pydoc_data.topics.topics.values())[:CHARACTERS])
+    if not file.exists():  # a process may read it
+        file.write_text("\n".join(pydoc_data.topics.topics.values())[:CHARACTERS])
     return file
 
 
@@ -339,13 +341,13 @@ def kill_at_random(kills: int, folder: Path, whole: Job, seed: int) -> dict[str,
     job = Job(folder / "0")
     while len(done) < kills:
         start = last_checkpoint(job.folder / "out")
-        if start is None:  # one that was cut off as the first is not passed over
-            shutil.rmtree(job.folder / "out", ignore_errors=True)
         steps = int(start.rpartition("-")[2]) if start is not None else 0
         if steps < timeline[-2][0]:
             rank, moment = chance.randrange(job.ranks), chance.uniform(timeline[steps][1], timeline[-1][1])
             step, began = max(entry for entry in timeline[:-1] if entry[1] <= moment)
             ended = job.run(Fault(), (rank, step, moment - began))
+            if ended.killed is None and set(ended.exit_codes) != {0}:
+                raise SystemExit(f"the command failed before it was killed: {ended.sentences}")
             if ended.killed_in is not None and ended.killed_in < timeline[-1][0]:  # it was under way
                 done.append(ended)
                 print(json.dumps(asdict(ended)), flush=True)
