@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -425,10 +426,12 @@ def check(faults: Any, fault: Any, row: dict[str, Any]) -> None:
             assert code == 0, row
         elif rank == fault.rank and fault.what == "stalled":
             assert code is None, row
+        elif fault.signal:
+            assert code == {signal.SIGINT: 130}.get(fault.signal, -fault.signal), row
         else:
             assert code not in (0, None), row
             alone = rank != fault.rank or fault.what == "network down"
-            assert fault.signal or not alone or ours(row["sentences"][rank]), row
+            assert not alone or ours(row["sentences"][rank]), row
 
 
 def test_the_page_has_the_faults_that_were_provoked(faults: Any) -> None:
@@ -440,9 +443,10 @@ def test_the_page_has_the_faults_that_were_provoked(faults: Any) -> None:
         1 <= kill["killed_in"] <= steps and kill["exit_codes"][kill["killed"]] == -signal.SIGKILL for kill in kills
     )
     assert all(ours(kill["sentences"][1 - kill["killed"]]) for kill in kills)
-    assert {row["what"] for row in result["faults"]} == {fault.what for fault in faults.FAULTS}
     assert result["random"]["bit_equal"]
-    assert all(row["bit_equal"] for row in result["faults"])
+    for fault, row in zip(faults.FAULTS, result["faults"], strict=True):
+        assert asdict(fault).items() <= row.items()
+        check(faults, fault, row)
 
 
 def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ CHARACTERS = 6000
 LIMIT = 15  # seconds after which ranks give up waiting (ddp_timeout)
 GRACE = 45.0  # seconds more, in which all processes must have ended
 SLOW = 5.0
+EACH = 4  # processes killed at random moments of a training
 MARKS = ("<!-- faults: by recipes/benchmarks/faults.py -->", "<!-- end of faults -->")  # in a page
 OPTIONS = {
     "config": ROOT / "recipes/configs/text_cpu.yaml",
@@ -53,8 +54,6 @@ OPTIONS = {
     "ddp_timeout": LIMIT,
     "disable_tqdm": "true",
 }
-
-
 NETWORK = {  # what happens to host 1, by programs of Linux; a second one after SLOW seconds
     "network down": ["ip -n {switch} link set port1 down"],
     "network stalls": ["ip -n {switch} link set port1 down", "ip -n {switch} link set port1 up"],
@@ -177,6 +176,7 @@ def work(rank: int, folder: Path, fault: Fault, words: list[str]) -> None:
         train(trainer, *others)
 
     training.train = with_faults
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     sys.argv = [str(RECIPE), *words]
     runpy.run_path(str(RECIPE), run_name="__main__")
 
@@ -332,36 +332,37 @@ def provoke(fault: Fault, folder: Path, wanted: dict[str, Any]) -> dict[str, Any
 
 
 def kill_at_random(kills: int, folder: Path, whole: Job, seed: int) -> dict[str, Any]:
-    """Kills a process again and again, at moments drawn from what remains of a training; the same command goes on. A
-    training that is done is compared with the one that was not disturbed, and another one begins."""
+    """Kills a process a few times in each training, at moments drawn from what remains of it; the same command goes on.
+    Each training is compared with the one that was not disturbed."""
     from hf_burst import last_checkpoint
 
     chance, done, equal = random.Random(seed), list[Outcome](), list[bool]()
     timeline = whole.steps(0)
-    job = Job(folder / "0")
+    (last, _), (after, end) = timeline[-2:]
     while len(done) < kills:
-        start = last_checkpoint(job.folder / "out")
-        steps = int(start.rpartition("-")[2]) if start is not None else 0
-        if steps < timeline[-2][0]:
-            rank, moment = chance.randrange(job.ranks), chance.uniform(timeline[steps][1], timeline[-1][1])
+        job, most = Job(folder / str(len(equal))), min(kills, len(done) + EACH)
+        while len(done) < most:
+            start = last_checkpoint(job.folder / "out")
+            steps = int(start.rpartition("-")[2]) if start is not None else 0
+            if steps == last:
+                break
+            rank, moment = chance.randrange(job.ranks), chance.uniform(timeline[steps][1], end)
             step, began = max(entry for entry in timeline[:-1] if entry[1] <= moment)
             ended = job.run(Fault(), (rank, step, moment - began))
             if ended.killed is None and set(ended.exit_codes) != {0}:
                 raise SystemExit(f"the command failed before it was killed: {ended.sentences}")
-            if ended.killed_in is not None and ended.killed_in < timeline[-1][0]:  # it was under way
+            if ended.killed_in is not None and ended.killed_in < after:  # it was under way
                 done.append(ended)
                 print(json.dumps(asdict(ended)), flush=True)
-        if steps >= timeline[-2][0] or len(done) == kills:
-            finished = job.run(Fault())
-            equal.append(set(finished.exit_codes) == {0} and job.result == whole.result)
-            job = Job(folder / str(len(equal)))
+        finished = job.run(Fault())
+        equal.append(set(finished.exit_codes) == {0} and job.result == whole.result)
     return {"seed": seed, "kills": [asdict(kill) for kill in done], "trainings": len(equal), "bit_equal": all(equal)}
 
 
 def said(sentences: list[str], rank: int) -> str:
     """What the ranks beside one said, without the advice that all sentences end with."""
     others = [text for other, text in enumerate(sentences) if other != rank]
-    return ADVICE.sub("", re.sub(r"\[[^]]*\]:?\d* ?|\||^hf_burst: ", "", others[0]))[:250].strip() or "nothing"
+    return ADVICE.sub("", re.sub(r"\[[^]]*\]:?\d* ?(\. )?|\||^hf_burst: ", "", others[0]))[:250].strip() or "nothing"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -414,7 +415,6 @@ def main() -> int:
     from tests.hosts import refusal
 
     refused = refusal()
-
     result: dict[str, Any] = {"schema": 1, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     result |= {"git_commit": git_commit(ROOT), "hardware": hardware(torch.device("cpu"), 2, 1)}
     result |= {"versions": {"hf_burst": hf_burst.__version__, **versions(cuda=False)}, "time_limit_s": LIMIT}
