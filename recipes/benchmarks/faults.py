@@ -381,7 +381,8 @@ def table(result: dict[str, Any]) -> str:
     lines += ["", "| begun from | killed in step | seconds after its beginning | rank | exit codes | seconds | says |"]
     lines += ["|---|---:|---:|---|---|---:|---|"]
     for row in result["random"]["kills"]:
-        cells = [row["resumed_from"] or "the start", row["killed_in"], f"{row['after']:.2f}", row["killed"]]
+        after = f"{max(0.0, row['after']):.2f}"  # files have a coarser clock
+        cells = [row["resumed_from"] or "the start", row["killed_in"], after, row["killed"]]
         cells += [", ".join(map(str, row["exit_codes"])), row["seconds"], said(row["sentences"], row["killed"])]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
