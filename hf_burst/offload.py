@@ -96,9 +96,9 @@ class HostMemory:
         """Makes pages of so many bytes or more."""
         start = time.perf_counter()
         for _ in range(-(-size // _GROWTH)):
-            memory = page_locked(_GROWTH, self.device)
+            memory = _page_locked(_GROWTH, self.device)
             if _locks(self.device):
-                weakref.finalize(self, unlock, memory, self.device).atexit = False
+                weakref.finalize(self, _unlock, memory, self.device).atexit = False
             self.free.extend(Page(page) for page in memory.split(PAGE))
             self.size += _GROWTH
         self.seconds += time.perf_counter() - start
@@ -259,8 +259,8 @@ def _check_unchanged(tensor: Tensor, version: int) -> None:
         )
 
 
-def page_locked(size: int, device: torch.device) -> Tensor:
-    """Host memory that a device copies from and to by itself. On GPUs of Linux the caller gives it to [`unlock`].
+def _page_locked(size: int, device: torch.device) -> Tensor:
+    """Host memory that a device copies from and to by itself. On GPUs of Linux the caller gives it to [`_unlock`].
 
     The driver makes one page after another, and so threads make them before.
 
@@ -296,7 +296,7 @@ def page_locked(size: int, device: torch.device) -> Tensor:
     return memory
 
 
-def unlock(memory: Tensor, device: torch.device) -> None:
+def _unlock(memory: Tensor, device: torch.device) -> None:
     """Gives memory that was page-locked back, after the copies that are under way."""
     torch.cuda.synchronize(device)
     driver: Any = torch.cuda.cudart()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
 AUTO = "auto"
+RUN = "run_settings.json"  # in output_dir, of the run that trained there last
 FREE = (  # settings by which the same experiment is another run; of those that end in _ all with this beginning
     *("num_train_epochs", "max_steps", "output_dir", "resume_from_checkpoint", "ignore_data_skip", "do_"),
     *("save_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "enable_jit_checkpoint"),
@@ -67,14 +68,27 @@ def contents(name: str) -> Iterator[str]:
         yield name
 
 
-def checkpoint(resume: str | bool | None, output_dir: str, run: dict[str, Any]) -> str | None:
-    """The folder to resume from.
+def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None:
+    """The folder to resume from, by `resume_from_checkpoint`. The settings of the run are written into `output_dir`.
+
+    `"auto"` is the latest whole checkpoint in `output_dir` if there is any, which must be of the same settings. `true`
+    is the latest one, of whichever settings; else it is a folder. `"auto"` is `None` also where the first checkpoint of
+    a run of the same settings was cut off.
 
     Args:
-        resume (`str` or `bool`, *optional*): `"auto"` is the latest whole checkpoint in `output_dir` if there is any,
-            which must be of the same settings; `true` is the latest one, of whichever settings; else a folder.
         run (`dict[str, Any]`): The settings of this run.
     """
+    found = _chosen(training, run)
+    if training.local_process_index == 0:  # of each host; all ranks have read the earlier ones
+        written = Path(training.output_dir) / f".{RUN}.{training.process_index}"
+        written.write_text(json.dumps(run, indent=1) + "\n")
+        written.replace(written.with_name(RUN))
+    return found
+
+
+def _chosen(training: "TrainingArguments", run: dict[str, Any]) -> str | None:
+    """The folder to resume from, on which all ranks agree."""
+    resume, output_dir = training.resume_from_checkpoint, training.output_dir
     choice = str(resume).lower()
     if choice in ("none", "false", "no"):
         return None
@@ -83,17 +97,16 @@ def checkpoint(resume: str | bool | None, output_dir: str, run: dict[str, Any]) 
 
     if choice in (AUTO, "true", "yes"):
         latest = hf_burst.last_checkpoint(output_dir)
-        problem = None
+        problem, begun = None, [] if latest is not None else numbered(output_dir)
         if latest is None and choice != AUTO:
             problem = f"resume_from_checkpoint is true, but {output_dir!r} holds no whole checkpoint."
-        elif latest is None and (found := numbered(output_dir)):
-            problem = (
-                f"{output_dir!r} holds checkpoints, such as {found[0].name}, of which none is whole. Set another "
-                "output_dir, or resume_from_checkpoint: false to train anew, which overwrites them."
-            )
         elif latest is not None and choice == AUTO:
             problem = of_another_run(latest, run)
+        elif begun:
+            problem = why_not_anew(begun, run)
         end_together(problem)
+        if begun and training.process_index == 0:
+            print(f"begins anew: {begun[0]} was cut off, and {output_dir} holds no whole checkpoint")
         return latest
     fault = what_is_missing(str(resume))
     if fault is not None and not Path(str(resume)).is_dir():
@@ -112,10 +125,38 @@ def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
     advice = "Set another output_dir, or resume_from_checkpoint: true to go on from it, or false to train anew."
     if not before:
         return f"{folder} does not tell by which settings it was trained. {advice}"
+    return (changed := difference(before, run)) and f"{folder} was trained with {changed} now. {advice}"
+
+
+def why_not_anew(begun: list[Path], run: dict[str, Any]) -> str | None:
+    """Why a recipe does not begin anew beside checkpoints of which none is whole: they are not its own, or one has its
+    last file, so that it was not cut off. Such a one may be all that is left of a training."""
+    from hf_burst.hf.resume import STATE
+
+    folder = begun[0].parent
+    problem = f"{str(folder)!r} holds checkpoints, such as {begun[0].name}, of which none is whole"
+    advice = "Set another output_dir, or resume_from_checkpoint: false to train anew, which overwrites them."
+    ended = next((path for path in begun if holds_json(path / STATE)), None)
+    if ended is not None:
+        return f"{problem}, though {ended.name} was written to its end. {advice}"
+    if not holds_json(folder / RUN):
+        return f"{problem}, and no settings of the run that wrote them. {advice}"
+    changed = difference(json.loads((folder / RUN).read_text()), run)
+    return changed and f"{problem}. They were written with {changed} now. {advice}"
+
+
+def difference(before: dict[str, Any], run: dict[str, Any]) -> str | None:
+    """The first setting that differs, with both of its values."""
     other = next((name for name, value in before.items() if name in run and run[name] != value), None)
-    if other is None:
-        return None
-    return f"{folder} was trained with {other} {before[other]!r}, and it is {run[other]!r} now. {advice}"
+    return other and f"{other} {before[other]!r}, and it is {run[other]!r}"
+
+
+def holds_json(file: Path) -> bool:
+    """Whether a file was written to its end."""
+    try:
+        return isinstance(json.loads(file.read_text()), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def end_together(problem: str | None) -> None:

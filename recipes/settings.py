@@ -314,7 +314,7 @@ def prepare(
         probe_merged("merge_to", burst.merge_to, training.output_dir)
     keep_time_limit(training)
     run = resuming.settings_of(training, model, documents)
-    training.resume_from_checkpoint = resuming.checkpoint(training.resume_from_checkpoint, training.output_dir, run)
+    training.resume_from_checkpoint = resuming.checkpoint(training, run)
     training.parallelism_config = burst.parallelism
     if training.use_liger_kernel and find_spec("liger_kernel") is None:
         raise SystemExit("use_liger_kernel needs Liger: pip install liger-kernel")

@@ -194,9 +194,24 @@ command = [word for word in sys.argv[1:] if not word.startswith("--kill")]
 assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
 nodes = []
 for node, inside in enumerate({inside}):
-    own = {{"SLURM_NODEID": str(node), "NCCL_HOSTID": str(node)}}
+    own = {{"SLURM_NODEID": str(node), "NCCL_HOSTID": str(node), "SLURMD_NODENAME": {addresses}[node]}}
     nodes.append(subprocess.Popen([*inside, *command], env={{**os.environ, **own}}))
 sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+KILL = """
+import os, pathlib, signal, threading, time
+folder = pathlib.Path({folder!r})
+
+def kill():
+    while not (folder / "out/checkpoint-1").exists():
+        time.sleep(0.001)
+    (folder / "once").unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "1" and (folder / "once").exists():
+    threading.Thread(target=kill, daemon=True).start()
 """
 
 
@@ -223,21 +238,26 @@ def test_accelerate_launch_on_two_hosts(network, alone, tmp_path, per_host):
 
 
 def test_the_script_for_slurm_on_two_hosts(network, alone, tmp_path):
-    """`torchrun --nnodes 2` by the very script, with stand-ins for `srun` and `scontrol`."""
+    """`torchrun --nnodes 2` by the very script, with stand-ins for `srun` and `scontrol`. A rank is killed in the first
+    save: all start again, and losses are the same."""
     inside = [network.command(host, []) for host in range(2)]
     programs = {
         "scontrol": SCONTROL.format(addresses=" ".join(network.addresses)),
-        "srun": SRUN.format(python=sys.executable, inside=inside),
+        "srun": SRUN.format(python=sys.executable, inside=inside, addresses=network.addresses),
+        "sitecustomize.py": KILL.format(folder=str(tmp_path)),
     }
+    (tmp_path / "once").touch()
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     given = {"PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])}
     given |= {"SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "GPUS": "1", "HF_BURST_SIZE": "2"}
-    given |= {"SLURM_CPUS_PER_TASK": "1"}
-    out = tmp_path / "out"
-    job = _start(["bash", "recipes/configs/slurm_2_nodes.sbatch", *RECIPE[1:], *SHORT, str(out)], network, 0, given)
-    assert _ends([job]) == [0]
+    given |= {"SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "1"}
+    given |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    out, saving = tmp_path / "out", ["--save_strategy", "steps", "--save_steps", "1"]
+    words = [*RECIPE[1:], *saving, *SHORT, str(out)]
+    assert _ends([_start(["bash", "recipes/configs/slurm_2_nodes.sbatch", *words], network, 0, given)]) == [0]
+    assert not (tmp_path / "once").exists(), "it was killed"
     assert _losses(out) == pytest.approx(alone, rel=1e-5)
 
 

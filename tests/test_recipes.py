@@ -532,11 +532,38 @@ def test_another_training_does_not_go_on(recipe: Callable[..., Any], wrong: Sent
     del kept["stateful_callbacks"]["BurstResume"]
     state.write_text(json.dumps(kept))
     assert "checkpoint-1 does not tell by which settings it was trained. Set another" in wrong(*options)
+    weights = Path("out/checkpoint-1/model.safetensors")
+    weights.rename("aside")
+    told = "'out' holds checkpoints, such as checkpoint-1, of which none is whole"
+    assert f"{told}, though checkpoint-1 was written to its end. Set another" in wrong(*options)
+    Path("aside").rename(weights)
     state.unlink()
-    assert "'out' holds checkpoints, such as checkpoint-1, of which none is whole. Set another" in wrong(*options)
+    recipe(*others, "--resume_from_checkpoint", "false")
+    assert f"{told}. They were written with seed 7, and it is 42 now. Set another" in wrong(*options)
+    Path("out/run_settings.json").unlink()
+    assert f"{told}, and no settings of the run that wrote them. Set another" in wrong(*options)
     assert recipe(*options, "--resume_from_checkpoint", "false")[0].args.resume_from_checkpoint is None
     told = "checkpoint-1' is not whole: trainer_state.json is missing"
     assert told in wrong(*others, "--resume_from_checkpoint", "out/checkpoint-1")
+
+
+def test_a_training_begins_anew_if_its_first_checkpoint_was_cut_off(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights are those of an undisturbed run. Other files stay, and so does a checkpoint of a higher number."""
+    options = ["--save_strategy", "steps", "--max_length", "128", "--max_steps", "2", "--save_steps"]
+    training.train(*recipe(*options, "1"))
+    wanted = Path("out/model.safetensors").read_bytes()
+    for name in ("checkpoint-1", "model.safetensors"):
+        Path("out", name).rename(Path("out", name).with_suffix(".aside"))
+    Path("out/checkpoint-2/trainer_state.json").write_text('{"epoch"')
+    Path("out/notes.txt").write_text("of the user")
+    training.train(*recipe(*options, "5"))
+    said = f"begins anew: {Path('out/checkpoint-2')} was cut off, and out holds no whole checkpoint\n"
+    assert capsys.readouterr().out.count(said) == 1
+    assert Path("out/model.safetensors").read_bytes() == wanted
+    assert Path("out/notes.txt").exists()
+    assert Path("out/checkpoint-1.aside/trainer_state.json").exists()
 
 
 OF_ANOTHER = {

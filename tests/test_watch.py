@@ -28,6 +28,7 @@ from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.hf.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.watch import Report, Verdict, Watch, stuck, watch_of_process
+from hf_burst.watch.report import after_the_limit
 from tests import models
 from tests.ranks import forked
 
@@ -305,6 +306,22 @@ def test_a_rank_that_ended_is_named(scene: Callable[[int, int], None], said: str
     assert "torchrun --max-restarts" in text
 
 
+def end_first(rank: int, size: int) -> None:
+    model, batch = patched()
+    model(**batch)
+    if rank:
+        in_time(lambda: model(**batch))
+
+
+def test_no_rank_is_called_killed_if_the_store_is_gone() -> None:
+    """Rank 0 takes it along. Others then cannot ask each other, and their silence proves nothing."""
+    ended, *waiting = play(end_first, size=3)
+    assert "returned" in ended
+    for told in waiting:
+        assert "Rank 0 ended without an error after forward pass 1" in told["raised"][1]
+        assert "killed" not in told["raised"][1]
+
+
 SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from hf_burst import ContextGroup
@@ -363,6 +380,34 @@ def test_the_time_limit_is_named_and_what_to_raise() -> None:
     assert "until the time limit" in text
     assert "Rank 1 runs its own code (test_watch.py:" in text
     assert "ddp_timeout" in text
+
+
+def never_come(rank: int, size: int) -> None:
+    if rank:
+        time.sleep(14 * PATIENCE)
+    model, batch = patched()
+    model(**batch)
+
+
+def test_a_rank_that_never_came_may_be_slow() -> None:
+    """No watch answers for it, though its host can be reached."""
+    waiting, _ = play(never_come, limit=8 * PATIENCE)
+    text = waiting["raised"][1]
+    assert "ran out. Rank 1 never came to a call of hf_burst. If a rank was slow, raise the limit" in text
+    assert "could not be reached" not in text
+
+
+def test_what_is_said_after_the_limit() -> None:
+    """Slowness is blamed only if all answered."""
+    slow, silent, gone = (
+        after_the_limit(["Rank 2 runs."], *others) for others in (([], True), ([1], True), ([1], False))
+    )
+    assert slow.startswith("Rank 2 runs. If a rank was slow, raise the limit")
+    assert silent.startswith(
+        "Rank 1 could not be reached: it is stalled, or the network to its host is down. Rank 2 runs."
+    )
+    assert gone.startswith("Neither the other ranks nor the store of the job could be reached")
+    assert "slow" not in silent + gone
 
 
 def lay_meshes(rank: int, size: int) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..errors import BurstError, ConfigError, LostRankError, RankMismatchError
 from .counts import Counts, begun_over, group_key
 from .messenger import Messenger
-from .report import START_ANEW, Report, Verdict, stuck
+from .report import NO_STORE, START_ANEW, Report, Verdict, after_the_limit, stuck
 from .stack import stand_of
 
 logger = logging.getLogger(__name__)
@@ -163,23 +163,23 @@ class Watch:
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
             return RankMismatchError(self.verdict.text)
         ended = [str(report) for report in reports.values() if report.gives_up("")]
-        silent = [str(rank) for rank in members if rank not in reports]
-        unknown = [str(rank) for rank in unknown_ranks if rank not in reports]
+        asked = reached and self.farewell is None  # else the store is gone, and silence proves nothing
+        silent = [rank for rank in members if rank not in reports and rank != self.rank]
+        unknown = [rank for rank in silent if asked and rank in unknown_ranks]
+        lacking = [rank for rank in silent if rank not in unknown]
+        never = [f"Rank {', '.join(map(str, unknown))} never came to a call of hf_burst."] if unknown else []
         if "imed out" in str(problem) or "timeout" in str(problem):
-            others = " ".join(str(report) for rank, report in reports.items() if rank != self.rank)
+            answers = [str(report) for rank, report in reports.items() if rank != self.rank]
             return LostRankError(
-                f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out. {others} "
-                "If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or "
-                f"init_process_group(timeout=...). Else look at the log of the rank that did not come. {START_ANEW}"
+                f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out. "
+                f"{after_the_limit([*never, *answers], lacking, asked)} {START_ANEW}"
             )
-        if reached and unknown:
-            ended.insert(0, f"Rank {', '.join(unknown)} never came to a call of hf_burst.")
-        if silent and reached:
-            killed = [rank for rank in silent if rank not in unknown]
-            if killed:
-                ended.insert(0, f"Nothing was heard of rank {', '.join(killed)}, which was probably killed.")
-        elif silent and self.farewell is None:
-            ended.insert(0, "The store of the job cannot be reached: the process that holds it, mostly rank 0, ended.")
+        ended[:0] = never
+        if lacking and asked:
+            killed = ", ".join(map(str, lacking))
+            ended.insert(0, f"Nothing was heard of rank {killed}, which was probably killed.")
+        elif lacking and self.farewell is None:
+            ended.insert(0, f"The store of the job cannot be reached: {NO_STORE}.")
         return LostRankError(
             f"Rank {self.rank} lost the connection to another rank in {doing}. {' '.join(ended)} Look for the first "
             f"error in the logs of the other ranks, and for a lack of memory of their hosts. {START_ANEW}"
@@ -369,7 +369,7 @@ class Watch:
             thread.join(self.patience)
 
     def _say_farewell(self) -> None:
-        problem = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # of an old cell in a notebook
+        problem = _uncaught()
         if isinstance(problem, RuntimeError) and lost(problem):
             everyone = range(dist.get_world_size())
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
@@ -391,6 +391,16 @@ def _end(watch: ref[Watch]) -> None:
     own = watch()
     if own is not None:
         own.end()
+
+
+def _uncaught() -> BaseException | None:
+    """What ends this process. A child of multiprocessing ends while it is raised; torch's `spawn` exits because of it,
+    by `sys.exit(1)`."""
+    of_script = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # in a notebook, of an old cell
+    problem = sys.exc_info()[1] or of_script
+    if isinstance(problem, SystemExit):
+        return problem.__context__ if problem.code else None
+    return problem
 
 
 def _flush() -> None:

@@ -8,6 +8,7 @@ START_ANEW = (
     "Start the job anew: resume_from_checkpoint=True goes on from the last checkpoint, and torchrun --max-restarts "
     "starts it by itself (docs/faults.md)."
 )
+NO_STORE = "the process that holds it, mostly rank 0, ended, or the network to its host is down"
 _TOGETHER = (
     "Every rank of a group must call the model equally often, and in the same turn: let all ranks evaluate, and save "
     "or print on one (docs/faq.md, 'It hangs')."
@@ -111,6 +112,31 @@ def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
 
     own = read(rank)
     return [] if own is None else follow(own, [])
+
+
+def after_the_limit(known: Sequence[str], silent: Sequence[int], reached: bool) -> str:
+    """What a rank knows of the others, and advises, when it has waited until the time limit.
+
+    Args:
+        known (`Sequence[str]`): Sentences about other ranks.
+        silent (`Sequence[int]`): The ranks that did not answer.
+        reached (`bool`): Whether the store of the job answered.
+    """
+    heard = "".join(f"{sentence} " for sentence in known)
+    if not reached:
+        return (
+            f"Neither the other ranks nor the store of the job could be reached: {NO_STORE}. {heard}"
+            "Look at the network between the hosts, and at the logs of the other ranks."
+        )
+    if silent:
+        return (
+            f"Rank {', '.join(map(str, silent))} could not be reached: it is stalled, or the network to its host is "
+            f"down. {heard}Look at the network between the hosts, and at the logs of these ranks."
+        )
+    return (
+        f"{heard}If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or "
+        "init_process_group(timeout=...). Else look at the log of the rank that did not come."
+    )
 
 
 @dataclass(frozen=True)

@@ -2,31 +2,29 @@
 
     python recipes/benchmarks/faults.py --out recipes/benchmarks/results/faults_2xCPU.json --page docs/faults.md
 
-Processes run recipes/finetune_long_document.py. They are started without a launcher, which would end the others as soon
-as one is gone. So their own ends are seen, as those on another host are. After each fault the same command runs again,
-and its losses and weights are compared with those of a run without faults, bit by bit.
-
-Processes are forks of a server that has imported what they need. `--kills` processes are killed at random moments.
+Each process is a command that runs recipes/finetune_long_document.py as users do. There is no launcher, which would end
+the others as soon as one is gone. So their own ends are seen, as those on another host are. After each fault the same
+command runs again, and its losses and weights are compared with those of a run without faults, bit by bit. `--kills`
+processes are killed at random moments of a training. Network namespaces stand for hosts, where root may make them.
 """
 
 import argparse
 import hashlib
 import io
 import json
-import multiprocessing as mp
 import os
 import pydoc_data.topics
 import random
 import re
 import resource
-import shutil
+import runpy
 import signal
+import subprocess
 import sys
 import time
-import traceback
-from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -37,11 +35,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]  # runs from a checkout too
 if TYPE_CHECKING:
     from transformers import Trainer
 
-PRELOAD = ["recipes.benchmarks.faults", "trl.trainer.sft_trainer", "hf_burst.hf.patch", "matplotlib.figure"]
+    from tests.hosts import Network
+
+RECIPE = ROOT / "recipes/finetune_long_document.py"
 CHARACTERS = 6000
 LIMIT = 15  # seconds after which ranks give up waiting (ddp_timeout)
 GRACE = 45.0  # seconds more, in which all processes must have ended
 SLOW = 5.0
+EACH = 4  # processes killed at random moments of a training
 MARKS = ("<!-- faults: by recipes/benchmarks/faults.py -->", "<!-- end of faults -->")  # in a page
 OPTIONS = {
     "config": ROOT / "recipes/configs/text_cpu.yaml",
@@ -53,6 +54,12 @@ OPTIONS = {
     "ddp_timeout": LIMIT,
     "disable_tqdm": "true",
 }
+NETWORK = {  # what happens to host 1, by programs of Linux; a second one after SLOW seconds
+    "network down": ["ip -n {switch} link set port1 down"],
+    "network stalls": ["ip -n {switch} link set port1 down", "ip -n {switch} link set port1 up"],
+    "packets lost": ["tc -n {switch} qdisc replace dev port1 root tbf rate 20mbit burst 16kb limit 16kb"],
+}
+ADVICE = re.compile(r" (Look (for|at)|Start the job|If a rank was slow).*")  # how they go on, the same for many
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,9 @@ FAULTS = [
     Fault("SIGTERM", "forward"),
     Fault("Ctrl-C", signal=signal.SIGINT),
     Fault("SIGTERM", signal=signal.SIGTERM),
+    Fault("network down", "forward"),
+    Fault("network stalls", "forward"),
+    Fault("packets lost", "forward"),
 ]
 
 
@@ -92,6 +102,9 @@ def happen(fault: Fault, folder: Path) -> None:
     (folder / "fault").touch()
     if fault.signal:
         time.sleep(GRACE)  # until it comes from outside
+    elif fault.what in NETWORK:
+        while not (folder / "happened").exists():
+            time.sleep(0.01)
     elif fault.what == "slow":
         time.sleep(SLOW)
     elif fault.what == "an error":
@@ -141,38 +154,31 @@ def prepare(trainer: "Trainer", fault: Fault, folder: Path) -> None:
         torch.save = cut
 
 
-def work(rank: int, ranks: int, port: int, folder: Path, options: dict[str, Any], fault: Fault) -> None:
-    """A process of the training: the recipe, as its command runs it."""
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"TORCHELASTIC_RUN_ID": "faults"}  # by which torch knows a launcher
-    os.chdir(folder)
-    import finetune_long_document
-    import settings
-    import torch
+def work(rank: int, folder: Path, fault: Fault, words: list[str]) -> None:
+    """A process of the training: the recipe, as its command runs it. It writes when each step began."""
     import training
+    from transformers import TrainerCallback
 
-    torch.set_num_threads(1)
+    class Steps(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            with (folder / f"{rank}.steps").open("a") as file:
+                file.write(f"{state.global_step + 1} {time.time()}\n")
 
-    def main(arguments: list[str]) -> None:
-        trainer, burst = finetune_long_document.make_trainer(arguments)
-        (folder / f"ready_{rank}").touch()
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.on_step_begin(args, state, control)
+
+    train = training.train
+
+    def with_faults(trainer: "Trainer", *others: Any) -> None:
+        trainer.add_callback(Steps())
         if fault.what != "none" and fault.rank == rank:
             prepare(trainer, fault, folder)
-        training.train(trainer, burst)
+        train(trainer, *others)
 
-    sys.argv = ["finetune_long_document.py", *(word for key, value in options.items() for word in (f"--{key}", value))]
-    try:
-        settings.run(main)
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        raise SystemExit(1) from None
+    training.train = with_faults
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
+    sys.argv = [str(RECIPE), *words]
+    runpy.run_path(str(RECIPE), run_name="__main__")
 
 
 @dataclass
@@ -183,7 +189,9 @@ class Outcome:
     seconds: float  # from the fault to the last end
     sentences: list[str]  # the last that each process wrote to stderr
     resumed_from: str | None = None
-    killed: int | None = None
+    killed: int | None = None  # the rank
+    killed_in: int | None = None  # the step; one more than there are: after the training
+    after: float | None = None  # seconds since the step had begun
 
 
 @dataclass
@@ -194,41 +202,76 @@ class Job:
     ranks: int = 2
     options: dict[str, str] = field(default_factory=dict)
 
-    def run(self, fault: Fault, kill: tuple[int, float] | None = None) -> Outcome:
-        """Runs the command until all processes have ended.
-
-        Args:
-            kill (`tuple[int, float]`, *optional*): A rank, and the seconds after its preparation when it is killed.
-        """
+    def run(self, fault: Fault, kill: tuple[int, int, float] | None = None) -> Outcome:
+        """Runs the command until all processes have ended. `kill` is a rank, a step in which it is killed, and the
+        seconds since the step began."""
         from torch.distributed import TCPStore
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        for old in ("fault", *(f"ready_{rank}" for rank in range(self.ranks))):
+        for old in ("fault", "happened", *(f"{rank}.steps" for rank in range(self.ranks))):
             (self.folder / old).unlink(missing_ok=True)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where torchrun has it
+        with hosts(self.ranks) if fault.what in NETWORK else nullcontext() as network:
+            processes = [self.start(rank, fault, store.port, network) for rank in range(self.ranks)]
+            try:
+                if kill is not None and self.wait_for(kill, processes):
+                    processes[kill[0]].kill()
+                    (self.folder / "fault").touch()
+                elif (fault.signal or network) and self.wait_for("fault", processes):
+                    for process in processes if fault.signal else ():
+                        process.send_signal(fault.signal)
+                    for number, line in enumerate(NETWORK[fault.what] if network else ()):
+                        time.sleep(SLOW * number)
+                        subprocess.run(line.format(switch=network.switch).split(), check=True)
+                        (self.folder / "happened").touch()
+                return self.ended(processes, fault, kill)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+
+    def start(self, rank: int, fault: Fault, port: int, network: "Network | None") -> subprocess.Popen[bytes]:
+        """Starts a process; on a host of its own if there is a network."""
         given = {name: str(value) for name, value in {**OPTIONS, "output_dir": "out", **self.options}.items()}
         given.setdefault("dataset", str(text(self.folder)))
-        arguments = (self.ranks, store.port, self.folder, given, fault)
-        processes = [server().Process(target=work, args=(rank, *arguments)) for rank in range(self.ranks)]
-        for process in processes:
-            process.start()
-        if kill is not None:
-            wait_for(self.folder / f"ready_{kill[0]}", processes)
-            time.sleep(kill[1])
-            processes[kill[0]].kill()
-            (self.folder / "fault").touch()
-        if fault.signal and wait_for(self.folder / "fault", processes):
-            for process in processes:
-                os.kill(process.pid or 0, fault.signal)
-        return self.ended(processes, fault)
+        words = [word for key, value in given.items() for word in (f"--{key}", value)]
+        command = [sys.executable, __file__, "work", str(rank), str(self.folder), json.dumps(asdict(fault)), *words]
+        local, per_host = (0, 1) if network else (rank, self.ranks)
+        own: dict[str, Any] = {"RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_RANK": local}
+        own |= {"LOCAL_WORLD_SIZE": per_host, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own |= {"TORCHELASTIC_RUN_ID": "faults", "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": 1}  # torch knows launchers so
+        own |= {"OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": 1, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": 1}
+        if network:
+            command, own = network.command(rank, command), own | network.environment(rank)
+        own["TORCHELASTIC_USE_AGENT_STORE"] = network is None  # else rank 0 has the store
+        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        with (self.folder / f"{rank}.out").open("w") as out, (self.folder / f"{rank}.err").open("w") as err:
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=out, stderr=err)
 
-    def ended(self, processes: list[BaseProcess], fault: Fault) -> Outcome:
-        """Waits for the ends of the processes. One that is stalled is ended when the others are done."""
+    def steps(self, rank: int) -> list[tuple[int, float]]:
+        """The steps that a rank has begun, and when. The last one is that after the training, if it came to its end."""
+        file = self.folder / f"{rank}.steps"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [(int(step), float(when)) for step, when in map(str.split, lines)]
+
+    def wait_for(self, what: str | tuple[int, int, float], processes: Sequence[subprocess.Popen[bytes]]) -> bool:
+        """Whether a file or the moment of a kill came while all processes ran."""
+        while all(process.poll() is None for process in processes):
+            if isinstance(what, str):
+                if (self.folder / what).exists():
+                    return True
+            elif any(step >= what[1] and time.time() >= when + what[2] for step, when in self.steps(what[0])):
+                return True
+            time.sleep(0.002)
+        return False
+
+    def ended(self, processes: list[subprocess.Popen[bytes]], fault: Fault, kill: Any = None) -> Outcome:
+        """Waits for the ends of the processes. One that is stalled is not waited for when the others are done."""
         mark = self.folder / "fault"
         begun, ends, left = time.time(), dict[int, float](), list[int]()
         while len(ends) < len(processes):
             for rank, process in enumerate(processes):
-                if rank not in ends and not process.is_alive():
+                if rank not in ends and process.poll() is not None:
                     ends[rank] = time.time()
             limit = LIMIT + GRACE + (mark.stat().st_mtime if mark.exists() else begun + 600)
             left = [rank for rank in range(len(processes)) if rank not in ends]
@@ -237,15 +280,16 @@ class Job:
             time.sleep(0.02)
         if [rank for rank in left if rank != fault.rank or fault.what != "stalled"]:
             ends[len(processes)] = time.time()  # it hangs
-        codes = [process.exitcode if rank in ends else None for rank, process in enumerate(processes)]
-        for process in processes:
-            process.kill()
-            process.join()
+        codes = [process.returncode if rank in ends else None for rank, process in enumerate(processes)]
         since = mark.stat().st_mtime if mark.exists() else begun
         said = (self.folder / "0.out").read_text().splitlines()
         resumed = next((line.rpartition("/")[2] for line in said if line.startswith("goes on from ")), None)
         sentences = [sentence((self.folder / f"{rank}.err").read_text()) for rank in range(len(processes))]
-        return Outcome(codes, round(max(ends.values(), default=since) - since, 1), sentences, resumed)
+        outcome = Outcome(codes, round(max(ends.values(), default=since) - since, 1), sentences, resumed)
+        if kill is not None and mark.exists() and codes[kill[0]] == -signal.SIGKILL:
+            step, when = self.steps(kill[0])[-1]
+            outcome.killed, outcome.killed_in, outcome.after = kill[0], step, round(since - when, 3)
+        return outcome
 
     @property
     def result(self) -> dict[str, Any]:
@@ -258,31 +302,23 @@ class Job:
 def text(folder: Path) -> Path:
     """A document of a job's own: Python's documentation, or the beginning of it."""
     file = folder / "document.txt"
-    file.write_text("\n".join(pydoc_data.topics.topics.values())[:CHARACTERS])
+    if not file.exists():  # a process may read it
+        file.write_text("\n".join(pydoc_data.topics.topics.values())[:CHARACTERS])
     return file
 
 
 def sentence(written: str) -> str:
     """The last line that is neither a progress bar nor a remark of Transformers; empty if there is none."""
-    remark = re.compile(r"^\[trans|\d%\||examples \[")
+    remark = re.compile(r"^\[trans|^\[W|^Failed to load CPU|\d%\||examples \[")
     lines = [line for line in re.split(r"[\r\n]+", written) if line.strip() and not remark.search(line)]
     return lines[-1].strip() if lines else ""
 
 
-def wait_for(file: Path, processes: list[BaseProcess]) -> bool:
-    """Whether the file came while all processes ran."""
-    while not file.exists() and all(process.is_alive() for process in processes):
-        time.sleep(0.01)
-    return file.exists()
+def hosts(number: int) -> "Network":
+    """Hosts on this machine, joined by a switch."""
+    from tests.hosts import Network
 
-
-def server() -> Any:
-    """Starts processes as forks of a server that has imported what takes seconds."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    forkserver.ensure_running()
-    return context
+    return Network(number)
 
 
 def provoke(fault: Fault, folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -295,40 +331,59 @@ def provoke(fault: Fault, folder: Path, wanted: dict[str, Any]) -> dict[str, Any
     return {**asdict(fault), **asdict(ended), "resumed_from": resumed, "bit_equal": equal}
 
 
-def kill_at_random(kills: int, folder: Path, wanted: dict[str, Any], seconds: float, seed: int) -> dict[str, Any]:
-    """Kills a process again and again; the same command goes on each time, until its training is done."""
+def kill_at_random(kills: int, folder: Path, whole: Job, seed: int) -> dict[str, Any]:
+    """Kills a process a few times in each training, at moments drawn from what remains of it; the same command goes on.
+    Each training is compared with the one that was not disturbed."""
     from hf_burst import last_checkpoint
 
     chance, done, equal = random.Random(seed), list[Outcome](), list[bool]()
-    job = Job(folder / "0")
+    timeline = whole.steps(0)
+    (last, _), (after, end) = timeline[-2:]
     while len(done) < kills:
-        rank = chance.randrange(job.ranks)
-        ended = replace(job.run(Fault(), (rank, chance.uniform(0, seconds))), killed=rank)
-        if ended.exit_codes[rank] == -signal.SIGKILL:
-            done.append(ended)
-            print(json.dumps(asdict(ended)), flush=True)
-        if last_checkpoint(job.folder / "out") is None:  # one that was cut off as the first is not passed over
-            shutil.rmtree(job.folder / "out", ignore_errors=True)
-        if set(ended.exit_codes) == {0} or len(done) == kills:  # it was done before, or the last kill was
-            finished = job.run(Fault())
-            equal.append(set(finished.exit_codes) == {0} and job.result == wanted)
-            job = Job(folder / str(len(equal)))
+        job, most = Job(folder / str(len(equal))), min(kills, len(done) + EACH)
+        while len(done) < most:
+            start = last_checkpoint(job.folder / "out")
+            steps = int(start.rpartition("-")[2]) if start is not None else 0
+            if steps == last:
+                break
+            rank, moment = chance.randrange(job.ranks), chance.uniform(timeline[steps][1], end)
+            step, began = max(entry for entry in timeline[:-1] if entry[1] <= moment)
+            ended = job.run(Fault(), (rank, step, moment - began))
+            if ended.killed is None and set(ended.exit_codes) != {0}:
+                raise SystemExit(f"the command failed before it was killed: {ended.sentences}")
+            if ended.killed_in is not None and ended.killed_in < after:  # it was under way
+                done.append(ended)
+                print(json.dumps(asdict(ended)), flush=True)
+        finished = job.run(Fault())
+        equal.append(set(finished.exit_codes) == {0} and job.result == whole.result)
     return {"seed": seed, "kills": [asdict(kill) for kill in done], "trainings": len(equal), "bit_equal": all(equal)}
 
 
+def said(sentences: list[str], rank: int) -> str:
+    """What the ranks beside one said, without the advice that all sentences end with."""
+    others = [text for other, text in enumerate(sentences) if other != rank]
+    return ADVICE.sub("", re.sub(r"\[[^]]*\]:?\d* ?(\. )?|\||^hf_burst: ", "", others[0]))[:250].strip() or "nothing"
+
+
 def table(result: dict[str, Any]) -> str:
-    """The faults as a table of Markdown."""
+    """The faults, and the processes killed at random moments, as tables of Markdown."""
     lines = ["| fault | where | rank | exit codes | seconds | what another rank says | goes on from | losses |"]
     lines += ["|---|---|---|---|---:|---|---|---|"]
     for row in result["faults"]:
         stalled = row["rank"] if row["what"] == "stalled" else None
         codes = [str(code) for code in row["exit_codes"]]
         codes = ["stalled" if rank == stalled else code.replace("None", "hangs") for rank, code in enumerate(codes)]
-        others = [text for rank, text in enumerate(row["sentences"]) if rank != row["rank"] and not row["signal"]]
-        said = re.sub(r"\[[^]]*\]:?\d* ?|\|", "", others[0])[:90].strip() if others and set(codes) != {"0"} else ""
         where, rank = ("a step", "all") if row["signal"] else (row["where"], row["rank"])
-        cells = [row["what"], where, rank, ", ".join(codes), row["seconds"], said or "nothing"]
+        told = "nothing" if row["signal"] or set(codes) == {"0"} else said(row["sentences"], row["rank"])
+        cells = [row["what"], where, rank, ", ".join(codes), row["seconds"], told]
         cells += [row["resumed_from"] or "no need", "bit-equal" if row["bit_equal"] else "different"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| begun from | killed in step | seconds after its beginning | rank | exit codes | seconds | says |"]
+    lines += ["|---|---:|---:|---|---|---:|---|"]
+    for row in result["random"]["kills"]:
+        after = f"{max(0.0, row['after']):.2f}"  # files have a coarser clock
+        cells = [row["resumed_from"] or "the start", row["killed_in"], after, row["killed"]]
+        cells += [", ".join(map(str, row["exit_codes"])), row["seconds"], said(row["sentences"], row["killed"])]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
@@ -358,7 +413,9 @@ def main() -> int:
 
     import hf_burst
     from recipes.benchmarks.provenance import git_commit, hardware, versions
+    from tests.hosts import refusal
 
+    refused = refusal()
     result: dict[str, Any] = {"schema": 1, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
     result |= {"git_commit": git_commit(ROOT), "hardware": hardware(torch.device("cpu"), 2, 1)}
     result |= {"versions": {"hf_burst": hf_burst.__version__, **versions(cuda=False)}, "time_limit_s": LIMIT}
@@ -367,13 +424,15 @@ def main() -> int:
         undisturbed = whole.run(Fault())
         if set(undisturbed.exit_codes) != {0}:
             raise SystemExit(f"the run without faults failed: {undisturbed.sentences}")
-        began = (whole.folder / "ready_0").stat().st_mtime
-        seconds = (whole.folder / "out/training_log.json").stat().st_mtime - began
-        result |= {"undisturbed": whole.result, "undisturbed_seconds": round(seconds, 1), "faults": []}
-        result["random"] = kill_at_random(arguments.kills, folder / "random", whole.result, seconds, arguments.seed)
+        timeline = whole.steps(0)
+        seconds = round(timeline[-1][1] - timeline[0][1], 1)
+        result |= {"undisturbed": whole.result, "undisturbed_seconds": seconds, "faults": []}
+        result["random"] = kill_at_random(arguments.kills, folder / "random", whole, arguments.seed)
         for number, fault in enumerate(FAULTS):
             write(arguments, result)
-            if arguments.only is None or arguments.only in fault.name:
+            if refused and fault.what in NETWORK:
+                print(f"{fault.name} is left out: {refused}")
+            elif arguments.only is None or arguments.only in fault.name:
                 result["faults"].append(provoke(fault, folder / f"fault_{number}", whole.result))
                 print(json.dumps(result["faults"][-1]), flush=True)
     write(arguments, result)
@@ -383,6 +442,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from recipes.benchmarks import faults  # by this name processes find what they run
-
-    sys.exit(faults.main())
+    if sys.argv[1:2] == ["work"]:
+        rank, folder, fault, *words = sys.argv[2:]
+        work(int(rank), Path(folder), Fault(**json.loads(fault)), words)
+    else:
+        sys.exit(main())
