@@ -536,6 +536,7 @@ def test_a_recipe_that_is_killed_in_its_first_save_begins_anew(faults: Any, tmp_
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 def test_every_fault_ends_and_goes_on(faults: Any, tmp_path: Path) -> None:
     whole, refused = faults.Job(tmp_path / "whole"), refusal()
     whole.run(faults.Fault())
