@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from settings import DataSettings, ModelSettings
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-AUTO = "auto"
-RUN = "run_settings.json"  # in output_dir, of the run that trained there last
+AUTO, START = "auto", "resume_from_checkpoint"
+RUN = "run_settings.json"  # in output_dir, of the run that wrote its last checkpoint there
 FREE = (  # settings by which the same experiment is another run; of those that end in _ all with this beginning
     *("num_train_epochs", "max_steps", "output_dir", "resume_from_checkpoint", "ignore_data_skip", "do_"),
     *("save_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "enable_jit_checkpoint"),
@@ -69,7 +69,7 @@ def contents(name: str) -> Iterator[str]:
 
 
 def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None:
-    """The folder to resume from, by `resume_from_checkpoint`. The settings of the run are written into `output_dir`.
+    """The folder to resume from, by `resume_from_checkpoint`, on which all ranks agree.
 
     `"auto"` is the latest whole checkpoint in `output_dir` if there is any, which must be of the same settings. `true`
     is the latest one, of whichever settings; else it is a folder. `"auto"` is `None` also where the first checkpoint of
@@ -78,16 +78,6 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
     Args:
         run (`dict[str, Any]`): The settings of this run.
     """
-    found = _chosen(training, run)
-    if training.local_process_index == 0:  # of each host; all ranks have read the earlier ones
-        written = Path(training.output_dir) / f".{RUN}.{training.process_index}"
-        written.write_text(json.dumps(run, indent=1) + "\n")
-        written.replace(written.with_name(RUN))
-    return found
-
-
-def _chosen(training: "TrainingArguments", run: dict[str, Any]) -> str | None:
-    """The folder to resume from, on which all ranks agree."""
     resume, output_dir = training.resume_from_checkpoint, training.output_dir
     choice = str(resume).lower()
     if choice in ("none", "false", "no"):
@@ -129,8 +119,11 @@ def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
 
 
 def why_not_anew(begun: list[Path], run: dict[str, Any]) -> str | None:
-    """Why a recipe does not begin anew beside checkpoints of which none is whole: they are not its own, or one has its
-    last file, so that it was not cut off. Such a one may be all that is left of a training."""
+    """Why a recipe does not begin anew beside checkpoints of which none is whole.
+
+    They are not its own, or it had gone on from another folder. Or one has its last file, so that it was not cut off,
+    and may be all that is left of a training.
+    """
     from hf_burst.hf.resume import STATE
 
     folder = begun[0].parent
@@ -139,9 +132,14 @@ def why_not_anew(begun: list[Path], run: dict[str, Any]) -> str | None:
     ended = next((path for path in begun if holds_json(path / STATE)), None)
     if ended is not None:
         return f"{problem}, though {ended.name} was written to its end. {advice}"
-    if not holds_json(folder / RUN):
+    before = json.loads((folder / RUN).read_text()) if holds_json(folder / RUN) else {}
+    if not before:
         return f"{problem}, and no settings of the run that wrote them. {advice}"
-    changed = difference(json.loads((folder / RUN).read_text()), run)
+    if (start := before.get(START)) is not None:
+        return (
+            f"{problem}. The run that wrote them had gone on from {start!r}: set resume_from_checkpoint to it. {advice}"
+        )
+    changed = difference(before, run)
     return changed and f"{problem}. They were written with {changed} now. {advice}"
 
 
@@ -173,6 +171,25 @@ def end_together(problem: str | None) -> None:
 
 class Finished(Exception):
     """The checkpoint that was resumed from has all steps."""
+
+
+def remember(run: dict[str, Any]) -> "TrainerCallback":
+    """A callback that writes the settings of the run, and where it began, into `output_dir` before each checkpoint."""
+    from transformers import TrainerCallback
+
+    class Remember(TrainerCallback):
+        """One rank of each host writes. It comes after `BurstResume`, by which all ranks agree to save."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if control.should_save and args.local_process_index == 0:
+                written = Path(args.output_dir) / f".{RUN}.{args.process_index}"
+                written.parent.mkdir(parents=True, exist_ok=True)
+                written.write_text(json.dumps({**run, START: args.resume_from_checkpoint}, indent=1) + "\n")
+                written.replace(written.with_name(RUN))
+
+        on_epoch_end = on_step_end
+
+    return Remember()
 
 
 def _end_if_finished() -> "TrainerCallback":

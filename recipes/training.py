@@ -20,8 +20,8 @@ def callbacks(model: ModelSettings, config: "PreTrainedConfig", run: dict[str, A
     """What a recipe adds to the trainer; `run` are the settings that checkpoints remember."""
     import models
 
-    resume = hf_burst.BurstResume(run)
-    return [resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
+    resume = [hf_burst.BurstResume(run), resuming.remember(run)]
+    return [*resume, *([models.SaveConfig(config, differs=bool(model.rope_scaling))] if model.use_peft else [])]
 
 
 def make(

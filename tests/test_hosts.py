@@ -196,7 +196,7 @@ nodes = []
 for node, inside in enumerate({inside}):
     own = {{"SLURM_NODEID": str(node), "NCCL_HOSTID": str(node), "SLURMD_NODENAME": {addresses}[node]}}
     nodes.append(subprocess.Popen([*inside, *command], env={{**os.environ, **own}}))
-sys.exit(max(node.wait() for node in nodes))
+sys.exit(max(abs(node.wait()) for node in nodes))
 """
 
 

@@ -538,10 +538,15 @@ def test_another_training_does_not_go_on(recipe: Callable[..., Any], wrong: Sent
     assert f"{told}, though checkpoint-1 was written to its end. Set another" in wrong(*options)
     Path("aside").rename(weights)
     state.unlink()
-    recipe(*others, "--resume_from_checkpoint", "false")
-    assert f"{told}. They were written with seed 7, and it is 42 now. Set another" in wrong(*options)
-    Path("out/run_settings.json").unlink()
-    assert f"{told}, and no settings of the run that wrote them. Set another" in wrong(*options)
+    recipe(*others, "--resume_from_checkpoint", "false")  # it trained nothing
+    assert f"{told}. They were written with seed 42, and it is 7 now. Set another" in wrong(*others)
+    written = Path("out/run_settings.json")
+    kept = json.loads(written.read_text())
+    written.write_text(json.dumps({**kept, "resume_from_checkpoint": "start"}))
+    assert f"{told}. The run that wrote them had gone on from 'start': set resume_from_checkpoint" in wrong(*options)
+    for nothing in ("{}", '{"seed"'):
+        written.write_text(nothing)
+        assert f"{told}, and no settings of the run that wrote them. Set another" in wrong(*options)
     assert recipe(*options, "--resume_from_checkpoint", "false")[0].args.resume_from_checkpoint is None
     told = "checkpoint-1' is not whole: trainer_state.json is missing"
     assert told in wrong(*others, "--resume_from_checkpoint", "out/checkpoint-1")

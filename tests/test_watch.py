@@ -292,7 +292,7 @@ def die(rank: int, size: int) -> None:
     ("scene", "said"),
     [
         (fail_early, "Rank 1 ended"),
-        (end_early, "Rank 1 ended without an error after forward pass 1 of LlamaForCausalLM in training"),
+        (end_early, "Rank 1 ended after forward pass 1 of LlamaForCausalLM in training"),
         (die, "Nothing was heard of rank 1"),
     ],
 )
@@ -318,7 +318,7 @@ def test_no_rank_is_called_killed_if_the_store_is_gone() -> None:
     ended, *waiting = play(end_first, size=3)
     assert "returned" in ended
     for told in waiting:
-        assert "Rank 0 ended without an error after forward pass 1" in told["raised"][1]
+        assert "Rank 0 ended after forward pass 1" in told["raised"][1]
         assert "killed" not in told["raised"][1]
 
 
@@ -350,7 +350,7 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
     survivor, killed = (process.communicate(timeout=2 * SOON)[1] for process in processes)
     assert [process.returncode for process in processes] == [1, -signal.SIGKILL], killed
     assert "rank 0 lost another rank in a message of torch.distributed" in survivor
-    assert "Nothing was heard of rank 1, which was probably killed." in survivor
+    assert "Nothing was heard of rank 1, which was killed or left the process group." in survivor
     assert "torchrun --max-restarts" in survivor
 
 
@@ -404,10 +404,13 @@ def test_what_is_said_after_the_limit() -> None:
     )
     assert slow.startswith("Rank 2 runs. If a rank was slow, raise the limit")
     assert silent.startswith(
-        "Rank 1 could not be reached: it is stalled, or the network to its host is down. Rank 2 runs."
+        "Rank 1 could not be reached: it was killed, is stalled, or its host or network is down. Rank 2 runs."
     )
     assert gone.startswith("Neither the other ranks nor the store of the job could be reached")
     assert "slow" not in silent + gone
+    closed = after_the_limit(["Rank 0 ended after its start."], [1], False, closed=True)
+    assert closed.startswith("Rank 0 ended after its start. The store of the job ended with it, so that other ranks")
+    assert "If a rank was slow" in closed
 
 
 def lay_meshes(rank: int, size: int) -> None:

@@ -62,6 +62,7 @@ class Watch:
         self.in_processes = hasattr(store, "port")  # or in files
         self.thread, self.pid = get_ident(), os.getpid()
         self.process = f"process {self.pid} on {socket.gethostname()}"
+        self.handled = sys.exc_info()[1]  # a fork inherits what its parent handles
         self.call: _Call | None = None
         self.messages: tuple[str, tuple[int, ...]] | None = None  # the group over which an attention is under way
         self.latest = "its start"
@@ -155,9 +156,10 @@ class Watch:
         """The error that stands for one of torch.distributed, after what the others answer within some seconds."""
         at_once = "hf_burst: rank %d lost another rank in %s. Look for the first error in the logs of the others."
         logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
-        reports: dict[int, Report] = {}
+        answered: dict[int, Report] = {}
         unknown_ranks: list[int] = []
-        reached = self.messenger.within(4 * self.interval, lambda: self._ask(members, reports, unknown_ranks))
+        reached = self.messenger.within(4 * self.interval, lambda: self._ask(members, answered, unknown_ranks))
+        reports = dict(answered)  # an errand that is late may add more
         if self.farewell is not None:
             reports.setdefault(self.farewell.rank, self.farewell)
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
@@ -172,12 +174,12 @@ class Watch:
             answers = [str(report) for rank, report in reports.items() if rank != self.rank]
             return LostRankError(
                 f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out. "
-                f"{after_the_limit([*never, *answers], lacking, asked)} {START_ANEW}"
+                f"{after_the_limit([*never, *answers], lacking, asked, self.farewell is not None)} {START_ANEW}"
             )
         ended[:0] = never
         if lacking and asked:
             killed = ", ".join(map(str, lacking))
-            ended.insert(0, f"Nothing was heard of rank {killed}, which was probably killed.")
+            ended.insert(0, f"Nothing was heard of rank {killed}, which was killed or left the process group.")
         elif lacking and self.farewell is None:
             ended.insert(0, f"The store of the job cannot be reached: {NO_STORE}.")
         return LostRankError(
@@ -370,10 +372,12 @@ class Watch:
 
     def _say_farewell(self) -> None:
         problem = _uncaught()
+        if problem is self.handled:
+            problem = None
         if isinstance(problem, RuntimeError) and lost(problem):
             everyone = range(dist.get_world_size())
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
-        ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended without an error"
+        ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended"
         self.messenger.within(4 * self.interval, lambda: self._leave(ended))
 
     def _leave(self, ended: str) -> None:
@@ -399,7 +403,7 @@ def _uncaught() -> BaseException | None:
     of_script = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # in a notebook, of an old cell
     problem = sys.exc_info()[1] or of_script
     if isinstance(problem, SystemExit):
-        return problem.__context__ if problem.code else None
+        return (problem.__context__ or problem) if problem.code else None
     return problem
 
 

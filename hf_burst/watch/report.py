@@ -114,24 +114,27 @@ def stuck(rank: int, read: Callable[[int], Report | None]) -> list[Report]:
     return [] if own is None else follow(own, [])
 
 
-def after_the_limit(known: Sequence[str], silent: Sequence[int], reached: bool) -> str:
+def after_the_limit(known: Sequence[str], silent: Sequence[int], reached: bool, closed: bool = False) -> str:
     """What a rank knows of the others, and advises, when it has waited until the time limit.
 
     Args:
         known (`Sequence[str]`): Sentences about other ranks.
         silent (`Sequence[int]`): The ranks that did not answer.
         reached (`bool`): Whether the store of the job answered.
+        closed (`bool`, defaults to `False`): Whether it ended with the process that held it, so that nobody was asked.
     """
     heard = "".join(f"{sentence} " for sentence in known)
-    if not reached:
+    if closed:
+        heard += "The store of the job ended with it, so that other ranks could not be asked. "
+    elif not reached:
         return (
             f"Neither the other ranks nor the store of the job could be reached: {NO_STORE}. {heard}"
             "Look at the network between the hosts, and at the logs of the other ranks."
         )
-    if silent:
+    elif silent:
         return (
-            f"Rank {', '.join(map(str, silent))} could not be reached: it is stalled, or the network to its host is "
-            f"down. {heard}Look at the network between the hosts, and at the logs of these ranks."
+            f"Rank {', '.join(map(str, silent))} could not be reached: it was killed, is stalled, or its host or "
+            f"network is down. {heard}Look at the network between the hosts, and at the logs of these ranks."
         )
     return (
         f"{heard}If a rank was slow, raise the limit: TrainingArguments(ddp_timeout=SECONDS), or "
