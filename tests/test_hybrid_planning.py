@@ -85,7 +85,8 @@ def test_bytes_and_seconds_by_hand() -> None:
     assert cost.forward_s == pytest.approx(2 + slot + halo)
     assert cost.backward_s == pytest.approx(2 + 2 * (slot + halo))
     summed_at_home = recurrence_cost("states", DELTA, contiguous(64, 2), replace(PAPER, device="GPU"))
-    assert (summed_at_home.sent_bytes, summed_at_home.halo_bytes) == (2 * slot, 2 * halo)
+    state = slot // 2  # transitions take no gradients in two passes
+    assert (summed_at_home.sent_bytes, summed_at_home.halo_bytes) == (slot + state, 2 * halo)
     # a token's q and k of 16 heads, v of 48, decays in fp32 and beta go there; outputs come back; half stays at home
     there, back = 2 * (2 * 16 * 128 + 48 * 128 + 48) + 4 * 48, 2 * 48 * 128
     assert DELTA.exchanged(2) == (there, back)
@@ -120,7 +121,7 @@ def test_many_ranks_scan(size: RecurrentSize) -> None:
         segments = Segments(cut(8192 * ranks, pattern(ranks, "zigzag")), ((0, 8192 * ranks),))
         assert (choose_recurrence([size], segments, h200(), "states").way == "scanned states") == (ranks > 8)
     gathered, scanned = (recurrence_cost(way, size, segments, h200()) for way in ("states", "scanned states"))
-    assert scanned.sent_bytes < gathered.sent_bytes / 25
+    assert scanned.sent_bytes < gathered.sent_bytes / 20
     assert scanned.kept_bytes < gathered.kept_bytes / 200
 
 
@@ -158,15 +159,19 @@ def test_the_rule_takes_as_long_as_was_measured() -> None:
 
 
 def test_two_passes_take_as_long_as_was_measured() -> None:
-    """What the busiest of two ranks computes beside the rule, by one H100 that plays it. A tenth of the rule's time is
-    what other calls and a slower memory account for."""
-    size = replace(DELTA, channels=0)
+    """What ranks compute beside the rule, by one H100 that plays them without messages."""
     rows = json.loads((RESULTS / "recurrent_1xH100_alone.json").read_text())["results"]
     measured = {row["contender"]: row for row in rows if row["part"] == "rule" and row["tokens_per_rank"] == 32768}
-    segments = Segments(cut(65536, pattern(2, "zigzag")), ((0, 65536),))
-    cost = recurrence_cost("states", size, segments, replace(h200(), ranks_per_host=2))
-    more = measured["hf_burst zigzag, as rank 1 of 2"]["both_ms"] - measured["limit"]["both_ms"]
-    assert (cost.total_s - cost.rule_s) * 1e3 == pytest.approx(more, abs=measured["limit"]["both_ms"] / 10)
+    size, limit = replace(DELTA, channels=0), measured["limit"]
+    quiet = Link(0.0, 1e30)
+    machine = replace(h200(), ranks_per_host=2, symmetric=None, p2p=quiet, between_hosts=quiet)
+    alone = recurrence_cost("states", size, contiguous(32768, 1), machine)
+    for chunking, busiest in (("contiguous", 0), ("zigzag", 1)):
+        row = measured[f"hf_burst {chunking}, as rank {busiest} of 2"]
+        cost = recurrence_cost("states", size, Segments(cut(65536, pattern(2, chunking)), ((0, 65536),)), machine)
+        forward, backward = cost.forward_s - alone.forward_s, cost.backward_s - alone.backward_s
+        assert forward * 1e3 == pytest.approx(row["forward_ms"] - limit["forward_ms"], rel=0.2), chunking
+        assert backward * 1e3 == pytest.approx(row["backward_ms"] - limit["backward_ms"], rel=0.2), chunking
 
 
 def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:

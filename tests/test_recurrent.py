@@ -31,7 +31,7 @@ from hf_burst.recurrent import (
     scan_by_channels,
     scan_by_states,
 )
-from hf_burst.recurrent.two_passes import Inputs, Passing
+from tests.delta_steps import DeltaSteps, token_by_token
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -56,18 +56,6 @@ CASES = {
     "rows": Case(((0, 43), (0, 11, 43), (0, 1, 2, 3, 43)), "zigzag"),
     "chunks shorter than the halo": Case(((0, 24),), (0, 1, 2, 3) * 3),
 }
-
-
-def token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The delta rule of a batch of sequences `(batch, tokens, heads, ...)`."""
-    repeats, outputs = v.shape[2] // k.shape[2], []
-    q, k = (tensor.repeat_interleave(repeats, dim=2) for tensor in (q, k))
-    for t in range(q.shape[1]):
-        state = state * (g[:, t, :, None, None] if g.ndim == 3 else g[:, t, :, :, None]).exp()
-        error = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outputs, dim=1), state
 
 
 def scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
@@ -129,53 +117,6 @@ def delta_rule(
         for (start, stop), state in zip(pairwise(bounds.tolist()), states, strict=True)
     ]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([last for _, last in parts]) if ends else None
-
-
-class DeltaSteps:
-    """The delta rule in steps, token by token."""
-
-    def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
-        return (inputs.g.exp(),)
-
-    def maps(self, inputs: Inputs, prepared: tuple[Tensor, ...], passing: Passing) -> tuple[Tensor, Tensor]:
-        states, transitions = (inputs.v.new_zeros(len(passing.places), HEADS, KEYS, size) for size in (WIDTH, KEYS))
-        identity = torch.eye(KEYS).double().expand(1, HEADS, -1, -1)
-        for pieces, bounds in passing.ending:
-            for piece, rows in zip(pieces, self.rows(inputs, bounds), strict=True):
-                states[piece] = token_by_token(*rows, states.new_zeros(1, HEADS, KEYS, WIDTH))[1][0]
-        for pieces, bounds in passing.carrying:
-            for piece, rows in zip(pieces, self.rows(inputs, bounds), strict=True):
-                rows[2] = rows[2].new_zeros(*rows[2].shape[:3], KEYS)
-                transitions[piece] = token_by_token(*rows, identity)[1][0]
-        return states, transitions
-
-    def outputs(self, inputs: Inputs, prepared: tuple[Tensor, ...], begin: Tensor, passing: Passing) -> Tensor:
-        assert torch.equal(prepared[0], inputs.g.exp())
-        return torch.cat([out for out, _ in self.run(inputs, begin, passing)])
-
-    def kept(self, prepared: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return prepared
-
-    def begin_backward(
-        self, inputs: Inputs, kept: tuple[Tensor, ...], begin: Tensor, dout: Tensor, passing: Passing
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        with torch.enable_grad():
-            begin = begin.detach().requires_grad_()
-            out = self.outputs(inputs, kept, begin, passing)
-            return torch.autograd.grad(out, begin, dout)[0], (begin.detach(), dout)
-
-    def end_backward(self, inputs: Inputs, begun: tuple[Tensor, ...], dend: Tensor, passing: Passing) -> Inputs:
-        with torch.enable_grad():
-            leaves = Inputs(*(tensor.detach().requires_grad_() for tensor in inputs))
-            outs, ends = zip(*self.run(leaves, begun[0], passing), strict=True)
-            return Inputs(*torch.autograd.grad((torch.cat(outs), torch.stack(ends)), leaves, (begun[1], dend)))
-
-    def run(self, inputs: Inputs, begin: Tensor, passing: Passing) -> list[tuple[Tensor, Tensor]]:
-        pieces = zip(self.rows(inputs, passing.bounds), begin, strict=True)
-        return [(out[0], end[0]) for out, end in (token_by_token(*rows, state[None]) for rows, state in pieces)]
-
-    def rows(self, inputs: Inputs, bounds: Tensor) -> list[list[Tensor]]:
-        return [[tensor[None, start:stop] for tensor in inputs] for start, stop in pairwise(bounds.tolist())]
 
 
 def make(case: Case) -> dict[str, Tensor]:
@@ -359,6 +300,21 @@ def test_edges_are_made_once_for_a_batch() -> None:
     assert edges() is not None
     del segments
     assert edges() is None
+
+
+def test_outputs_that_are_changed_later_are_noticed() -> None:
+    """Values are replaced in the memory that tanh keeps for its backward pass. Autograd does not mind these, and still
+    minds what others do."""
+    segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
+    weight, x = torch.randn(HEADS, REACH + 1).double(), torch.randn(1, HEADS, 20).double().requires_grad_()
+    out = causal_convolution(lambda laid: convolve(laid, weight).tanh(), x, REACH, segments, ContextGroup())
+    parts = [convolve(x[..., start:stop], weight).tanh() for start, stop in ((0, 3), (3, 4), (4, 9), (9, 20))]
+    (expected,) = torch.autograd.grad(torch.cat(parts, -1).square().sum(), x)
+    (found,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(found, expected)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 26, 101])

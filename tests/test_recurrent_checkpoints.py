@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 import hf_burst
 from hf_burst import collectives
 from hf_burst.errors import ConfigError
+from hf_burst.hf import recurrent
 from hf_burst.hf.doors import recurrent_modules
 from hf_burst.recurrent import Received, halo
 from recipes.tiny_models import tiny_model
 from tests import models
+from tests.delta_steps import DeltaSteps
 from tests.ranks import RankPool
 from tests.test_patch import group_mean
 from tests.test_recurrent_models import forced, greatest_error
@@ -101,6 +103,51 @@ def compare(rank: int, size: int, switch: str) -> tuple[float, int]:
     assert functions == [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
     assert not any("forward" in vars(module) or module._forward_pre_hooks for module in recurrent_modules(model))
     return greatest_error(found, wanted), len(sizes)
+
+
+@contextmanager
+def stepwise() -> Iterator[DeltaSteps]:
+    """Kernels of two passes, as if flash-linear-attention were installed."""
+    kernels, takes = DeltaSteps(scaled=True), recurrent._takes
+
+    def unit(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+    def by_fla(function: Any, argument: str) -> bool:
+        return argument == "cp_context" or takes(function, argument)
+
+    room = {"fla_kernels": lambda *_: kernels, "unit_norm": unit, "_takes": by_fla}
+    with mock.patch.multiple(recurrent, **room):
+        yield kernels
+
+
+def compare_steps(rank: int, size: int, kind: str, scans: bool) -> tuple[float, int, list[tuple[float, int]]]:
+    """The greatest error of two passes beside one process, and how often they ran. Then that of each way to checkpoint,
+    and how often its backward pass gathered."""
+    with stepwise() as kernels, forced("scanned states" if scans else "states"):
+        model, batch = make("qwen3_5"), models.make_batch(kind)
+        loss = models.plain_loss(model, batch)
+        loss.backward()
+        wanted = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+        models.patch(model, STATES)
+        plain, _ = gradients_of(model, batch)
+        first, found = kernels.runs, []
+        for reentrant in (False, True):
+            enable(model, reentrant)
+            gradients, sizes = gradients_of(model, batch)
+            found.append((greatest_error(gradients, plain), len(sizes)))
+        return greatest_error(plain, wanted), first, found
+
+
+@pytest.mark.parametrize("scans", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+def test_two_passes_are_exact_and_run_again(ranks: Ranks, kind: str, scans: bool) -> None:
+    for error, runs, checkpointed in ranks(2).run(compare_steps, kind, scans):
+        assert error < 1e-5
+        assert runs > 0
+        for again, gathered in checkpointed:
+            assert again < 1e-6
+            assert gathered == 0
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

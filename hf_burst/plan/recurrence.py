@@ -115,15 +115,15 @@ class RecurrentSize:
         """Those that find a transition beside: as many more columns as there are keys (delta rules)."""
         return self._flops(self.values + self.keys) - self._flops(self.values) if self.kind == "delta" else 0.0
 
-    @property
-    def state_flops(self) -> float:
-        """Those of a pass in either direction that finds states and no outputs (delta rules)."""
-        return 4.0 * self.heads * self.keys * self.values if self.kind == "delta" else 0.0
+    def state_flops(self, direction: Pass) -> float:
+        """Those of a pass that finds states, or their gradients, and no outputs (delta rules). Backward, queries and
+        gradients of outputs are multiplied, too."""
+        return (6.0 if direction == "backward" else 4.0) * self.heads * self.keys * self.values
 
     @property
     def transition_flops(self) -> float:
         """Those of one that finds transitions (delta rules)."""
-        return 4.0 * self.heads * self.keys**2 if self.kind == "delta" else 0.0
+        return 4.0 * self.heads * self.keys**2
 
     def _flops(self, columns: int) -> float:
         state, chunk = self.keys * columns, 2 * _CHUNK
@@ -347,8 +347,9 @@ class _PassCost:
     @property
     def _in_two_passes(self) -> bool:
         """Whether flash-linear-attention's kernels find states and transitions before they find outputs: on GPUs, with
-        one decay for each head."""
-        return self.machine.device != "CPU" and self.size.kind == "delta" and self.size.decays == 1
+        one decay for each head and keys of their sizes. Whether they are installed is not asked."""
+        small = self.size.kind == "delta" and self.size.decays == 1 and self.size.keys <= 256
+        return self.machine.device != "CPU" and small
 
     def _pass_states(self, scanned: bool) -> None:
         """Every rank treats its own pieces; of those that open no document the transitions are found beside."""
@@ -356,8 +357,8 @@ class _PassCost:
         later, longest, reading = runs.later, runs.longest, _PIECE_CALLS * runs.later_pieces
         state, width = size.heads * size.keys * size.values, size.heads * size.values
         if self._in_two_passes:  # the backward pass has its transitions from the forward pass
-            flops = runs.handing * size.state_flops + runs.both * size.transition_flops
-            flops = runs.either * size.state_flops if self.backward else flops
+            flops = (runs.either if self.backward else runs.handing) * size.state_flops(self.direction)
+            flops += 0 if self.backward else runs.both * size.transition_flops
             self.seconds += self._rule(self.tokens, longest) + flops / self.machine.rule.states
         elif size.kind == "delta":
             columns = later * size.heads * (size.keys + size.values) * size.itemsize
@@ -376,7 +377,7 @@ class _PassCost:
         else:
             self._multiply(slots * state * (size.keys if size.kind == "delta" else 1))
             self._touch(0.0, _SLOT_CALLS * slots)
-            self.sent = self._gather(size.slot_bytes)
+            self.sent = self._gather(state * _WIDE if self._in_two_passes and self.backward else size.slot_bytes)
             self.kept = self.ranks * self.segments.most_slots * size.slot_bytes
         self.memory += self.kept
 

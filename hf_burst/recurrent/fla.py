@@ -1,6 +1,7 @@
 """The steps of a gated delta rule by the kernels of flash-linear-attention, which its own function calls one after
 another."""
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,11 +19,15 @@ def fla_kernels(device: torch.device, keys: int) -> DeltaKernels | None:
     """The kernels for heads of so many keys; `None` where they cannot run, or were not compared."""
     if device.type != "cuda" or torch.version.hip is not None or keys > _LARGEST:
         return None
+    return _FlaKernels() if _compared() and torch.cuda.get_device_capability(device) >= (8, 0) else None
+
+
+@cache
+def _compared() -> bool:
     try:
-        known = version("fla-core").startswith(_COMPARED)
+        return version("fla-core").startswith(_COMPARED)
     except PackageNotFoundError:
-        return None
-    return _FlaKernels() if known and torch.cuda.get_device_capability(device) >= (8, 0) else None
+        return False
 
 
 def unit_norm(tensor: Tensor) -> Tensor:

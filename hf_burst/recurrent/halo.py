@@ -1,11 +1,13 @@
 """Causal convolutions over shards: the first tokens of a segment see the last tokens before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..collectives import refuse_second_derivative
 from ..kernels import from_host
@@ -29,7 +31,8 @@ def causal_convolution(
     before the segment, zeros where the document starts.
 
     Args:
-        convolution (callable): From `(batch, channels, tokens)` to as much, causal, whatever computes it.
+        convolution (callable): From `(batch, channels, tokens)` to as much, causal, whatever computes it. Its output,
+            and its gradient of what goes in, are tensors of its own, which are written to.
         x (`torch.Tensor` of shape `(batch, channels, n)`): This rank's tokens.
         reach (`int`): How many earlier tokens an output sees: the width of the kernel less 1.
         segments ([`Segments`]): Those of all ranks.
@@ -40,18 +43,18 @@ def causal_convolution(
         `torch.Tensor` of shape `(batch, channels, n)`.
     """
     edges = _edges(segments, group.rank, reach, x.device)
-    if not len(edges.replaced):
+    if not len(edges.replaced[0]):
         return convolution(x)
-    channels, tokens = x.shape[1:]
-    x, taken = _Taken.apply(x, edges.taken // tokens, edges.taken % tokens)
-    firsts, tails = taken.split([len(edges.halos), len(edges.taken) - len(edges.halos)])
+    channels = x.shape[1]
+    x, taken = _Taken.apply(x, *edges.taken)
+    firsts, tails = taken.split([len(edges.halos), len(taken) - len(edges.halos)])
     zeros = x.new_zeros(1, channels)
     shards = (received or Received()).all_gather(tails, group) if len(tails) else ()
     halos = torch.cat([*shards, zeros]).index_select(0, edges.halos)
     pieces = torch.cat([part.view(-1, reach, channels) for part in (halos, firsts)], dim=1)
     anew = convolution(pieces.transpose(1, 2)).transpose(1, 2)[:, reach:]
     right = anew.reshape(-1, channels).index_select(0, edges.kept)
-    replaced: Tensor = _Replaced.apply(convolution(x), right, edges.replaced // tokens, edges.replaced % tokens)
+    replaced: Tensor = _Replaced.apply(convolution(x), right, *edges.replaced)
     return replaced
 
 
@@ -78,8 +81,10 @@ class _Replaced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, values: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(rows, places)
-        same_memory = out.data  # of which autograd would say that it was changed
-        same_memory.transpose(1, 2).index_put_((rows, places), values)
+        same_memory = out.detach()
+        unnoticed = nullcontext() if out.is_inference() else _unsafe_preserve_version_counter(out)
+        with unnoticed:  # autograd would say that it was changed
+            same_memory.transpose(1, 2).index_put_((rows, places), values)
         return same_memory
 
     @staticmethod
@@ -95,13 +100,14 @@ class _Edges:
     """Where the tokens beside the beginnings of a rank's segments lie, as indices on its device.
 
     Args:
-        taken (`torch.LongTensor`): Tokens of the rank. The first `reach` ones of every segment: a shorter segment
-            repeats its last one, whose output is dropped. Then the last `reach` ones of the segments with a successor:
-            a shorter segment repeats its first one, which nobody reads. All ranks have as many of these.
+        taken (`torch.LongTensor` of shape `(2, taken)`): Tokens of the rank, by their rows and their places there. The
+            first `reach` ones of every segment: a shorter segment repeats its last one, whose output is dropped. Then
+            the last `reach` ones of the segments with a successor: a shorter segment repeats its first one, which
+            nobody reads. All ranks have as many of these.
         halos (`torch.LongTensor`): What comes before every segment, `reach` tokens each, among the last tokens of all
             ranks one after another. One beyond the last is a zero.
         kept (`torch.LongTensor`): The outputs that are kept, among those of first tokens.
-        replaced (`torch.LongTensor`): The tokens of the rank whose outputs they are.
+        replaced (`torch.LongTensor` of shape `(2, kept)`): The tokens of the rank whose outputs they are.
     """
 
     taken: Tensor
@@ -135,11 +141,12 @@ def _edges_of(segments: Segments, rank: int, reach: int, device: torch.device) -
     kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
     taken = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
     taken += [piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window]
-    indices = [
-        taken,
+    replaced, tokens = [own[place].local + step for place, step in kept], segments.sharding.tokens(rank)
+    indices: list[Sequence[Any]] = [
+        [[number // tokens for number in taken], [number % tokens for number in taken]],
         halos,
         [place * reach + step for place, step in kept],
-        [own[place].local + step for place, step in kept],
+        [[number // tokens for number in replaced], [number % tokens for number in replaced]],
     ]
     with torch.inference_mode(False):  # a later pass over the same batch may train
         return _Edges(*(from_host(numbers, torch.int64, device) for numbers in indices))

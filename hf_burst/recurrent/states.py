@@ -23,6 +23,7 @@ def incoming_states(
     segments: Segments,
     group: ContextGroup,
     received: Received | None = None,
+    constant: bool = False,
 ) -> tuple[dict[int, Tensor], tuple[Tensor, ...]]:
     """The states that come to the segments of this rank.
 
@@ -35,6 +36,7 @@ def incoming_states(
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
         received ([`Received`], *optional*): Of a layer that a checkpoint may run again; says whether states come by a
             scan.
+        constant (`bool`, defaults to `False`): Whether transitions take no gradients, which then do not travel.
 
     Returns:
         The states at the beginning of the segments of this rank that open no document; and what came, for
@@ -43,13 +45,22 @@ def incoming_states(
     if received is not None and received.scans:
         return Scan(advance, segments, group).incoming(handed, received)
     own, transition = next(iter(handed.values()))
-    flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
-    slots, incoming = gather_slots(flat, segments, group, received), dict[int, Tensor]()
+    incoming = dict[int, Tensor]()
+    if constant:
+        slots, steps = (
+            gather_slots({index: pair[place] for index, pair in handed.items()}, segments, group, received)
+            for place in range(2)
+        )
+        pairs = {piece: (slot, steps[piece]) for piece, slot in slots.items()}
+    else:
+        flat = {index: torch.cat([tensor.flatten() for tensor in pair]) for index, pair in handed.items()}
+        slots = gather_slots(flat, segments, group, received)
+        pairs = {piece: slot.split([own.numel(), transition.numel()]) for piece, slot in slots.items()}
     for chain in segments.chains:
         last = max((place for place, (rank, _) in enumerate(chain) if rank == group.rank), default=0)
         state: Tensor | None = None
         for piece, follower in pairwise(chain[: last + 1]):
-            added, step = slots[piece].split([own.numel(), transition.numel()])
+            added, step = pairs[piece]
             added = added.view(own.shape)
             state = added if state is None else advance(step.view(transition.shape), state) + added
             if follower[0] == group.rank:

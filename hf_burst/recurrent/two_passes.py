@@ -65,7 +65,7 @@ class Passing:
 
 
 class DeltaKernels(Protocol):
-    """The steps of a gated delta rule. What is `prepared` and `begun` is known to the kernels alone."""
+    """The steps of a gated delta rule, of whose queries some scale. What is `prepared` and `begun` they alone know."""
 
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
         """What is computed inside of chunks, without any state."""
@@ -114,11 +114,11 @@ def delta_rule_in_two_passes(
     if not segments.slots:
         return rule(joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
     passing = segments.once(_passing, group, value.device)
-    with in_full_precision(value):
+    with in_full_precision(value), torch.cuda.device_of(value):
         turn = _Turn(kernels, passing)
         states, transitions, after = _Maps.apply(turn, *joined(inputs, [own[place] for place in passing.places]))
         handed = dict(zip(passing.places, zip(states.unbind(), transitions.unbind(), strict=True), strict=True))
-        incoming, slots = incoming_states(handed, by_matrix, segments, group, received)
+        incoming, slots = incoming_states(handed, by_matrix, segments, group, received, constant=True)
         nothing = torch.zeros_like(transitions[0, ..., :1]).expand(states.shape[1:])
         out = _Outputs.apply(turn, after, torch.stack([incoming.get(place, nothing) for place in passing.places]))
     alone = [place for place in range(len(own)) if place not in passing.places]
@@ -191,8 +191,8 @@ class _Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        turn, (*rows, begin), kept = ctx.turn, ctx.saved_tensors[:6], ctx.saved_tensors[6:]
-        inputs = Inputs(*rows)
+        turn, saved = ctx.turn, ctx.saved_tensors  # asked for once: a checkpoint hands them out once
+        inputs, begin, kept = Inputs(*saved[:5]), saved[5], saved[6:]
         dbegin, begun = turn.kernels.begin_backward(inputs, kept, begin, dout.contiguous(), turn.passing)
         turn.backward = inputs, begun
         return None, dbegin.new_empty(0), dbegin
