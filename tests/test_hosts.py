@@ -116,7 +116,7 @@ def test_calibrate_measures_the_share_of_a_rank(pool, tmp_path):
     assert all(machine == machines[0] for machine in machines)
     machine = machines[0]
     assert machine.ranks_per_host == 2
-    assert 0.5 < machine.between_hosts.bandwidth / 50e6 < 1.05
+    assert 0.5 < machine.between_hosts.bandwidth / 50e6 < 1.2  # buckets let short bursts through
     assert machine.p2p.bandwidth > 4 * machine.between_hosts.bandwidth
 
 
