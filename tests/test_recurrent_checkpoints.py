@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_burst
 from hf_burst import collectives
-from hf_burst.errors import ConfigError
+from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf import recurrent
 from hf_burst.hf.doors import recurrent_modules
+from hf_burst.hf.parts import recurrence
 from hf_burst.recurrent import Received, halo
 from recipes.tiny_models import tiny_model
 from tests import models
@@ -137,6 +138,24 @@ def compare_steps(rank: int, size: int, kind: str, scans: bool) -> tuple[float, 
             gradients, sizes = gradients_of(model, batch)
             found.append((greatest_error(gradients, plain), len(sizes)))
         return greatest_error(plain, wanted), first, found
+
+
+def with_other_kernels(rank: int, size: int) -> str:
+    """What a rank says if it alone has the kernels of two passes."""
+    model, batch = models.patch(make("qwen3_5"), STATES), models.make_batch("plain")
+    with mock.patch.object(recurrence, "fla_kernels", return_value=DeltaSteps() if rank else None):
+        try:
+            model(**batch)
+        except RankMismatchError as problem:
+            return str(problem)
+        finally:
+            hf_burst.unpatch_model(model)
+    return ""
+
+
+def test_ranks_have_the_same_kernels(ranks: Ranks) -> None:
+    for said in ranks(2).run(with_other_kernels):
+        assert "kernels of flash-linear-attention: rank 0 has False, rank 1 has True" in said
 
 
 @pytest.mark.parametrize("scans", [False, True])

@@ -62,7 +62,7 @@ class Watch:
         self.in_processes = hasattr(store, "port")  # or in files
         self.thread, self.pid = get_ident(), os.getpid()
         self.process = f"process {self.pid} on {socket.gethostname()}"
-        self.handled = sys.exc_info()[1]  # a fork inherits what its parent handles
+        self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
         self.call: _Call | None = None
         self.messages: tuple[str, tuple[int, ...]] | None = None  # the group over which an attention is under way
         self.latest = "its start"
@@ -372,7 +372,7 @@ class Watch:
 
     def _say_farewell(self) -> None:
         problem = _uncaught()
-        if problem is self.handled:
+        if id(problem) == self.handled:
             problem = None
         if isinstance(problem, RuntimeError) and lost(problem):
             everyone = range(dist.get_world_size())

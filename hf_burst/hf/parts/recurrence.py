@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
-from ...recurrent import Received
+from ...recurrent import Received, fla_kernels
 from ..attention import CALL_KEY, ForwardCall
 from ..doors import over_ranks, recurrent_modules
 from ..recurrent import RUN_KEY, Function, Run, Scope, functions_of, in_place_of_innermost
@@ -63,6 +63,8 @@ class Recurrence(Part):
                     f"The forward of a {type(module).__name__} was replaced after the model was patched, so its state "
                     "would not pass from rank to rank. Unpatch the model, then patch it anew."
                 )
+        if self.modules:  # by which delta rules send other messages
+            run.facts["kernels of flash-linear-attention"] = fla_kernels(run.device, 1) is not None
         if self.modules and run.facts.get("activation checkpointing"):
             self._see_to_wrappers(run.model)
             for layer in self.layers if _CHECKPOINTS_CALLS else ():
