@@ -294,7 +294,7 @@ def test_edges_are_made_once_for_a_batch() -> None:
         x.requires_grad_()
         trained = convolution(segments)
         trained.sum().backward()
-        assert made.call_count == 4, "kinds of indices"
+        assert made.call_count == 5, "kinds of indices"
     torch.testing.assert_close(evaluated.clone(), trained.detach())
     edges = weakref.ref(segments.once(halo._edges_of, 0, REACH, x.device))
     assert edges() is not None

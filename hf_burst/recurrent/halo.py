@@ -46,7 +46,7 @@ def causal_convolution(
     if not len(edges.replaced[0]):
         return convolution(x)
     channels = x.shape[1]
-    x, taken = _Taken.apply(x, *edges.taken)
+    x, taken = _Taken.apply(x, *edges.seen, edges.taken)
     firsts, tails = taken.split([len(edges.halos), len(taken) - len(edges.halos)])
     zeros = x.new_zeros(1, channels)
     shards = (received or Received()).all_gather(tails, group) if len(tails) else ()
@@ -59,19 +59,21 @@ def causal_convolution(
 
 
 class _Taken(torch.autograd.Function):
-    """All tokens of `(batch, channels, n)`, and some of them as `(taken, channels)`. Gradients of these are added to
-    those of all in their place: the convolution made them, for nobody else."""
+    """All tokens of `(batch, channels, n)`, and some of them as `(taken, channels)`, of which some may be the same.
+    Gradients of these are added to those of all in their place: the convolution made them, for nobody else."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows, places)
-        return x.view_as(x), x.transpose(1, 2)[rows, places]
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, places, taken)
+        return x.view_as(x), x.transpose(1, 2)[rows, places].index_select(0, taken)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor, dtaken: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dx: Tensor, dtaken: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_derivative()
-        dx.transpose(1, 2).index_put_(ctx.saved_tensors, dtaken, accumulate=True)
-        return dx, None, None
+        rows, places, taken = ctx.saved_tensors
+        laid = dx.transpose(1, 2)  # index_put_ that accumulates would copy all of it, where channels come first
+        laid[rows, places] = laid[rows, places].index_add(0, taken, dtaken)
+        return dx, None, None, None
 
 
 class _Replaced(torch.autograd.Function):
@@ -100,16 +102,17 @@ class _Edges:
     """Where the tokens beside the beginnings of a rank's segments lie, as indices on its device.
 
     Args:
-        taken (`torch.LongTensor` of shape `(2, taken)`): Tokens of the rank, by their rows and their places there. The
-            first `reach` ones of every segment: a shorter segment repeats its last one, whose output is dropped. Then
-            the last `reach` ones of the segments with a successor: a shorter segment repeats its first one, which
-            nobody reads. All ranks have as many of these.
+        seen (`torch.LongTensor` of shape `(2, seen)`): Tokens of the rank, by their rows and their places there.
+        taken (`torch.LongTensor`): Which of them are taken. The first `reach` ones of every segment: a shorter segment
+            repeats its last one, whose output is dropped. Then the last `reach` ones of the segments with a successor:
+            a shorter segment repeats its first one, which nobody reads. All ranks have as many of these.
         halos (`torch.LongTensor`): What comes before every segment, `reach` tokens each, among the last tokens of all
             ranks one after another. One beyond the last is a zero.
         kept (`torch.LongTensor`): The outputs that are kept, among those of first tokens.
         replaced (`torch.LongTensor` of shape `(2, kept)`): The tokens of the rank whose outputs they are.
     """
 
+    seen: Tensor
     taken: Tensor
     halos: Tensor
     kept: Tensor
@@ -141,12 +144,14 @@ def _edges_of(segments: Segments, rank: int, reach: int, device: torch.device) -
     kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
     taken = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
     taken += [piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window]
+    numbers = {token: number for number, token in enumerate(dict.fromkeys(taken))}
     replaced, tokens = [own[place].local + step for place, step in kept], segments.sharding.tokens(rank)
     indices: list[Sequence[Any]] = [
-        [[number // tokens for number in taken], [number % tokens for number in taken]],
+        [[token // tokens for token in numbers], [token % tokens for token in numbers]],
+        [numbers[token] for token in taken],
         halos,
         [place * reach + step for place, step in kept],
-        [[number // tokens for number in replaced], [number % tokens for number in replaced]],
+        [[token // tokens for token in replaced], [token % tokens for token in replaced]],
     ]
     with torch.inference_mode(False):  # a later pass over the same batch may train
-        return _Edges(*(from_host(numbers, torch.int64, device) for numbers in indices))
+        return _Edges(*(from_host(index, torch.int64, device) for index in indices))
