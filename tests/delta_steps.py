@@ -1,5 +1,6 @@
 """A gated delta rule token by token, and its steps as kernels of two passes have them."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,9 @@ class DeltaSteps:
     def __init__(self, scaled: bool = False) -> None:
         self.scaled, self.runs = scaled, 0
 
+    def lay(self, bounds: Sequence[int], device: torch.device) -> Sequence[int]:
+        return bounds
+
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
         self.runs += 1
         return (inputs.g.exp(),)
@@ -34,11 +38,11 @@ class DeltaSteps:
         (heads, width), keys = inputs.v.shape[1:], inputs.k.shape[-1]
         states, transitions = (inputs.v.new_zeros(len(passing.places), heads, keys, size) for size in (width, keys))
         identity = torch.eye(keys, dtype=states.dtype).expand(1, heads, -1, -1)
-        for pieces, bounds in passing.ending:
-            for piece, rows in zip(pieces, self.rows(inputs, bounds), strict=True):
+        for pieces, laid in passing.ending:
+            for piece, rows in zip(pieces, self.rows(inputs, laid), strict=True):
                 states[piece] = token_by_token(*rows, torch.zeros_like(states[:1]))[1][0]
-        for pieces, bounds in passing.carrying:
-            for piece, rows in zip(pieces, self.rows(inputs, bounds), strict=True):
+        for pieces, laid in passing.carrying:
+            for piece, rows in zip(pieces, self.rows(inputs, laid), strict=True):
                 rows[2] = rows[2].new_zeros(*rows[2].shape[:3], keys)
                 transitions[piece] = token_by_token(*rows, identity)[1][0]
         return states, transitions
@@ -67,8 +71,8 @@ class DeltaSteps:
     def run(self, inputs: Inputs, begin: Tensor, passing: Passing) -> list[tuple[Tensor, Tensor]]:
         if self.scaled:  # as kernels do, by the size of keys
             inputs = inputs._replace(q=inputs.q * inputs.q.shape[-1] ** -0.5)
-        pieces = zip(self.rows(inputs, passing.bounds), begin, strict=True)
+        pieces = zip(self.rows(inputs, passing.laid), begin, strict=True)
         return [(out[0], end[0]) for out, end in (token_by_token(*rows, state[None]) for rows, state in pieces)]
 
-    def rows(self, inputs: Inputs, bounds: Tensor) -> list[list[Tensor]]:
-        return [[tensor[None, start:stop] for tensor in inputs] for start, stop in pairwise(bounds.tolist())]
+    def rows(self, inputs: Inputs, bounds: Sequence[int]) -> list[list[Tensor]]:
+        return [[tensor[None, start:stop] for tensor in inputs] for start, stop in pairwise(bounds)]

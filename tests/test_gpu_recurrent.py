@@ -184,18 +184,18 @@ def two_passes(rank: int, size: int, name: str, scans: bool) -> list[torch.Tenso
     return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
 
 
-def one_process(name: str, dtype: torch.dtype, function: Any) -> list[torch.Tensor]:
-    """The same, of whole documents."""
+def one_process(name: str, place: str, dtype: torch.dtype | None, function: Any) -> list[torch.Tensor]:
+    """The same, of whole documents. With a dtype all inputs have it."""
     documents, _ = PASSING[name]
     inputs, dout = rule_inputs(documents)
-    leaves = [(tensor if at == 3 else tensor.to(dtype)).cuda().requires_grad_() for at, tensor in enumerate(inputs)]
+    leaves = [tensor.to(place, dtype).requires_grad_() for tensor in inputs]
     rows = []
     for row, bounds in enumerate(documents):
         parts = [[leaf[row : row + 1, start:stop] for leaf in leaves] for start, stop in pairwise(bounds)]
         outs = [function(*part[:3], g=part[3], beta=part[4], use_qk_l2norm_in_kernel=True)[0] for part in parts]
         rows.append(torch.cat(outs, dim=1))
     out = torch.cat(rows)
-    gradients = torch.autograd.grad(out, leaves, dout.to(dtype).cuda())
+    gradients = torch.autograd.grad(out, leaves, dout.to(place, dtype))
     return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
 
 
@@ -205,16 +205,14 @@ def test_two_passes_are_as_close_as_one_gpu(gpus: Ranks, name: str) -> None:  # 
     """Twice the error of flash-linear-attention itself at most, against its plain form in fp32."""
     pytest.importorskip("fla")
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+    from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
 
     def plain(q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> Any:
         q, k = (nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
-        return naive_recurrent_gated_delta_rule(q, k, v, beta, g)
+        return naive_chunk_gated_delta_rule(q, k, v, g, beta)
 
-    exact, alone = (
-        one_process(name, torch.float32, plain),
-        one_process(name, torch.bfloat16, chunk_gated_delta_rule),
-    )
+    exact = one_process(name, "cpu", torch.float32, plain)
+    alone = one_process(name, "cuda", None, chunk_gated_delta_rule)
     layout = SequenceLayout.for_batch(PASSING[name][0], 2, PASSING[name][1])
     for scans in (False, True):
         shards = gpus(2).run(two_passes, name, scans, timeout=1800)

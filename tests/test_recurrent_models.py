@@ -37,7 +37,7 @@ from tests.test_wrappers import compare, flat
 from tests.trainers import Case
 
 Ranks = Callable[[int], RankPool]
-edges_of = halo._edges_of
+edges_of = halo._edges
 KINDS = ("plain", "packed", "left", "right")
 WAYS = ("states", "scanned states", "heads")
 ACROSS = {"recurrence": "states", "chunking": "zigzag"}  # a cut by documents would leave nothing to pass
@@ -137,25 +137,25 @@ def dropped(*arguments: Any) -> Any:
     return {index: 0 * state for index, state in states.items()}, slots
 
 
-def without_halos(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
+def without_halos(segments: Segments, device: torch.device, rank: int, reach: int) -> Any:
     """Edges before which there are zeros."""
-    edges = edges_of(segments, rank, reach, device)
+    edges = edges_of(segments, device, rank, reach)
     nowhere = segments.sharding.ranks * segments.most_slots * reach
     return replace(edges, halos=torch.full_like(edges.halos, nowhere))
 
 
-def one_token_off(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
+def one_token_off(segments: Segments, device: torch.device, rank: int, reach: int) -> Any:
     """Edges whose halos end one token too early."""
-    edges = edges_of(segments, rank, reach, device)
+    edges = edges_of(segments, device, rank, reach)
     last = segments.sharding.ranks * segments.most_slots * reach
     moved = (edges.halos > 0) & (edges.halos < last)
     return replace(edges, halos=edges.halos - moved.long())
 
 
-def of_rows(segments: Segments, rank: int, reach: int, device: torch.device) -> Any:
+def of_rows(segments: Segments, device: torch.device, rank: int, reach: int) -> Any:
     """The edges of segments that know of rows only."""
     rows = Segments(segments.sharding, tuple((0, row[-1]) for row in segments.documents))
-    return edges_of(rows, rank, reach, device)
+    return edges_of(rows, device, rank, reach)
 
 
 def of_the_next(x: torch.Tensor, group: ContextGroup) -> torch.Tensor:
@@ -166,9 +166,9 @@ def of_the_next(x: torch.Tensor, group: ContextGroup) -> torch.Tensor:
 Combination = tuple[str, str, str]
 CONTIGUOUS: Combination = ("plain", "states", "contiguous")
 BROKEN: dict[str, tuple[str, Combination, Any, str, Any]] = {
-    "a halo of zeros": ("qwen3_5", CONTIGUOUS, halo, "_edges_of", without_halos),
-    "a halo one token off": ("qwen3_5", CONTIGUOUS, halo, "_edges_of", one_token_off),
-    "documents that leak through a convolution": ("lfm2", ("packed", "states", "zigzag"), halo, "_edges_of", of_rows),
+    "a halo of zeros": ("qwen3_5", CONTIGUOUS, halo, "_edges", without_halos),
+    "a halo one token off": ("qwen3_5", CONTIGUOUS, halo, "_edges", one_token_off),
+    "documents that leak through a convolution": ("lfm2", ("packed", "states", "zigzag"), halo, "_edges", of_rows),
     "a state that is dropped": ("qwen3_5", CONTIGUOUS, delta, "incoming_states", dropped),
     "a transition in bf16": ("qwen3_5", CONTIGUOUS, delta, "by_matrix", in_half),
     "a number that is dropped": ("recurrent_gemma", CONTIGUOUS, diagonal, "incoming_states", dropped),

@@ -163,7 +163,7 @@ def _scan(original: Function, scope: Scope) -> Function:
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
             hidden, rates, keys, queries = rows
-            places = {} if bounds is None else {"seq_idx": _places(bounds)}
+            places = {} if bounds is None else {"seq_idx": _places(bounds, hidden.shape[1])}
             out = original(hidden, rates, B=keys, C=queries, chunk_size=chunk_size, **heads, **steps, **places)
             return out, None
 
@@ -178,10 +178,10 @@ def _scan(original: Function, scope: Scope) -> Function:
     return mamba2_chunk_scan
 
 
-def _places(bounds: Tensor) -> Tensor:
+def _places(bounds: Tensor, tokens: int) -> Tensor:
     """The number of its piece for each token of a row: `(1, tokens)`."""
     numbers = torch.arange(len(bounds) - 1, device=bounds.device, dtype=torch.int32)
-    return numbers.repeat_interleave(bounds.diff())[None]
+    return numbers.repeat_interleave(bounds.diff(), output_size=tokens)[None]  # the device is not asked how many
 
 
 def _selective_scan(original: Function, scope: Scope) -> Function:

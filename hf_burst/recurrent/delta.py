@@ -40,7 +40,7 @@ def delta_rule_by_states(
     value, keys = inputs[2], inputs[1].shape[-1]
     own, heads, width = segments.by_rank[group.rank], *value.shape[2:]
     if not segments.slots:
-        return rule(joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
+        return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
     hand_on = handing_on(segments, group)
     zeros = value.new_zeros(heads, keys, width, dtype=wide(value))
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
@@ -55,7 +55,7 @@ def delta_rule_by_states(
         sizes, rows = [own[index].size for index in places], joined(inputs, [own[index] for index in places])
         if places is later:
             rows[2] = torch.cat([rows[2], rows[2].new_zeros(*rows[2].shape[:2], keys)], dim=-1)
-        out, lasts = rule(rows, sizes, begin if places is later else None, ends)
+        out, lasts = rule(segments, rows, sizes, begin if places is later else None, ends)
         outputs |= dict(zip(places, out.split(sizes), strict=True))
         for index, last in zip(places, lasts, strict=ends):
             transition = last[..., width:] if places is later else nothing  # nothing comes in where a document opens

@@ -12,7 +12,7 @@ from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import handing_on, take_part
-from .pieces import Rule, wide
+from .pieces import Rule, made_once, wide
 from .received import Received
 from .scan import scan_by_channels
 from .states import by_number, incoming_states
@@ -60,7 +60,7 @@ def recurrence_by_states(
         `torch.Tensor` of shape `(batch, n, channels)`, in the dtype of b.
     """
     own, dtype, shape = segments.by_rank[group.rank], wide(b), b.shape
-    flat, starts = a.to(dtype).flatten(0, 1), from_host([piece.local for piece in own], torch.int64, b.device)
+    flat, starts = a.to(dtype).flatten(0, 1), made_once(segments, _starts, b.device, group.rank)
     apart = flat.index_fill(0, starts, 0).view(shape)  # nothing passes from one run to the next
     if not segments.slots:
         return recurrence(apart, b.to(dtype)).to(b.dtype)
@@ -73,6 +73,10 @@ def recurrence_by_states(
     for index, state in incoming.items():
         outputs[index] = outputs[index] + transitions[index] * state
     return take_part(torch.cat(outputs).view(shape).to(b.dtype), slots)
+
+
+def _starts(segments: Segments, device: torch.device, rank: int) -> Tensor:
+    return from_host([piece.local for piece in segments.by_rank[rank]], torch.int64, device)
 
 
 def recurrence_by_channels(a: Tensor, b: Tensor, segments: Segments, group: ContextGroup) -> Tensor:

@@ -1,13 +1,17 @@
 """The steps of a gated delta rule by the kernels of flash-linear-attention, which its own function calls one after
 another."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..kernels import from_host
 from .two_passes import DeltaKernels, Inputs, Passing, Run
 
 _COMPARED = "0.6."  # its steps are not an interface that others can rely on
@@ -38,8 +42,34 @@ def unit_norm(tensor: Tensor) -> Tensor:
     return normed
 
 
+class _Laid(NamedTuple):
+    """Where pieces begin and which chunk is whose. Steps that get bounds alone ask the device for the rest."""
+
+    cu_seqlens: Tensor
+    chunk_indices: Tensor
+    chunk_offsets: Tensor
+
+    @property
+    def chunks(self) -> dict[str, Tensor]:
+        return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        return self._asdict()
+
+
+@dataclass(frozen=True)
 class _FlaKernels:
     """Tensors of its own are `(1, tokens, heads, ...)`. Decays are added up inside of chunks, as powers of 2."""
+
+    def lay(self, bounds: Sequence[int], device: torch.device) -> _Laid:
+        counts = [-((start - stop) // _CHUNK) for start, stop in pairwise(bounds)]
+        chunks = [(piece, chunk) for piece, count in enumerate(counts) for chunk in range(count)]
+        return _Laid(
+            from_host(bounds, torch.int32, device),
+            from_host(chunks, torch.int32, device),
+            from_host([0, *accumulate(counts)], torch.int64, device),
+        )
 
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -47,9 +77,9 @@ class _FlaKernels:
         from fla.ops.utils.constant import RCP_LN2
 
         _, k, v, g, beta = _rows(inputs)
-        decay = chunk_local_cumsum(g, _CHUNK, scale=RCP_LN2, cu_seqlens=passing.bounds)
+        decay = chunk_local_cumsum(g, _CHUNK, scale=RCP_LN2, **passing.laid.chunks)
         w, u, inverse = chunk_gated_delta_rule_fwd_intra(
-            k=k, v=v, g=decay, beta=beta, cu_seqlens=passing.bounds, chunk_size=_CHUNK
+            k=k, v=v, g=decay, beta=beta, chunk_size=_CHUNK, **passing.laid.chunks
         )
         return decay, inverse, w, u
 
@@ -75,7 +105,7 @@ class _FlaKernels:
         q, k, v, *_ = _rows(inputs)
         states, values = _states(k, w, u, decay, begin, passing)
         out: Tensor = chunk_fwd_o(
-            q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), cu_seqlens=passing.bounds, chunk_size=_CHUNK
+            q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), chunk_size=_CHUNK, **passing.laid.chunks
         )
         return out[0].to(v.dtype)
 
@@ -90,10 +120,10 @@ class _FlaKernels:
 
         decay, inverse = kept
         q, k, v, _, beta = _rows(inputs)
-        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, cu_seqlens=passing.bounds)
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **passing.laid.chunks)
         states, values = _states(k, w, u, decay, begin, passing)
         dvalues = chunk_bwd_dv_local(
-            q=q, k=k, g=decay, do=dout[None], scale=_scale(q), cu_seqlens=passing.bounds, chunk_size=_CHUNK
+            q=q, k=k, g=decay, do=dout[None], scale=_scale(q), chunk_size=_CHUNK, **passing.laid.chunks
         )
         _, dbegin, _ = _dstates(q, k, w, decay, dout[None], dvalues, torch.zeros_like(begin), passing)
         return dbegin, (decay, inverse, w, states, values, dout[None], dvalues)
@@ -106,7 +136,7 @@ class _FlaKernels:
         decay, inverse, w, states, values, dout, dvalues = begun
         q, k, v, _, beta = _rows(inputs)
         dstates, _, dvalues = _dstates(q, k, w, decay, dout, dvalues, dend, passing)
-        bounds: dict[str, Any] = {"cu_seqlens": passing.bounds}
+        chunks = passing.laid.chunks
         dq, dk, dw, ddecay = chunk_bwd_dqkwg(
             q=q,
             k=k,
@@ -119,12 +149,12 @@ class _FlaKernels:
             dh=dstates,
             scale=_scale(q),
             chunk_size=_CHUNK,
-            **bounds,
+            **chunks,
         )
         more_k, dv, dbeta, more_decay = prepare_wy_repr_bwd(
-            k=k, v=v, beta=beta, g=decay, A=inverse, dw=dw, du=dvalues, **bounds
+            k=k, v=v, beta=beta, g=decay, A=inverse, dw=dw, du=dvalues, **chunks
         )
-        dg = chunk_local_cumsum(ddecay.add_(more_decay), _CHUNK, reverse=True, **bounds)
+        dg = chunk_local_cumsum(ddecay.add_(more_decay), _CHUNK, reverse=True, **chunks)
         found = Inputs(dq, dk.add_(more_k), dv, dg, dbeta)
         return Inputs(*(gradient[0].to(own.dtype) for gradient, own in zip(found, inputs, strict=True)))
 
@@ -142,7 +172,7 @@ def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passi
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     states, values, _ = chunk_gated_delta_rule_fwd_h(
-        k=k, w=w, u=u, g=decay, initial_state=begin, cu_seqlens=passing.bounds, chunk_size=_CHUNK
+        k=k, w=w, u=u, g=decay, initial_state=begin, chunk_size=_CHUNK, **passing.laid.states
     )
     return states, values
 
@@ -159,8 +189,8 @@ def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, run: Ru
         initial_state=begin,
         output_final_state=True,
         save_new_value=False,
-        cu_seqlens=run.bounds,
         chunk_size=_CHUNK,
+        **run.laid.states,
     )
     found: Tensor = ends
     return found
@@ -189,7 +219,7 @@ def _dstates(
         do=dout,
         dv=dvalues,
         scale=_scale(q),
-        cu_seqlens=passing.bounds,
         chunk_size=_CHUNK,
+        **passing.laid.states,
     )
     return found

@@ -13,6 +13,7 @@ from ..collectives import refuse_second_derivative
 from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
+from .pieces import made_once
 from .received import Received
 
 
@@ -42,7 +43,7 @@ def causal_convolution(
     Returns:
         `torch.Tensor` of shape `(batch, channels, n)`.
     """
-    edges = _edges(segments, group.rank, reach, x.device)
+    edges = made_once(segments, _edges, x.device, group.rank, reach)
     if not len(edges.replaced[0]):
         return convolution(x)
     channels = x.shape[1]
@@ -119,15 +120,7 @@ class _Edges:
     replaced: Tensor
 
 
-def _edges(segments: Segments, rank: int, reach: int, device: torch.device) -> _Edges:
-    """The edges of a rank: one object for all layers of a pass. What is made while a CUDA graph is captured belongs to
-    that graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _edges_of(segments, rank, reach, device)
-    return segments.once(_edges_of, rank, reach, device)
-
-
-def _edges_of(segments: Segments, rank: int, reach: int, device: torch.device) -> _Edges:
+def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _Edges:
     own, most = segments.by_rank[rank], segments.most_slots
     nowhere, window = segments.sharding.ranks * most * reach, range(reach)
     handing_on = [own[index] for holder, index in segments.slots if holder == rank]
@@ -153,5 +146,4 @@ def _edges_of(segments: Segments, rank: int, reach: int, device: torch.device) -
         [place * reach + step for place, step in kept],
         [[token // tokens for token in replaced], [token % tokens for token in replaced]],
     ]
-    with torch.inference_mode(False):  # a later pass over the same batch may train
-        return _Edges(*(from_host(index, torch.int64, device) for index in indices))
+    return _Edges(*(from_host(index, torch.int64, device) for index in indices))

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels import from_host
-from ..plan import Segment
+from ..plan import Segment, Segments
 
+_Made = TypeVar("_Made")
 Function = Callable[[Sequence[Tensor], Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -28,11 +30,18 @@ class Rule:
     packed: bool
 
     def __call__(
-        self, rows: Sequence[Tensor], sizes: Sequence[int], begin: Tensor | None = None, ends: bool = False
+        self,
+        segments: Segments,
+        rows: Sequence[Tensor],
+        sizes: Sequence[int],
+        begin: Tensor | None = None,
+        ends: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Treats pieces, each by itself.
 
         Args:
+            segments ([`Segments`]): Those of the batch. They keep the bounds of the pieces for the next layer: kernels
+                that get the same tensor again need not ask the device for its numbers.
             rows (sequence of `torch.Tensor` of shape `(tokens, ...)`): The pieces one after another.
             sizes (sequence of `int`): How many tokens each of them has.
             begin (`torch.Tensor`, *optional*): The state with which each begins; zeros by default.
@@ -42,12 +51,11 @@ class Rule:
             The outputs, `(tokens, ...)`, and the state at the end of each piece.
         """
         states = None if begin is None else begin.expand(len(sizes), *begin.shape)
-        bounds = [0, *accumulate(sizes)]
         if self.packed or len(sizes) == 1:
-            on_device = from_host(bounds, torch.int32, rows[0].device) if len(sizes) > 1 else None
+            on_device = made_once(segments, _bounds, rows[0].device, tuple(sizes)) if len(sizes) > 1 else None
             out, last = self.function([row[None] for row in rows], states, on_device, ends)
             return out[0], [] if last is None else list(last.unbind())
-        outputs, lasts = dict[int, Tensor](), dict[int, Tensor]()
+        bounds, outputs, lasts = [0, *accumulate(sizes)], dict[int, Tensor](), dict[int, Tensor]()
         for size in sorted(set(sizes)):  # pieces of one size are a batch
             places = [index for index, own in enumerate(sizes) if own == size]
             batch = [torch.stack([row[bounds[index] :][:size] for index in places]) for row in rows]
@@ -55,6 +63,19 @@ class Rule:
             outputs |= dict(zip(places, out, strict=True))
             lasts |= {} if last is None else dict(zip(places, last, strict=True))
         return torch.cat([outputs[index] for index in sorted(outputs)]), [lasts[index] for index in sorted(lasts)]
+
+
+def made_once(segments: Segments, make: Callable[..., _Made], device: torch.device, *arguments: Any) -> _Made:
+    """What `make(segments, device, *arguments)` lays on a device, for all layers of a pass and for later passes over
+    the batch. What is made while a CUDA graph is captured belongs to that graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return make(segments, device, *arguments)
+    with torch.inference_mode(False):  # a later pass over the same batch may train
+        return segments.once(make, device, *arguments)
+
+
+def _bounds(_: Segments, device: torch.device, sizes: tuple[int, ...]) -> Tensor:
+    return from_host([0, *accumulate(sizes)], torch.int32, device)
 
 
 def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tensor]:

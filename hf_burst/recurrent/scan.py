@@ -48,7 +48,7 @@ def scan_by_states(
     """
     x, _, b, _ = inputs
     own, groups = segments.by_rank[group.rank], b.shape[2]
-    out, _ = rule(joined(inputs, own), [piece.size for piece in own])
+    out, _ = rule(segments, joined(inputs, own), [piece.size for piece in own])
     if not segments.slots:
         return out.view(x.shape)
     outputs, hand_on = list(out.split([piece.size for piece in own])), handing_on(segments, group)
@@ -91,7 +91,7 @@ def scan_by_channels(
     spread = to_heads(channels, segments, group)
     spread += [whole_tokens(tensor, segments, group) for tensor in shared]
     documents = whole.by_rank[0]
-    out, _ = rule(joined(spread, documents), [piece.size for piece in documents])
+    out, _ = rule(segments, joined(spread, documents), [piece.size for piece in documents])
     out = out.view(like.shape[0], -1, *spread[0].shape[2:])
     flat = out.reshape(*out.shape[:3], -1)
     return to_tokens(flat, like.shape[2], segments, group).reshape(like.shape)

@@ -13,6 +13,7 @@ gradients: those of the states at the end are whole.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -20,11 +21,10 @@ import torch
 from torch import Tensor
 
 from ..collectives import refuse_second_derivative
-from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import handing_on, take_part
-from .pieces import Rule, joined
+from .pieces import Rule, joined, made_once
 from .received import Received
 from .states import by_matrix, in_full_precision, incoming_states
 
@@ -41,10 +41,10 @@ class Inputs(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbours among the pieces, with the cumulative bounds of their tokens, `(pieces + 1,)`, on the device."""
+    """Neighbours among the pieces, and how they are laid, as kernels know it."""
 
     pieces: range
-    bounds: Tensor
+    laid: Any
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,23 @@ class Passing:
 
     Args:
         places (`tuple[int, ...]`): Their places among the segments of the rank.
-        bounds (`torch.IntTensor` of shape `(pieces + 1,)`): Cumulative bounds, on the device.
+        laid (`Any`): How they are laid, as kernels know it.
         ending (`tuple[Run, ...]`): Those that hand a state on.
         carrying (`tuple[Run, ...]`): Of these, those to which a state comes.
     """
 
     places: tuple[int, ...]
-    bounds: Tensor
+    laid: Any
     ending: tuple[Run, ...]
     carrying: tuple[Run, ...]
 
 
 class DeltaKernels(Protocol):
-    """The steps of a gated delta rule, of whose queries some scale. What is `prepared` and `begun` they alone know."""
+    """The steps of a gated delta rule, of whose queries some scale. What is `laid`, `prepared` and `begun` they alone
+    know. Those that compare as equal lay pieces alike."""
+
+    def lay(self, bounds: Sequence[int], device: torch.device) -> Any:
+        """What steps have to know of where pieces begin: their cumulative bounds, in tokens, on a device."""
 
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
         """What is computed inside of chunks, without any state."""
@@ -112,8 +116,8 @@ def delta_rule_in_two_passes(
     """
     value, own = inputs[2], segments.by_rank[group.rank]
     if not segments.slots:
-        return rule(joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
-    passing = segments.once(_passing, group, value.device)
+        return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
+    passing = made_once(segments, _passing, value.device, group, kernels)
     with in_full_precision(value), torch.cuda.device_of(value):
         turn = _Turn(kernels, passing)
         states, transitions, after = _Maps.apply(turn, *joined(inputs, [own[place] for place in passing.places]))
@@ -124,31 +128,34 @@ def delta_rule_in_two_passes(
     alone = [place for place in range(len(own)) if place not in passing.places]
     if alone:
         sizes = [own[place].size for place in alone]
-        local, _ = rule(joined(inputs, [own[place] for place in alone]), sizes)
+        local, _ = rule(segments, joined(inputs, [own[place] for place in alone]), sizes)
         outputs = dict(zip(alone, local.split(sizes), strict=True))
         outputs |= dict(zip(passing.places, out.split([own[place].size for place in passing.places]), strict=True))
         out = torch.cat([outputs[place] for place in range(len(own))])
     return take_part(out.view(value.shape), slots)
 
 
-def _passing(segments: Segments, group: ContextGroup, device: torch.device) -> Passing:
+def _passing(segments: Segments, device: torch.device, group: ContextGroup, kernels: DeltaKernels) -> Passing:
     own, sending = segments.by_rank[group.rank], handing_on(segments, group)
     handing = {place for rank, place in segments.slots if rank == group.rank}  # none, where a rank sends for nobody
     places = tuple(place for place, piece in enumerate(own) if place in sending or not piece.opens)
     bounds = [0, *accumulate(own[place].size for place in places)]
 
+    @cache  # all of them may be a run, too
+    def lay(run: range) -> Any:
+        return kernels.lay(bounds[run.start : run.stop + 1], device)
+
     def runs(wanted: Sequence[bool]) -> tuple[Run, ...]:
         edges = [index for index in range(len(places) + 1) if [*wanted, False][index] != [False, *wanted][index]]
         ranges = [range(*edges[at : at + 2]) for at in range(0, len(edges), 2)]
-        return tuple(Run(run, from_host(bounds[run.start : run.stop + 1], torch.int32, device)) for run in ranges)
+        return tuple(Run(run, lay(run)) for run in ranges)
 
-    with torch.inference_mode(False):  # a later pass over the same batch may train
-        return Passing(
-            places,
-            from_host(bounds, torch.int32, device),
-            runs([place in handing for place in places]),
-            runs([place in handing and not own[place].opens for place in places]),
-        )
+    return Passing(
+        places,
+        lay(range(len(places))),
+        runs([place in handing for place in places]),
+        runs([place in handing and not own[place].opens for place in places]),
+    )
 
 
 class _Turn:
