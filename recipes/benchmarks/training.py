@@ -93,16 +93,16 @@ def step(job: Job, way: Way) -> dict[str, float]:
 
 
 def memory(job: Job) -> dict[str, float]:
-    """The peaks of this rank: bytes of its GPU that tensors take and that torch reserves, and bytes of page-locked host
-    memory that are in use, by torch and by hf_burst. And the seconds that page-locking has taken."""
+    """The peaks of this rank: bytes of its GPU that tensors take and that torch reserves, and bytes of host memory that
+    torch and hf_burst have page-locked. And the seconds that page-locking has taken."""
     if not job.ranks.cuda:
         return dict.fromkeys(("peak_bytes", "reserved_bytes", "host_bytes", "page_locking_s"), 0.0)
     host, (size, seconds) = torch.cuda.host_memory_stats(), (job.home.size, job.home.seconds) if job.home else (0, 0)
     return {
         "peak_bytes": float(torch.cuda.max_memory_allocated()),
         "reserved_bytes": float(torch.cuda.max_memory_reserved()),
-        # older versions of torch call the bytes in use allocated
-        "host_bytes": float(host.get("active_bytes.peak", host.get("allocated_bytes.peak", 0)) + size),
+        # older versions of torch call the bytes in use allocated, and the others reserved
+        "host_bytes": float(host.get("reserved_bytes.peak", host.get("allocated_bytes.peak", 0)) + size),
         "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6 + seconds,
     }
 
@@ -187,7 +187,7 @@ def summary(
             }
             again = len(arguments.contenders) > 1 or arguments.warmup or len(row["steps"]) > 1
             if again and not arguments.give_back:
-                peaks["host_memory_gib"] = None  # torch counts what is used again by each step, and by each contender
+                peaks["host_memory_gib"] = None  # torch keeps that of other contenders and of the comparison
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
