@@ -11,6 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,9 +86,8 @@ def rule_inputs(documents: tuple[tuple[int, ...], ...], channels: bool) -> tuple
 def of_one_rank(rank: int, size: int, folder: str, case: Case, channels: bool, scans: bool) -> list[Tensor]:
     """The output of this rank's tokens, and the gradients of what went in."""
     interpret(folder)
-    name = "kda.chunk_kda" if channels else "gated_delta_rule.chunk_gated_delta_rule"
-    package, _, function = f"fla.ops.{name}".rpartition(".")
-    chunked = getattr(importlib.import_module(package), function)
+    package, name = ("kda", "chunk_kda") if channels else ("gated_delta_rule", "chunk_gated_delta_rule")
+    chunked = getattr(importlib.import_module(f"fla.ops.{package}"), name)
 
     def rule(rows: Any, states: Any, bounds: Any, ends: bool) -> Any:
         q, k, v, g, beta = rows
@@ -131,6 +131,24 @@ def test_states_pass_by_their_kernels(ranks: Ranks, folder: str, name: str, chan
         for wanted, *parts in zip(exact, *shards, strict=True):
             found = layout.unshard(parts).double()
             assert (found - wanted).norm() <= 3e-6 * wanted.norm()
+
+
+def questions(rank: int, size: int, folder: str, name: str) -> int:
+    """How often kernels ask the device for the chunks of a batch."""
+    interpret(folder)
+    from fla.ops.utils import index
+
+    asked = mock.Mock(wraps=index._segmented_arange)
+    with mock.patch.object(index, "_segmented_arange", asked):
+        of_one_rank(rank, size, folder, CASES[name], False, False)
+    return asked.call_count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_ask_for_no_chunks_of_pieces_whose_state_passes(ranks: Ranks, folder: str, name: str) -> None:
+    """Of documents that one rank holds they ask once."""
+    held_by_one = name in ("packed", "rows")
+    assert ranks(2).run(questions, folder, name) == [held_by_one, 0]
 
 
 def laid(rank: int, size: int, folder: str, bounds: list[int]) -> list[bool]:

@@ -58,6 +58,7 @@ WITHIN = {
             "received",
             "gather",
             "doubling",
+            "once",
             "pieces",
             "exchange",
             "halo",

@@ -26,11 +26,13 @@ from hf_burst.recurrent import (
     lightning_by_heads,
     lightning_by_states,
     own_heads,
+    pieces,
     recurrence_by_channels,
     recurrence_by_states,
     scan_by_channels,
     scan_by_states,
 )
+from hf_burst.recurrent.fla import _FlaKernels
 from tests.delta_steps import DeltaSteps, token_by_token
 from tests.ranks import RankPool
 
@@ -294,12 +296,34 @@ def test_edges_are_made_once_for_a_batch() -> None:
         x.requires_grad_()
         trained = convolution(segments)
         trained.sum().backward()
-        assert made.call_count == 5, "kinds of indices"
+        assert made.call_count == 6, "kinds of indices"
     torch.testing.assert_close(evaluated.clone(), trained.detach())
     edges = weakref.ref(segments.once(halo._edges, x.device, 0, REACH))
     assert edges() is not None
     del segments
     assert edges() is None
+
+
+def laid_by_two_layers(kind: str) -> int:
+    """How many tensors of numbers two layers lay on the device for a batch of documents."""
+    segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
+    tensors = make(Case(((0, 3, 4, 9, 20),)))
+    inputs = [tensors[name] for name in NAMES[kind]]
+    made = mock.Mock(wraps=pieces.from_host)
+    with mock.patch.object(pieces, "from_host", made), mock.patch.object(diagonal, "from_host", made):
+        for _ in range(2):
+            sharded(kind, segments, ContextGroup(), False, *inputs)
+    return int(made.call_count)
+
+
+@pytest.mark.parametrize("kind", ["gated delta rule, packed kernel", "RG-LRU"])
+def test_bounds_are_laid_once_for_a_batch(kind: str) -> None:
+    assert laid_by_two_layers(kind) == 1
+
+
+def test_kernels_are_equal_for_what_is_kept() -> None:
+    assert _FlaKernels() == _FlaKernels()
+    assert hash(_FlaKernels()) == hash(_FlaKernels())
 
 
 def test_outputs_that_are_changed_later_are_noticed() -> None:

@@ -12,7 +12,8 @@ from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import handing_on, take_part
-from .pieces import Rule, made_once, wide
+from .once import made_once
+from .pieces import Rule, wide
 from .received import Received
 from .scan import scan_by_channels
 from .states import by_number, incoming_states

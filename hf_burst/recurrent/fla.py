@@ -43,33 +43,34 @@ def unit_norm(tensor: Tensor) -> Tensor:
 
 
 class _Laid(NamedTuple):
-    """Where pieces begin and which chunk is whose. Steps that get bounds alone ask the device for the rest."""
+    """Where pieces begin and which chunk is whose. A step that gets bounds alone asks the device for the rest, and the
+    host waits."""
 
     cu_seqlens: Tensor
     chunk_indices: Tensor
     chunk_offsets: Tensor
 
     @property
-    def chunks(self) -> dict[str, Tensor]:
+    def for_chunks(self) -> dict[str, Tensor]:
+        """What steps inside of chunks take."""
         return {"cu_seqlens": self.cu_seqlens, "chunk_indices": self.chunk_indices}
 
     @property
-    def states(self) -> dict[str, Tensor]:
+    def for_states(self) -> dict[str, Tensor]:
+        """What steps from chunk to chunk take."""
         return self._asdict()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # all of them are equal: what they lay is kept
 class _FlaKernels:
     """Tensors of its own are `(1, tokens, heads, ...)`. Decays are added up inside of chunks, as powers of 2."""
 
     def lay(self, bounds: Sequence[int], device: torch.device) -> _Laid:
         counts = [-((start - stop) // _CHUNK) for start, stop in pairwise(bounds)]
-        chunks = [(piece, chunk) for piece, count in enumerate(counts) for chunk in range(count)]
-        return _Laid(
-            from_host(bounds, torch.int32, device),
-            from_host(chunks, torch.int32, device),
-            from_host([0, *accumulate(counts)], torch.int64, device),
-        )
+        offsets = from_host([0, *accumulate(counts)], torch.int64, device)
+        pieces = torch.arange(len(counts), device=device).repeat_interleave(offsets.diff(), output_size=sum(counts))
+        chunks = torch.arange(len(pieces), device=device) - offsets[pieces]
+        return _Laid(from_host(bounds, torch.int32, device), torch.stack([pieces, chunks], dim=1).int(), offsets)
 
     def prepare(self, inputs: Inputs, passing: Passing) -> tuple[Tensor, ...]:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
@@ -77,9 +78,9 @@ class _FlaKernels:
         from fla.ops.utils.constant import RCP_LN2
 
         _, k, v, g, beta = _rows(inputs)
-        decay = chunk_local_cumsum(g, _CHUNK, scale=RCP_LN2, **passing.laid.chunks)
+        decay = chunk_local_cumsum(g, _CHUNK, scale=RCP_LN2, **passing.laid.for_chunks)
         w, u, inverse = chunk_gated_delta_rule_fwd_intra(
-            k=k, v=v, g=decay, beta=beta, chunk_size=_CHUNK, **passing.laid.chunks
+            k=k, v=v, g=decay, beta=beta, chunk_size=_CHUNK, **passing.laid.for_chunks
         )
         return decay, inverse, w, u
 
@@ -105,7 +106,7 @@ class _FlaKernels:
         q, k, v, *_ = _rows(inputs)
         states, values = _states(k, w, u, decay, begin, passing)
         out: Tensor = chunk_fwd_o(
-            q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), chunk_size=_CHUNK, **passing.laid.chunks
+            q=q, k=k, v=values, h=states, g=decay, scale=_scale(q), chunk_size=_CHUNK, **passing.laid.for_chunks
         )
         return out[0].to(v.dtype)
 
@@ -120,10 +121,10 @@ class _FlaKernels:
 
         decay, inverse = kept
         q, k, v, _, beta = _rows(inputs)
-        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **passing.laid.chunks)
+        w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=inverse, g=decay, **passing.laid.for_chunks)
         states, values = _states(k, w, u, decay, begin, passing)
         dvalues = chunk_bwd_dv_local(
-            q=q, k=k, g=decay, do=dout[None], scale=_scale(q), chunk_size=_CHUNK, **passing.laid.chunks
+            q=q, k=k, g=decay, do=dout[None], scale=_scale(q), chunk_size=_CHUNK, **passing.laid.for_chunks
         )
         _, dbegin, _ = _dstates(q, k, w, decay, dout[None], dvalues, torch.zeros_like(begin), passing)
         return dbegin, (decay, inverse, w, states, values, dout[None], dvalues)
@@ -136,7 +137,7 @@ class _FlaKernels:
         decay, inverse, w, states, values, dout, dvalues = begun
         q, k, v, _, beta = _rows(inputs)
         dstates, _, dvalues = _dstates(q, k, w, decay, dout, dvalues, dend, passing)
-        chunks = passing.laid.chunks
+        chunks = passing.laid.for_chunks
         dq, dk, dw, ddecay = chunk_bwd_dqkwg(
             q=q,
             k=k,
@@ -172,7 +173,7 @@ def _states(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, passi
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
     states, values, _ = chunk_gated_delta_rule_fwd_h(
-        k=k, w=w, u=u, g=decay, initial_state=begin, chunk_size=_CHUNK, **passing.laid.states
+        k=k, w=w, u=u, g=decay, initial_state=begin, chunk_size=_CHUNK, **passing.laid.for_states
     )
     return states, values
 
@@ -190,7 +191,7 @@ def _ends(k: Tensor, w: Tensor, u: Tensor, decay: Tensor, begin: Tensor, run: Ru
         output_final_state=True,
         save_new_value=False,
         chunk_size=_CHUNK,
-        **run.laid.states,
+        **run.laid.for_states,
     )
     found: Tensor = ends
     return found
@@ -220,6 +221,6 @@ def _dstates(
         dv=dvalues,
         scale=_scale(q),
         chunk_size=_CHUNK,
-        **passing.laid.states,
+        **passing.laid.for_states,
     )
     return found

@@ -13,7 +13,7 @@ from ..collectives import refuse_second_derivative
 from ..kernels import from_host
 from ..mesh import ContextGroup
 from ..plan import Segments
-from .pieces import made_once
+from .once import made_once
 from .received import Received
 
 
@@ -47,8 +47,7 @@ def causal_convolution(
     if not len(edges.replaced[0]):
         return convolution(x)
     channels = x.shape[1]
-    x, taken = _Taken.apply(x, *edges.seen, edges.taken)
-    firsts, tails = taken.split([len(edges.halos), len(taken) - len(edges.halos)])
+    x, firsts, tails = _Taken.apply(x, *edges.distinct, edges.firsts, edges.tails)
     zeros = x.new_zeros(1, channels)
     shards = (received or Received()).all_gather(tails, group) if len(tails) else ()
     halos = torch.cat([*shards, zeros]).index_select(0, edges.halos)
@@ -60,21 +59,24 @@ def causal_convolution(
 
 
 class _Taken(torch.autograd.Function):
-    """All tokens of `(batch, channels, n)`, and some of them as `(taken, channels)`, of which some may be the same.
-    Gradients of these are added to those of all in their place: the convolution made them, for nobody else."""
+    """All tokens of `(batch, channels, n)`, and the first and last ones of segments, `(taken, channels)`. Gradients of
+    these are added to those of all in their place: the convolution made them, for nobody else."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows, places, taken)
-        return x.view_as(x), x.transpose(1, 2)[rows, places].index_select(0, taken)
+    def forward(ctx: Any, x: Tensor, *indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(*indices)
+        rows, places, firsts, tails = indices
+        distinct = x.transpose(1, 2)[rows, places]
+        return x.view_as(x), distinct.index_select(0, firsts), distinct.index_select(0, tails)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor, dtaken: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dx: Tensor, dfirsts: Tensor, dtails: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        rows, places, taken = ctx.saved_tensors
-        laid = dx.transpose(1, 2)  # index_put_ that accumulates would copy all of it, where channels come first
-        laid[rows, places] = laid[rows, places].index_add(0, taken, dtaken)
-        return dx, None, None, None
+        rows, places, firsts, tails = ctx.saved_tensors
+        tokens = dx.transpose(1, 2)  # on GPUs index_put_ that accumulates copies all of it, where channels come first
+        both = tokens[rows, places].index_add(0, firsts, dfirsts)  # what is there twice adds zeros: in any order
+        tokens[rows, places] = both.index_add(0, tails, dtails)
+        return dx, None, None, None, None
 
 
 class _Replaced(torch.autograd.Function):
@@ -103,18 +105,21 @@ class _Edges:
     """Where the tokens beside the beginnings of a rank's segments lie, as indices on its device.
 
     Args:
-        seen (`torch.LongTensor` of shape `(2, seen)`): Tokens of the rank, by their rows and their places there.
-        taken (`torch.LongTensor`): Which of them are taken. The first `reach` ones of every segment: a shorter segment
-            repeats its last one, whose output is dropped. Then the last `reach` ones of the segments with a successor:
-            a shorter segment repeats its first one, which nobody reads. All ranks have as many of these.
+        distinct (`torch.LongTensor` of shape `(2, distinct)`): Tokens of the rank that are taken, by their rows and
+            their places there.
+        firsts (`torch.LongTensor`): Among them the first `reach` ones of every segment. A shorter segment repeats its
+            last one, whose output is dropped.
+        tails (`torch.LongTensor`): Among them the last `reach` ones of the segments with a successor. A shorter segment
+            repeats its first one, which nobody reads. All ranks have as many of these.
         halos (`torch.LongTensor`): What comes before every segment, `reach` tokens each, among the last tokens of all
             ranks one after another. One beyond the last is a zero.
         kept (`torch.LongTensor`): The outputs that are kept, among those of first tokens.
         replaced (`torch.LongTensor` of shape `(2, kept)`): The tokens of the rank whose outputs they are.
     """
 
-    seen: Tensor
-    taken: Tensor
+    distinct: Tensor
+    firsts: Tensor
+    tails: Tensor
     halos: Tensor
     kept: Tensor
     replaced: Tensor
@@ -135,13 +140,14 @@ def _edges(segments: Segments, device: torch.device, rank: int, reach: int) -> _
             from_end = segments.by_rank[holder[0]][holder[1]].stop - token
             halos.append((holder[0] * most + segments.slots[holder] + 1) * reach - from_end)
     kept = [(place, step) for place, piece in enumerate(own) for step in range(min(reach, piece.size))]
-    taken = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
-    taken += [piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window]
-    numbers = {token: number for number, token in enumerate(dict.fromkeys(taken))}
+    firsts = [piece.local + min(step, piece.size - 1) for piece in own for step in window]
+    tails = [piece.local + max(piece.size - reach + step, 0) for piece in handing_on for step in window]
+    numbers = {token: number for number, token in enumerate(dict.fromkeys([*firsts, *tails]))}
     replaced, tokens = [own[place].local + step for place, step in kept], segments.sharding.tokens(rank)
     indices: list[Sequence[Any]] = [
         [[token // tokens for token in numbers], [token % tokens for token in numbers]],
-        [numbers[token] for token in taken],
+        [numbers[token] for token in firsts],
+        [numbers[token] for token in tails],
         halos,
         [place * reach + step for place, step in kept],
         [[token // tokens for token in replaced], [token % tokens for token in replaced]],

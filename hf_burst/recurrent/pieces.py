@@ -3,15 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels import from_host
 from ..plan import Segment, Segments
+from .once import made_once
 
-_Made = TypeVar("_Made")
 Function = Callable[[Sequence[Tensor], Tensor | None, Tensor | None, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -40,8 +39,8 @@ class Rule:
         """Treats pieces, each by itself.
 
         Args:
-            segments ([`Segments`]): Those of the batch. They keep the bounds of the pieces for the next layer: kernels
-                that get the same tensor again need not ask the device for its numbers.
+            segments ([`Segments`]): Of which they are pieces. They keep the bounds for the next layer: kernels that get
+                the same tensor again need not ask the device for its numbers.
             rows (sequence of `torch.Tensor` of shape `(tokens, ...)`): The pieces one after another.
             sizes (sequence of `int`): How many tokens each of them has.
             begin (`torch.Tensor`, *optional*): The state with which each begins; zeros by default.
@@ -63,15 +62,6 @@ class Rule:
             outputs |= dict(zip(places, out, strict=True))
             lasts |= {} if last is None else dict(zip(places, last, strict=True))
         return torch.cat([outputs[index] for index in sorted(outputs)]), [lasts[index] for index in sorted(lasts)]
-
-
-def made_once(segments: Segments, make: Callable[..., _Made], device: torch.device, *arguments: Any) -> _Made:
-    """What `make(segments, device, *arguments)` lays on a device, for all layers of a pass and for later passes over
-    the batch. What is made while a CUDA graph is captured belongs to that graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return make(segments, device, *arguments)
-    with torch.inference_mode(False):  # a later pass over the same batch may train
-        return segments.once(make, device, *arguments)
 
 
 def _bounds(_: Segments, device: torch.device, sizes: tuple[int, ...]) -> Tensor:

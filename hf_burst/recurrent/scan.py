@@ -91,7 +91,7 @@ def scan_by_channels(
     spread = to_heads(channels, segments, group)
     spread += [whole_tokens(tensor, segments, group) for tensor in shared]
     documents = whole.by_rank[0]
-    out, _ = rule(segments, joined(spread, documents), [piece.size for piece in documents])
+    out, _ = rule(whole, joined(spread, documents), [piece.size for piece in documents])
     out = out.view(like.shape[0], -1, *spread[0].shape[2:])
     flat = out.reshape(*out.shape[:3], -1)
     return to_tokens(flat, like.shape[2], segments, group).reshape(like.shape)

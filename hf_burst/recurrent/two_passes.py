@@ -24,7 +24,8 @@ from ..collectives import refuse_second_derivative
 from ..mesh import ContextGroup
 from ..plan import Segments
 from .gather import handing_on, take_part
-from .pieces import Rule, joined, made_once
+from .once import made_once
+from .pieces import Rule, joined
 from .received import Received
 from .states import by_matrix, in_full_precision, incoming_states
 
@@ -41,7 +42,7 @@ class Inputs(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbours among the pieces, and how they are laid, as kernels know it."""
+    """Neighbours among the pieces, and what [`DeltaKernels.lay`] makes of their bounds."""
 
     pieces: range
     laid: Any
@@ -53,7 +54,7 @@ class Passing:
 
     Args:
         places (`tuple[int, ...]`): Their places among the segments of the rank.
-        laid (`Any`): How they are laid, as kernels know it.
+        laid (`Any`): What [`DeltaKernels.lay`] makes of their bounds.
         ending (`tuple[Run, ...]`): Those that hand a state on.
         carrying (`tuple[Run, ...]`): Of these, those to which a state comes.
     """
@@ -66,7 +67,7 @@ class Passing:
 
 class DeltaKernels(Protocol):
     """The steps of a gated delta rule, of whose queries some scale. What is `laid`, `prepared` and `begun` they alone
-    know. Those that compare as equal lay pieces alike."""
+    know. What is laid is kept for the next layer, if its kernels compare as equal."""
 
     def lay(self, bounds: Sequence[int], device: torch.device) -> Any:
         """What steps have to know of where pieces begin: their cumulative bounds, in tokens, on a device."""
@@ -141,7 +142,7 @@ def _passing(segments: Segments, device: torch.device, group: ContextGroup, kern
     places = tuple(place for place, piece in enumerate(own) if place in sending or not piece.opens)
     bounds = [0, *accumulate(own[place].size for place in places)]
 
-    @cache  # all of them may be a run, too
+    @cache  # often all pieces are a run: laid once
     def lay(run: range) -> Any:
         return kernels.lay(bounds[run.start : run.stop + 1], device)
 

@@ -101,7 +101,7 @@ def memory(job: Job) -> dict[str, float]:
     return {
         "peak_bytes": float(torch.cuda.max_memory_allocated()),
         "reserved_bytes": float(torch.cuda.max_memory_reserved()),
-        # older versions of torch call the bytes in use allocated, and the others reserved
+        # all that torch holds; older versions call this reserved
         "host_bytes": float(host.get("reserved_bytes.peak", host.get("allocated_bytes.peak", 0)) + size),
         "page_locking_s": host.get("host_alloc_time.total", 0) / 1e6 + seconds,
     }
@@ -124,6 +124,8 @@ def measure(job: Job, length: int, rounds: int, arguments: argparse.Namespace) -
         rows[name]["compiled_graphs"] = compiled_graphs() - graphs
         job.ranks.say(f"{length} tokens, {name}: {reason or check}")
         job.optimizer.zero_grad()
+        if arguments.give_back:
+            give_back(job)
     job.tokens = tokens
     yield list(rows.values())
     running = [name for name, row in rows.items() if row["status"] == "ok"]
@@ -185,9 +187,8 @@ def summary(
                 f"{kind}_memory_gib": max(step[f"{kind}_bytes"] for step in row["steps"]) / 2**30
                 for kind in ("peak", "reserved", "host")
             }
-            again = len(arguments.contenders) > 1 or arguments.warmup or len(row["steps"]) > 1
-            if again and not arguments.give_back:
-                peaks["host_memory_gib"] = None  # torch keeps that of other contenders and of the comparison
+            if len(arguments.contenders) > 1 and not arguments.give_back:
+                peaks["host_memory_gib"] = None  # torch holds that of other contenders, too
             row = row | {
                 "median_s": medians[name],
                 "tokens_per_second_and_gpu": row["length"] / medians[name] / ranks.size,
