@@ -7,9 +7,12 @@ torch's functions otherwise.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -86,6 +89,15 @@ def recurrent_model(name: str) -> nn.Module:
     return model.train()
 
 
+@contextmanager
+def without_single_tokens() -> Iterator[None]:
+    """The first document of a packed batch has two tokens: causal-conv1d 1.7 refuses the layout in which the plain Kimi
+    Linear asks for the gradient of a single one."""
+    with mock.patch.object(models, "document_lengths", lambda length: [2, 7, length - 21, 12]):
+        yield
+
+
+@without_single_tokens()
 def exact_result(name: str, kind: str) -> tuple[float, torch.Tensor]:
     """The loss and all gradients in fp64, by torch's functions on the CPU."""
     with Double():
@@ -113,6 +125,7 @@ def batch_of(name: str, kind: str) -> dict[str, torch.Tensor]:
     return models.make_batch(kind, 251 if name == "zamba" else 1021)
 
 
+@without_single_tokens()
 def recurrent_errors(
     rank: int, size: int, device: str, name: str, kind: str, exact: float, gradients: torch.Tensor
 ) -> dict[str, tuple[float, float]]:
