@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 import hf_burst
 from hf_burst import BurstConfig, SequenceLayout
@@ -44,6 +45,7 @@ from hf_burst.plan.sharding import pattern
 from hf_burst.resources import GroupResources
 from hf_burst.ring import PeerToPeer
 from tests import models
+from tests.live_memory import LiveMemory
 from tests.ranks import RankPool
 from tests.test_recurrent import Case, sharded
 from tests.test_recurrent_models import errors_of
@@ -62,7 +64,7 @@ MESSAGES = Link(1.0, 1.0)
 PAPER = replace(
     h200(),
     device="CPU",
-    rule=RuleRate(1e30, 1e30, 1e30, 0.0, 0.0),
+    rule=RuleRate(1e30, 1e30, 1e30, 1e30, 0.0, 0.0),
     products=1e30,
     launch=0.0,
     memory_bandwidth=1e30,
@@ -130,7 +132,7 @@ def test_heads_that_ranks_do_not_divide() -> None:
     assert DELTA.exchanged(3)[0] == 2 * (2 * 48 * 128 + 48 * 128 + 48) + 4 * 48
     uneven = RecurrentSize("delta", 1, 30, 96, 192, key_heads=30)
     assert uneven.exchanged(4)[1] == 2 * 32 * 192
-    slow = replace(PAPER, rule=RuleRate(1.0, 1e30, 1e30, 0.0, 0.0), p2p=Link(0.0, 1e30))
+    slow = replace(PAPER, rule=RuleRate(1.0, 1e30, 1e30, 1e30, 0.0, 0.0), p2p=Link(0.0, 1e30))
     alone, exchanged = (recurrence_cost("heads", uneven, contiguous(64, size), slow).forward_s for size in (1, 4))
     assert exchanged == pytest.approx(alone / 4 * 32 / 30)
 
@@ -172,6 +174,21 @@ def test_two_passes_take_as_long_as_was_measured() -> None:
         forward, backward = cost.forward_s - alone.forward_s, cost.backward_s - alone.backward_s
         assert forward * 1e3 == pytest.approx(row["forward_ms"] - limit["forward_ms"], rel=0.2), chunking
         assert backward * 1e3 == pytest.approx(row["backward_ms"] - limit["backward_ms"], rel=0.2), chunking
+
+
+def test_the_norm_of_a_gated_output_keeps_what_the_plan_counts() -> None:
+    norm, (outputs, gates) = Qwen3_5RMSNormGated(128).bfloat16(), torch.randn(2, 512, 128).bfloat16()
+    outputs.requires_grad_()
+    gates.requires_grad_()
+    with LiveMemory(outputs, gates, *norm.parameters()) as live:
+        before = live.now
+        normed = norm(outputs * 1, gates * 1)
+        kept = live.now - before
+        (normed * 1).sum().backward()
+    per_copy = outputs.nbytes
+    assert kept == pytest.approx(recurrence._GATED_NORM * per_copy, rel=0.01)
+    most = recurrence._GATED_NORM + recurrence._NORM_GRADIENTS
+    assert live.peak - before == pytest.approx(most * per_copy, rel=0.01)
 
 
 def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:
@@ -404,7 +421,7 @@ def ways_of(rank: int, size: int) -> list[tuple[str, float]]:
     rule, link = h200().rule, Link(0.0, 1e3)
     slow_state = replace(h200(), symmetric=None, rule=replace(rule, step=1.0))
     slow_link = replace(h200(), symmetric=None, p2p=link)
-    slow_pass = replace(h200(), symmetric=None, rule=replace(rule, states=1.0))
+    slow_pass = replace(h200(), symmetric=None, rule=replace(rule, states=1.0, state_gradients=1.0))
     for machine in (slow_state, slow_link, slow_pass):
         with mock.patch.object(GroupResources, "machine", lambda *_, machine=machine: machine):
             models.patch(model)
@@ -455,7 +472,7 @@ def test_logits_and_losses_of_documents_that_stay_whole(ranks: Ranks) -> None:
 
 
 def test_a_machine_remembers_its_rule() -> None:
-    machine = replace(h200(), rule=RuleRate(1e12, 2e12, 3e12, 1e-3, 1e-6))
+    machine = replace(h200(), rule=RuleRate(1e12, 2e12, 3e12, 4e12, 1e-3, 1e-6))
     assert Machine.from_json(machine.to_json()) == machine
     with pytest.raises(ConfigError):
-        replace(machine, rule=RuleRate(0.0, 1.0, 1.0, 0.0, 0.0))
+        replace(machine, rule=RuleRate(0.0, 1.0, 1.0, 1.0, 0.0, 0.0))

@@ -34,7 +34,7 @@ from hf_burst.kernels import (
 from hf_burst.kernels.base import Capabilities
 from hf_burst.kernels.flash import aligned
 from hf_burst.kernels.flash_attn_2 import FlashAttn2Kernel
-from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel, _cudnn_knows_wide_heads
 from hf_burst.kernels.head_size import PaddedHeads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
@@ -605,6 +605,69 @@ def test_flash_attn_4_takes_the_heads_of_deepseek_as_they_are_if_none_are_shared
     assert out.shape[3] == 128
     kernel.backward(tensors.backward_inputs(None, lse, product(tensors.dout, out)), Band(0), tensors.scores)
     assert library.backward_calls[0]["out"].shape[3] == (128 if heads == (4, 4) else 192)
+
+
+def wide_backward(band: Band, head_dim: int = 256, rows: int = 24, softcap: float = 0.0, reads: str = "out", **changes):
+    """Gradients by FlashAttention-4 with cuDNN beside it, those by the former alone, and how often it was called."""
+    tensors = make_tensors(Shape(rows, 24, band), torch.bfloat16, head_dim)
+    tensors.softcap = softcap
+    called, results = [], []
+    for cudnn in (TorchCudnnKernel(flash_libraries.Aten()), None):
+        library = flash_libraries.FlashAttn4()
+        kernel = FlashAttn4Kernel(changes.get("deterministic", False), library, cudnn)
+        if cudnn is None:
+            kernel._is_faster_by_cudnn = lambda *arguments: False
+        out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
+        read = out if reads == "out" else None
+        inputs = tensors.backward_inputs(read, lse, None if read is not None else product(tensors.dout, out))
+        results.append(kernel.backward(inputs, band, tensors.scores))
+        called.append(len(library.backward_calls))
+    return *results, called
+
+
+@pytest.fixture
+def wide_heads_on_hopper(monkeypatch):
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._LONG", 16)
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._cudnn_knows_wide_heads", lambda: True)
+
+
+@pytest.mark.parametrize(("band", "rows"), [(Band(0), 24), (Band(), 24), (Band(), 40), (Band(-50), 24)], ids=str)
+def test_long_tiles_of_wide_heads_go_backward_by_cudnn(wide_heads_on_hopper, band, rows):
+    gradients, expected, called = wide_backward(band, rows=rows)
+    assert called == [0, 1]
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert relative_error(gradient, wanted.double()) < 5e-3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 128},
+        {"band": Band(0, None, (0, 20, 24))},
+        {"band": Band(0, 20)},
+        {"rows": 40},
+        {"rows": 8, "band": Band()},
+        {"softcap": 3.0},
+        {"reads": "delta"},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_other_tiles_stay_with_flash_attn_4(wide_heads_on_hopper, changes):
+    gradients, expected, called = wide_backward(**{"band": Band(0), **changes})
+    assert called[0] == called[1] > 0
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, wanted)
+
+
+def test_cudnn_knows_wide_heads_on_hopper_from_some_version_on(monkeypatch):
+    knows = _cudnn_knows_wide_heads
+    for capability, version, expected in (((9, 0), 91000, True), ((9, 0), 90900, False), ((10, 0), 91900, False)):
+        knows.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert knows() is expected
+    knows.cache_clear()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

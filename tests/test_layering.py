@@ -47,7 +47,7 @@ WITHIN = {
     ],
     "kernels": [
         *("base", "head_size", "library", "pieces", "reference", "cpu_flash", "flash", "torch_flash"),
-        *("flash_attn_2", "flash_attn_4", "torch_cudnn", "select", "__init__"),
+        *("flash_attn_2", "torch_cudnn", "flash_attn_4", "select", "__init__"),
     ],
     "ring": [
         *("exchange", "fused", "merge", "clock", "symmetric", "loop", "gather", "ulysses", "sharded", "__init__"),

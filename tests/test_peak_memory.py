@@ -1,5 +1,7 @@
-"""The memory of a step as tensors take it, beside the plan's; with torch's own norms and MLPs."""
+"""The memory of a step as tensors take it, beside the plan's; with torch's own norms and MLPs, unless a test says."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +20,14 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama import modeling_llama
 
 import hf_burst
 from hf_burst.hf.model_size import model_size
+from hf_burst.kernels import BackwardInputs
+from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.plan import Training, estimate_memory
-from hf_burst.plan.machine import cpu
+from hf_burst.plan.machine import Machine, cpu
 from tests import models
 from tests.live_memory import LiveMemory
 
@@ -96,6 +101,86 @@ def test_the_peak_of_adapters_is_as_planned(weights, settings):
     training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, lora=16, weights=weights, **settings)
     planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, cpu())
     assert peak == pytest.approx(planned.total - planned.held, rel=0.15)
+
+
+class Normed(torch.autograd.Function):
+    """A norm as Liger's kernels compute it, by what it keeps: its gradient takes the place of what comes."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.contiguous(), None
+
+
+class Gated(torch.autograd.Function):
+    """SwiGLU likewise: gradients take the places of both halves."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ctx.saved_tensors
+
+
+def sums_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of a kernel that makes what flash-attn 4 makes beside its results."""
+
+    def with_sums(kernel: CpuFlashKernel, inputs: BackwardInputs, *further: Any) -> Any:
+        shared = (inputs.k, inputs.v) if inputs.q.shape[2] > inputs.k.shape[2] else ()
+        sums = [torch.empty_like(tensor, dtype=torch.float32) for tensor in (inputs.q, *shared)]
+        gradients = backward(kernel, inputs, *further)
+        assert sums
+        return gradients
+
+    return with_sums
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Fused kernels and sums in fp32, by the memory that they take; and their machine."""
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda norm, x: Normed.apply(x, norm.weight))
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP, "forward", lambda mlp, x: mlp.down_proj(Gated.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+    )
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *further, **named: (q, k))
+    monkeypatch.setattr(CpuFlashKernel, "backward", sums_in_fp32(CpuFlashKernel.backward))
+    monkeypatch.setattr("hf_burst.offload._SMALL", 1024)
+    return replace(cpu(), kernel="flash_attn_4")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tiled_mlp": 128},
+        {"tiled_mlp": 128, "head_groups": 8},
+        {"tiled_mlp": 128, "attention_keep": 0.25},
+        {"tiled_mlp": 128, "head_groups": 8, "attention_keep": 0.25},
+        {"tiled_mlp": 128, "head_groups": 8, "attention_keep": 0.0},
+        {"tiled_mlp": 128, "head_groups": 8, "attention_keep": 0.25, "layers_per_checkpoint": 4},
+        {"tiled_mlp": 128, "head_groups": 8, "attention_keep": 0.25, "activation_offloading": 0.875},
+    ],
+    ids=str,
+)
+def test_the_peak_of_adapters_is_as_planned_with_fused_kernels(as_on_gpus, settings):
+    changes = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 32, "num_key_value_heads": 8}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}, num_hidden_layers=8)).bfloat16().train()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    lora = LoraConfig(r=4, target_modules="all-linear")
+    adapted, tokens = get_peft_model(model, lora, autocast_adapter_dtype=False), torch.randint(0, 64, (1, LENGTH))
+    _, peak = bytes_of_step(adapted, {"input_ids": tokens, "labels": tokens}, settings)
+    training = Training(LENGTH, 1, 1, sharded="ddp", lora=4, **settings)
+    planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, as_on_gpus)
+    assert peak == pytest.approx(planned.total - planned.held - planned.exchange, rel=0.06)
 
 
 def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:

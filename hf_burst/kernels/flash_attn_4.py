@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BackwardInputs, OutputBuffers, Scores
+from .base import BackwardInputs, Band, OutputBuffers, Scores
 from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
+from .torch_cudnn import TorchCudnnKernel
 
 _SCORES = ("softmax_scale", "causal", "softcap", "window_size_left", "window_size_right")
 _TENSORS = ("q", "k", "v", "out", "dout", "lse")
@@ -27,6 +28,9 @@ _SIGNATURES: Signatures = (
     ("_flash_attn_bwd", (*_TENSORS, *LENGTHS, *_SCORES, "dq", "dk", "dv", "dlse", "deterministic")),
 )
 _SIZES = (64, 96, 128, 192, 256)  # of heads
+_WIDE = 256  # of these, the one whose backward pass cuDNN computes faster on Hopper
+_LONG = 16384  # rows and columns of a tile from which on a plan of cuDNN for its shape pays off
+_OLDEST_CUDNN = 91000  # that knows heads of 256, on compute capability 9.0
 _COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
 
 
@@ -36,12 +40,23 @@ class FlashAttn4Kernel(FlashKernel):
     Head sizes other than those of its capabilities are padded: at 80 the gradient of the queries was wrong (version
     4.0.0b36, H200, bf16), and nothing says that the rest are tested. Of unequal sizes it takes 192 for q and k with 128
     for v (DeepSeek) alone, which its Hopper backward does only if no heads are shared.
+
+    On Hopper the backward pass of long tiles with heads of 256 is cuDNN's, where `out` is there. Ulysses has none, only
+    `delta`.
+
+    Args:
+        deterministic, library: As in [`FlashKernel`].
+        cudnn ([`TorchCudnnKernel`], *optional*): In place of cuDNN's kernel, for tests.
     """
 
     module = "flash_attn.cute.interface"
     capabilities = replace(
         FLASH, name="flash_attn_4", head_dims=(64, 256), head_sizes=_SIZES, value_dims=((192, 128),), wants_out=False
     )
+
+    def __init__(self, deterministic: bool = False, library: Any = None, cudnn: TorchCudnnKernel | None = None) -> None:
+        super().__init__(deterministic, library)
+        self.cudnn = cudnn or TorchCudnnKernel()
 
     def unavailable(self, head_dim: int, value_dim: int) -> str | None:
         refusal = gpu_refusal((9, 0), (12, 0))
@@ -81,6 +96,27 @@ class FlashAttn4Kernel(FlashKernel):
             q, k, v, out, dout, lse, **keywords, dlse=dlse, deterministic=self.deterministic
         )
         return dq, dk, dv
+
+    def backward_piece(
+        self, piece: FlashCall, inputs: BackwardInputs, scores: Scores, buffers: OutputBuffers | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See [`PiecewiseKernel.backward_piece`]; cuDNN writes its results elsewhere."""
+        if self._is_faster_by_cudnn(piece, inputs, scores):
+            return self.cudnn.backward_piece(piece, inputs, scores)
+        return super().backward_piece(piece, inputs, scores, buffers)
+
+    def _is_faster_by_cudnn(self, piece: FlashCall, inputs: BackwardInputs, scores: Scores) -> bool:
+        """Whether cuDNN can compute this backward pass, and sooner: a whole tile or a causal square, with `out`."""
+        if inputs.out is None or piece.packed or scores.softcap or self.deterministic:
+            return False
+        whole = piece.band == Band() or (piece.band == Band(low=0) and piece.height == piece.width)
+        long = min(piece.height, piece.width) >= _LONG
+        return whole and long and inputs.q.shape[3] == inputs.v.shape[3] == _WIDE and _cudnn_knows_wide_heads()
+
+
+@lru_cache(maxsize=1)
+def _cudnn_knows_wide_heads() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) >= _OLDEST_CUDNN
 
 
 @lru_cache(maxsize=16)

@@ -222,7 +222,7 @@ class _PassCost:
         for tile in tiles:
             scores = (tile.batch[1] - tile.batch[0]) * _computed(tile, self.machine) * shapes.q_heads
             flops = scores * 2 * (products[0] * shapes.head_dim + products[1] * shapes.value_dim)
-            seconds += self.machine.kernel_seconds(scores, flops, self.backward)
+            seconds += self.machine.kernel_seconds(scores, flops, self.backward, shapes.head_dim)
         return seconds
 
     def _ring(self) -> tuple[_Messages, _Messages]:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 
+_WIDE = 192  # elements of a head, above which kernels have other rates
+
 
 @dataclass(frozen=True)
 class KernelRate:
@@ -53,7 +55,8 @@ class RuleRate:
     Args:
         forward, backward (`float`): FLOP/s of either pass, of the operations that `RecurrentSize.rule_flops` counts.
             The backward pass has twice as many.
-        states (`float`): FLOP/s of a pass, in either direction, that finds states or transitions and no outputs.
+        states, state_gradients (`float`): FLOP/s of a pass, forward and backward, that finds states or transitions and
+            no outputs.
         call (`float`): Seconds that a call of either pass adds.
         step (`float`): Seconds that every 64 tokens of the longest piece add, twice as many backward: a state passes
             through them one after another, however few heads a rank has.
@@ -62,13 +65,14 @@ class RuleRate:
     forward: float
     backward: float
     states: float
+    state_gradients: float
     call: float
     step: float
 
 
 # fitted to the gated DeltaNet of Qwen3.6 over 2 H200s, see recipes/benchmarks/results/recurrent_2xH200_ways.json;
 # passes that find states: on one H100, see recurrent_1xH100_alone.json
-_RULE = RuleRate(forward=142e12, backward=83e12, states=86e12, call=0.2e-3, step=2.0e-6)
+_RULE = RuleRate(forward=142e12, backward=83e12, states=130e12, state_gradients=86e12, call=0.2e-3, step=2.0e-6)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class Machine:
         document_blocks (`int`, defaults to 0): Blocks whose time a call takes longer for every document.
         gathered_rate (`float`, defaults to 1.0): Share of the rates that tiles of gathered keys reach.
         strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that copies of heads reach.
+        wide_forward, wide_backward (`float`, defaults to 1.0): Share of the rates that heads of more than 192 elements
+            reach.
         waiting (`float`, defaults to 1.0): Share of the time lost by uneven ring steps that remains, since ranks may
             run ahead of each other.
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
@@ -120,6 +126,8 @@ class Machine:
     document_blocks: int = 0
     gathered_rate: float = 1.0
     strided_bandwidth: float = 1.0
+    wide_forward: float = 1.0
+    wide_backward: float = 1.0
     waiting: float = 1.0
     slice_blocks: int = 0
     rule: RuleRate = _RULE
@@ -137,11 +145,13 @@ class Machine:
             self.ranks_per_host,
             self.gathered_rate,
             self.strided_bandwidth,
+            self.wide_forward,
+            self.wide_backward,
             self.host_bandwidth,
         ]
         above += [link.bandwidth for link in links]
         above += [number for rate in self.rates for number in (rate.scores, rate.forward, rate.backward)]
-        above += [self.rule.forward, self.rule.backward, self.rule.states]
+        above += [self.rule.forward, self.rule.backward, self.rule.states, self.rule.state_gradients]
         least = [self.launch, self.block, self.document_blocks, self.waiting, self.slice_blocks, self.peak]
         least += [self.host_memory]
         least += [self.rule.call, self.rule.step]
@@ -162,8 +172,10 @@ class Machine:
         """Computed once, as every attention looks up its schedule by it."""
         return hash((self.device, self.kernel, self.rates, self.between_hosts, self.ranks_per_host))
 
-    def kernel_seconds(self, scores: float, flops: float, backward: bool) -> float:
+    def kernel_seconds(self, scores: float, flops: float, backward: bool, head_dim: int = 128) -> float:
         """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP."""
+        if head_dim > _WIDE:
+            flops /= self.wide_backward if backward else self.wide_forward
         rates = [(rate.scores, rate.backward if backward else rate.forward) for rate in self.rates]
         for (low, slow), (high, fast) in pairwise(rates):
             if scores < high:
@@ -236,7 +248,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     """An H200 in a host with NVLink, as measured there (bf16, heads of 128, 32 query heads).
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
-    32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens.
+    32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. So do
+    heads of 256 (an H100, 24 query and 4 key heads).
     Products of matrices are those of an 8B Llama (recipes/benchmarks/training_limits.py, 657e12 to 680e12). A bandwidth
     of 400 Gb/s a GPU between hosts is assumed, and 128 GiB of host memory for a GPU. Copies to and from the host
     reached 54 GB/s each way on two GPUs at once. A call with 10,000 documents of 100 tokens takes as long as 5 more
@@ -244,6 +257,7 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     gained nothing (4 GPUs).
     """
     share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
+    wide = {"flash_attn_4": (1.15, 0.5), "torch_cudnn": (1.06, 0.72)}.get(kernel, (0.85, 0.85))
     small = [(3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)]
     large = [(1.7e10, 667e12, 608e12), (3.4e10, 659e12, 617e12)]
     return Machine(
@@ -262,6 +276,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
         document_blocks=5,
         gathered_rate=0.93,
         strided_bandwidth=0.8,
+        wide_forward=wide[0],
+        wide_backward=wide[1],
         waiting=0.55,
         slice_blocks=2048,
         host_memory=_HOST_MEMORY,
@@ -288,7 +304,10 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         rates=tuple(KernelRate(at.scores, computing * at.forward, computing * at.backward) for at in measured.rates),
         rule=replace(
             measured.rule,
-            **{name: computing * getattr(measured.rule, name) for name in ("forward", "backward", "states")},
+            **{
+                name: computing * getattr(measured.rule, name)
+                for name in ("forward", "backward", "states", "state_gradients")
+            },
         ),
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
@@ -317,7 +336,8 @@ def cpu(kernel: str = "cpu_flash") -> Machine:
         gathered_rate=0.93,
         waiting=0.55,
         host_bandwidth=5e9,
-        rule=RuleRate(forward=2e9, backward=2e9, states=2e9, call=5e-3, step=0.3e-3),  # torch's own functions
+        # torch's own functions
+        rule=RuleRate(forward=2e9, backward=2e9, states=2e9, state_gradients=2e9, call=5e-3, step=0.3e-3),
     )
 
 

@@ -147,17 +147,20 @@ def _at_layer(layer: int, model: ModelSize, training: Training) -> tuple[int, in
 def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> tuple[float, float]:
     """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
-    mixing = max([2 * (model.queries + model.keys), *(size.elements for size in model.recurrent)])
-    elsewhere = model.queries * training.attention_keep if training.checkpointing else 0
-    row = kept_by_layer(model, fused, mixing) + model.hidden - elsewhere
-    inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
+    elsewhere = model.queries if training.checkpointing and training.attention_keep == 1 else 0
+    mixing = max([2 * (model.queries + model.keys) - elsewhere, *(size.elements for size in model.recurrent)])
+    row = kept_by_layer(model, fused, mixing) + model.hidden
+    inner = model.inner * ((5 if training.lora else 4) if fused else 6)  # of its MLP, with gradients
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
-    if training.tiles:  # a tile, and gradients of weights in fp32
-        one -= 2 * (tokens - training.tiled_mlp) * inner - (0 if training.lora else 4 * model.mlp)
+    if training.tiles:  # a tile, the gradient of all of its input, and gradients of weights in fp32
+        one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
+        one += 0 if training.lora else 4 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     if laid.attention:
         one = max(one, _attention_backward(model, training, laid, machine))
+    for size in model.recurrent:  # beside them its input and the gradient of its output
+        one = max(one, 2.0 * tokens * (size.backward_elements + 2 * model.hidden))
     copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
     one += in_between * (training.tiled_mlp / tokens if training.tiles else 1)
     one += copies / model.layers if training.checkpointing else 0

@@ -25,6 +25,8 @@ _HALO_CALLS = 12  # calls that find the first outputs of pieces anew, forward
 _READ = 14  # times that a number of further columns is read or written, forward, as measured
 _SCANNED = 4  # the same of what a scan finds beside its kernel, by its calls
 _FULL_PRECISION = 10  # how many times longer products of fp32 take
+_GATED_NORM = 9  # copies of a gated output in bf16 that its norm keeps: three in fp32, three in bf16
+_NORM_GRADIENTS = 7  # such copies that its backward pass makes beside them
 _MESSAGES = {"delta": 2, "scan": 2, "selective": 4}  # that come and leave, where heads are exchanged
 
 
@@ -143,9 +145,20 @@ class RecurrentSize:
 
     @property
     def elements(self) -> int:
-        """Elements of a token that the layer keeps beside those of its projections' input: what is convolved, before
-        and after, the output of the rule, its gate, and the norm of both."""
-        return 2 * self.channels + 3 * self.heads * self.values
+        """Elements in bf16 of a token that the layer keeps beside those of its projections' input: what is convolved,
+        before and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and
+        keys, values and its inverses of chunks instead; and Transformers' norm of its gated output keeps copies in
+        fp32."""
+        outputs = self.heads * self.values
+        if self.kind != "delta":
+            return 2 * self.channels + 3 * outputs
+        rule = 2 * self.key_heads * self.keys + outputs + self.heads * (_CHUNK + 2 * self.decays)
+        return self.channels + rule + _GATED_NORM * outputs
+
+    @property
+    def backward_elements(self) -> int:
+        """Those that are there in its backward pass, with gradients, while the norm of a delta rule's output runs."""
+        return self.elements + (_NORM_GRADIENTS * self.heads * self.values if self.kind == "delta" else 0)
 
 
 @dataclass(frozen=True)
@@ -359,7 +372,8 @@ class _PassCost:
         if self._in_two_passes:  # the backward pass has its transitions from the forward pass
             flops = (runs.either if self.backward else runs.handing) * size.state_flops(self.direction)
             flops += 0 if self.backward else runs.both * size.transition_flops
-            self.seconds += self._rule(self.tokens, longest) + flops / self.machine.rule.states
+            rate = self.machine.rule.state_gradients if self.backward else self.machine.rule.states
+            self.seconds += self._rule(self.tokens, longest) + flops / rate
         elif size.kind == "delta":
             columns = later * size.heads * (size.keys + size.values) * size.itemsize
             self.seconds += self._rule(self.tokens, longest, later, runs.calls)

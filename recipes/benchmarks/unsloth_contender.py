@@ -86,6 +86,7 @@ def adapted(model: nn.Module, base: PreTrainedModel, tiled: bool) -> nn.Module:
         target_modules=sorted(names),
         **common,
     )
+    result.gradient_checkpointing_enable()  # as Trainer does: only then do its checkpoints offload
     share(model, result)
     return result
 
