@@ -57,6 +57,7 @@ KIMI = replace(DELTA, decays=128)
 SCAN = RecurrentSize("scan", 36, 128, 128, 64, key_heads=1, channels=8448, reach=3)
 SELECTIVE = RecurrentSize("selective", 28, 8192, 16, 1, key_heads=1, channels=8192, reach=3)
 CONVOLUTION = RecurrentSize("convolution", 10, channels=2048, reach=2)
+LIMIT = "mixer", "limit"
 HEADS = Shapes(24, 4, 256, 256, 2, 4)
 CAUSAL = ((MaskPattern(), 16),)
 # computes and moves anything in no time, but for messages: a second for each, and for each byte
@@ -186,9 +187,16 @@ def test_the_norm_of_a_gated_output_keeps_what_the_plan_counts() -> None:
         kept = live.now - before
         (normed * 1).sum().backward()
     per_copy = outputs.nbytes
-    assert kept == pytest.approx(recurrence._GATED_NORM * per_copy, rel=0.01)
-    most = recurrence._GATED_NORM + recurrence._NORM_GRADIENTS
-    assert live.peak - before == pytest.approx(most * per_copy, rel=0.01)
+    assert kept == pytest.approx(DELTA.norm_copies[0] * per_copy, rel=0.01)
+    assert live.peak - before == pytest.approx(sum(DELTA.norm_copies) * per_copy, rel=0.01)
+
+
+def test_the_backward_pass_of_a_layer_takes_what_was_measured() -> None:
+    """On one H100, between 32K and 128K tokens, less its input and the gradient of its output."""
+    rows = json.loads((RESULTS / "recurrent_1xH100_alone.json").read_text())["results"]
+    peaks = {row["tokens_per_rank"]: row["peak_gib"] for row in rows if (row["part"], row["contender"]) == LIMIT}
+    measured = (peaks[131072] - peaks[32768]) * 2**30 / (131072 - 32768) / 2 - 2 * 5120
+    assert 0.95 * measured < DELTA.backward_elements < 1.15 * measured
 
 
 def test_documents_that_start_at_the_edges_of_chunks_hand_nothing_on() -> None:

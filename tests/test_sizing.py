@@ -54,7 +54,8 @@ def test_all_measured_steps_are_predicted() -> None:
     steps = list(predictions.training_steps())
     assert len(steps) >= 33
     for step in steps:
-        assert -(0.11 if step.plain else 0.055) < step.time_error < (0.015 if step.gpus == 1 else 0), step
+        lowest = -0.11 if step.plain else -0.065 if "hybrid" in step.model else -0.055
+        assert lowest < step.time_error < (0.015 if step.gpus == 1 else 0), step
         assert abs(step.memory_error) < 0.05 or step.compiled, step
 
 

@@ -105,6 +105,7 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
         moment="the loss",
     )
     moments, first = [at_loss], table * number / shards if learns else 0.0
+    between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
     for layer in range(model.layers, 0, -1):
         done = (model.layers - layer) / max(1, model.layers - 1)  # of the backward pass
         inputs, attentions, again = _at_layer(layer, model, training) if layers else (0, 0, 0)
@@ -112,7 +113,7 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
         moments.append(
             replace(
                 at_loss,
-                gradients=buckets + first + done * (gradients - first),
+                gradients=buckets + first + done * between,
                 # layers that were computed again for the input of the next one are still together
                 gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
                 layer_inputs=inputs * kept_input,

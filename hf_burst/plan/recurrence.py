@@ -25,8 +25,7 @@ _HALO_CALLS = 12  # calls that find the first outputs of pieces anew, forward
 _READ = 14  # times that a number of further columns is read or written, forward, as measured
 _SCANNED = 4  # the same of what a scan finds beside its kernel, by its calls
 _FULL_PRECISION = 10  # how many times longer products of fp32 take
-_GATED_NORM = 9  # copies of a gated output in bf16 that its norm keeps: three in fp32, three in bf16
-_NORM_GRADIENTS = 7  # such copies that its backward pass makes beside them
+_RULE_COPIES = 15  # of an output in bf16 that a delta rule's backward pass makes, with keys of 128, as measured
 _MESSAGES = {"delta": 2, "scan": 2, "selective": 4}  # that come and leave, where heads are exchanged
 
 
@@ -45,6 +44,8 @@ class RecurrentSize:
         decays (`int`, defaults to 1): Decays of a head in one token.
         channels (`int`, defaults to 0): Channels that are convolved.
         reach (`int`, defaults to 0): How many earlier tokens the convolution sees.
+        norm_copies (`tuple[int, int]`, defaults to `(9, 7)`): Copies of a delta rule's gated output in bf16 that its
+            norm keeps, and further ones in its backward pass: those of Transformers' norm, which are in fp32 or bf16.
         itemsize (`int`, defaults to 2): Bytes of an element.
     """
 
@@ -57,6 +58,7 @@ class RecurrentSize:
     decays: int = 1
     channels: int = 0
     reach: int = 0
+    norm_copies: tuple[int, int] = (9, 7)
     itemsize: int = 2
 
     def __str__(self) -> str:
@@ -145,20 +147,27 @@ class RecurrentSize:
 
     @property
     def elements(self) -> int:
-        """Elements in bf16 of a token that the layer keeps beside those of its projections' input: what is convolved,
-        before and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and
-        keys, values and its inverses of chunks instead; and Transformers' norm of its gated output keeps copies in
-        fp32."""
+        """Elements of a token that the layer keeps beside those of its projections' input: what is convolved, before
+        and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and keys,
+        values, decays and inverses of chunks instead of what was convolved."""
         outputs = self.heads * self.values
         if self.kind != "delta":
             return 2 * self.channels + 3 * outputs
-        rule = 2 * self.key_heads * self.keys + outputs + self.heads * (_CHUNK + 2 * self.decays)
-        return self.channels + rule + _GATED_NORM * outputs
+        return self.channels + self._rule_elements + self.norm_copies[0] * outputs
 
     @property
     def backward_elements(self) -> int:
-        """Those that are there in its backward pass, with gradients, while the norm of a delta rule's output runs."""
-        return self.elements + (_NORM_GRADIENTS * self.heads * self.values if self.kind == "delta" else 0)
+        """Those that are there in its backward pass, with gradients: while the norm of a delta rule's output runs, or
+        the rule."""
+        outputs = self.heads * self.values
+        if self.kind != "delta":
+            return self.elements
+        return self.channels + max(self._rule_elements + sum(self.norm_copies) * outputs, _RULE_COPIES * outputs)
+
+    @property
+    def _rule_elements(self) -> int:
+        """What a delta rule keeps of its inputs."""
+        return 2 * self.key_heads * self.keys + self.heads * (self.values + _CHUNK + 2 * self.decays)
 
 
 @dataclass(frozen=True)

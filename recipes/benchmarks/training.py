@@ -268,6 +268,11 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all large linear layers")
     parser.add_argument("--qlora", action="store_true", help="the same of weights in 4 bits, on one GPU")
     parser.add_argument("--liger", action="store_true", help="Liger's norms, rotary positions and SwiGLU, for all")
+    parser.add_argument(
+        "--gated-norms",
+        action="store_true",
+        help="flash-linear-attention's norms of the gated outputs of recurrent layers, for all",
+    )
     parser.add_argument("--compile", action="store_true", help="every layer compiled by itself, for all")
     parser.add_argument("--profile", action="store_true", help="one more step each, with the parts of its time")
     parser.add_argument("--lengths", type=at_least(2), nargs="+", default=[32768], help="tokens of the whole sequence")
@@ -368,6 +373,7 @@ def main() -> int:
         weights="qlora" if arguments.qlora else "lora" if arguments.lora else "all",
         compiled=arguments.compile,
         layers=arguments.layers,
+        gated_norms=arguments.gated_norms,
     )
     job.document = arguments.document
     lora = arguments.lora or arguments.qlora
@@ -382,6 +388,7 @@ def main() -> int:
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),
         "liger": arguments.liger,
+        "gated_norms": arguments.gated_norms,
         "compiled": arguments.compile,
         "kernel": native.name,
         "parts_of_limits": {},

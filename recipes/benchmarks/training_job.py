@@ -6,6 +6,7 @@ This module needs nothing of hf_burst, so that it serves any version of it.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +209,14 @@ def hooks_removed(model: nn.Module) -> Iterator[None]:
 
 
 def make_job(
-    shape: str, longest: int, ranks: "Ranks", liger: bool, weights: str, compiled: bool, layers: int | None = None
+    shape: str,
+    longest: int,
+    ranks: "Ranks",
+    liger: bool,
+    weights: str,
+    compiled: bool,
+    layers: int | None = None,
+    gated_norms: bool = False,
 ) -> Job:
     """A model on this rank. Several ranks shard it as accelerate's FSDP2 does it.
 
@@ -220,6 +228,7 @@ def make_job(
         weights (`str`): Which of them are trained: `"all"`; or adapters, `"lora"` or, of weights in 4 bits, `"qlora"`.
         compiled (`bool`): Whether each layer is compiled.
         layers (`int`, *optional*): How many layers it has; those of the shape by default.
+        gated_norms (`bool`, defaults to `False`): Whether flash-linear-attention computes the norms of gated outputs.
     """
     changes = {} if layers is None else {"num_hidden_layers": layers}
     base = make_model(shape, longest, torch.bfloat16 if ranks.cuda else torch.float32, ranks.device, changes)
@@ -230,6 +239,8 @@ def make_job(
         kind = base.config.model_type.removesuffix("_text")
         apply, rope = getattr(monkey_patch, f"apply_liger_kernel_to_{kind}"), kind != "qwen3_5"
         apply(rope=rope, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False, model=base)
+    if gated_norms:
+        fuse_gated_norms(base)
     if weights == "qlora":
         quantise(base)
     if weights != "all":
@@ -251,6 +262,17 @@ def make_job(
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=1e-6, fused=ranks.cuda)
     return Job(model, base, optimizer, ranks, mesh, torch.zeros(1, 1, dtype=torch.int64))
+
+
+def fuse_gated_norms(model: PreTrainedModel) -> None:
+    """Has flash-linear-attention compute the norms of the gated outputs of gated DeltaNet, as kernels of the hub do it
+    in a model that is loaded with `use_kernels=True`."""
+    fused: Any = import_module("fla.modules").FusedRMSNormGated
+    for layer in model.model.layers:
+        if (mixer := getattr(layer, "linear_attn", None)) is not None:
+            norm = mixer.norm
+            mixer.norm = fused(norm.weight.shape[0], eps=norm.variance_epsilon, activation=norm.activation)
+            mixer.norm.weight = norm.weight
 
 
 def quantise(model: PreTrainedModel) -> None:

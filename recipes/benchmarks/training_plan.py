@@ -1,5 +1,6 @@
 """What the plan of hf_burst predicts of a step that training.py measured."""
 
+from dataclasses import replace
 from typing import Any
 
 from hf_burst.hf.model_size import model_size
@@ -8,6 +9,7 @@ from hf_burst.plan.machine import Machine, by_data_sheet, cpu, data_sheet
 from recipes.benchmarks.training_job import SHAPES
 
 GIB = 2**30
+FUSED_NORM = (3, 2)  # copies of a gated output that a fused norm keeps, and those of its gradients
 # contenders of results that do not tell their settings, or whose way is none of them
 NAMED: dict[str, dict[str, Any]] = {
     "hf_burst, attention saved": {},
@@ -47,6 +49,8 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
     model_class, config_class, sizes = SHAPES[result["shape"]]
     changes = {} if layers is None else {"num_hidden_layers": layers}
     model, ranks = model_size(model_class, config_class(**{**sizes, **changes})), result["hardware"]["ranks"]
+    if result.get("gated_norms"):
+        model = replace(model, recurrent=tuple(replace(size, norm_copies=FUSED_NORM) for size in model.recurrent))
     length, document = row["length"], result.get("document")
     training = Training(
         length,

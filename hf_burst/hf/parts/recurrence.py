@@ -21,7 +21,11 @@ from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)
 
-_ON_GPUS = {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}  # whose kernels were compared over ranks
+# whose kernels were compared over ranks
+_ON_GPUS = {
+    *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
+    *("mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"),
+}
 _FUNCTION = "_gradient_checkpointing_func"  # of a layer that is checkpointed
 _CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 _CACHES = ("cache_params", "past_key_values")
