@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 import hf_burst
 from hf_burst import linear_loss
 from hf_burst.config import Schedule
+from hf_burst.kernels import BackwardInputs, Band, Scores, flash_attn_4
+from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_burst.loss import token_loss_sum
 from hf_burst.plan import MaskPattern
 from tests import models, test_ring
@@ -224,6 +226,33 @@ def change_shapes(rank: int, size: int, heads: tuple[int, int]) -> None:
                     assert symmetric.dtype == dtype
                     # kernels that want an output are given another one with the same product with its gradient
                     assert relative(symmetric, p2p.float()) < 5e-3, (schedule, step, batch, length, dtype)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn 4")
+@pytest.mark.parametrize("band", [Band(low=0), Band()], ids=["causal", "whole"])
+def test_wide_heads_go_backward_by_cudnn_as_exactly(band: Band) -> None:
+    if not flash_attn_4._cudnn_knows_wide_heads():
+        pytest.skip("needs Hopper and cuDNN 9.10")
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((1, 2048, heads, 256) for heads in (6, 2, 2, 6))
+    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    attended = exact_attention(*exact, (0, 2048), band.low == 0, None)
+    wanted = torch.autograd.grad(attended, exact, dout.float())
+    errors = []
+    for cudnn_is_faster in (True, False):
+        kernel = FlashAttn4Kernel()
+        assert kernel.unavailable(256, 256) is None
+        out, lse = kernel.forward(q, k, v, band, Scores(256**-0.5))
+        with (
+            mock.patch.object(flash_attn_4, "_LONG", 2048 if cudnn_is_faster else 2049),
+            mock.patch.object(kernel.cudnn, "backward_piece", wraps=kernel.cudnn.backward_piece) as by_cudnn,
+        ):
+            found = kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), band, Scores(256**-0.5))
+        assert by_cudnn.called == cudnn_is_faster
+        errors.append([relative(gradient, exact) for gradient, exact in zip(found, wanted, strict=True)])
+    for name, ours, plain in zip(("dq", "dk", "dv"), *errors, strict=True):
+        assert ours <= 2 * plain, (name, ours, plain)
 
 
 @pytest.mark.parametrize("size", [2, 4])
