@@ -665,6 +665,33 @@ def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.Monke
     assert calls[5:] == ["ours"]
 
 
+def test_norms_of_gated_outputs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes.benchmarks import training_job
+
+    class FusedRMSNormGated(torch.nn.Module):
+        def __init__(self, size: int, eps: float, activation: str) -> None:
+            super().__init__()
+            assert (size, eps, activation) == (16, 1e-6, "silu")
+            self.weight = torch.nn.Parameter(torch.empty(size))
+
+        def forward(self, hidden: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(hidden, (16,), self.weight, 1e-6) * torch.nn.functional.silu(gate)
+
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    modules = types.ModuleType("fla.modules")
+    modules.FusedRMSNormGated = FusedRMSNormGated
+    monkeypatch.setitem(sys.modules, "fla.modules", modules)
+    tokens, jobs = torch.randint(512, (1, 30)), []
+    for fused in (False, True):
+        jobs.append(training_job.make_job("tiny-hybrid", 64, Ranks("cpu"), False, "all", False, gated_norms=fused))
+    plain, exchanged = (job.base(tokens, labels=tokens).loss for job in jobs)
+    torch.testing.assert_close(plain, exchanged)
+    exchanged.backward()
+    norms = [module for module in jobs[1].base.modules() if isinstance(module, FusedRMSNormGated)]
+    assert len(norms) == 3
+    assert all(norm.weight.grad is not None for norm in norms)
+
+
 class OfUnsloth:
     """Stands for Unsloth's `FastLanguageModel`: it loads and adapts with Transformers and peft."""
 
@@ -745,6 +772,7 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--layers", "0"], "from 1 on"),
         (["--document", "64"], "with --no-limits"),
         (["--contenders", "Unsloth", "Transformers, cuDNN"], "measure it in a process of its own"),
+        (["--gated-norms"], "for shapes with recurrent layers, not for llama-8b"),
         (["--out", "."], "a folder; give a file"),
         ([], "torchrun --nproc-per-node"),
     ],

@@ -563,6 +563,27 @@ def test_the_speed_of_a_kernel_is_that_of_its_points_and_between_them():
     assert machine.kernel_seconds(1e15, 1.0, False) == pytest.approx(1 / machine.rates[-1].forward)
 
 
+def test_wide_heads_have_rates_of_their_own():
+    for machine, forward, backward in (
+        (h200(), 1.15, 0.5),
+        (by_data_sheet(DATA_SHEETS["h100"]), 1.15, 0.5),
+        (h200("torch_cudnn"), 1.06, 0.72),
+        (by_data_sheet(DATA_SHEETS["a100"]), 0.85, 0.85),
+        (built_in("NVIDIA H100 SXM", "flash_attn_2", 1 << 36, 8), 0.85, 0.85),
+        (cpu(), 1.0, 1.0),
+    ):
+        for gradients, share in ((False, forward), (True, backward)):
+            narrow, wide = (machine.kernel_seconds(1e9, 1e12, gradients, size) for size in (192, 256))
+            assert narrow == machine.kernel_seconds(1e9, 1e12, gradients)
+            assert narrow / wide == pytest.approx(share)
+
+
+def test_rules_run_at_the_share_of_the_data_sheet():
+    known, slower = h200().rule, by_data_sheet(DATA_SHEETS["a100"]).rule
+    for name in ("forward", "backward", "states", "state_gradients"):
+        assert getattr(slower, name) == pytest.approx(312 / 989 * getattr(known, name))
+
+
 def test_a_machine_is_text_and_back_and_nothing_else_is_one():
     for machine in (h200(), cpu(), replace(h200(), symmetric=None, source="measured")):
         assert Machine.from_json(machine.to_json()) == machine

@@ -25,6 +25,7 @@ from hf_burst import linear_loss
 from hf_burst.config import Schedule
 from hf_burst.kernels import BackwardInputs, Band, Scores, flash_attn_4
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
+from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
 from hf_burst.loss import token_loss_sum
 from hf_burst.plan import MaskPattern
 from tests import models, test_ring
@@ -229,30 +230,67 @@ def change_shapes(rank: int, size: int, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="needs flash-attn 4")
-@pytest.mark.parametrize("band", [Band(low=0), Band()], ids=["causal", "whole"])
-def test_wide_heads_go_backward_by_cudnn_as_exactly(band: Band) -> None:
-    if not flash_attn_4._cudnn_knows_wide_heads():
-        pytest.skip("needs Hopper and cuDNN 9.10")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("band", "rows", "columns"),
+    [(Band(low=0), 2048, 2048), (Band(low=0), 2112, 2112), (Band(), 1985, 2048)],
+    ids=["causal", "causal with half a block", "whole"],
+)
+def test_wide_heads_go_backward_by_cudnn_as_exactly(band: Band, rows: int, columns: int, dtype: torch.dtype) -> None:
+    if not flash_attn_4._cudnn_knows_wide_heads(torch.device("cuda", 0)):
+        pytest.skip("needs Hopper and cuDNN 9.15")
     generator = torch.Generator("cuda").manual_seed(0)
-    shapes = ((1, 2048, heads, 256) for heads in (6, 2, 2, 6))
-    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    shapes = [(1, size, heads, 256) for size, heads in ((rows, 6), (columns, 2), (columns, 2), (rows, 6))]
+    q, k, v, dout = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+    scale = 256**-0.5
     exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-    attended = exact_attention(*exact, (0, 2048), band.low == 0, None)
+    attended = plain_attention(*exact, causal=band.low == 0, scale=scale)
     wanted = torch.autograd.grad(attended, exact, dout.float())
     errors = []
-    for cudnn_is_faster in (True, False):
+    for least in (1024, 4096):  # from which on it is cuDNN's
         kernel = FlashAttn4Kernel()
         assert kernel.unavailable(256, 256) is None
-        out, lse = kernel.forward(q, k, v, band, Scores(256**-0.5))
+        out, lse = kernel.forward(q, k, v, band, Scores(scale))
         with (
-            mock.patch.object(flash_attn_4, "_LONG", 2048 if cudnn_is_faster else 2049),
+            mock.patch.object(flash_attn_4, "_LONG", least),
             mock.patch.object(kernel.cudnn, "backward_piece", wraps=kernel.cudnn.backward_piece) as by_cudnn,
         ):
-            found = kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), band, Scores(256**-0.5))
-        assert by_cudnn.called == cudnn_is_faster
-        errors.append([relative(gradient, exact) for gradient, exact in zip(found, wanted, strict=True)])
+            found = kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), band, Scores(scale))
+        assert by_cudnn.called == (least == 1024)
+        errors.append([relative(gradient, precise) for gradient, precise in zip(found, wanted, strict=True)])
     for name, ours, plain in zip(("dq", "dk", "dv"), *errors, strict=True):
         assert ours <= 2 * plain, (name, ours, plain)
+
+
+@pytest.mark.parametrize("columns", [64, 192, 2112])
+def test_half_a_block_of_keys_by_cudnn(columns: int) -> None:
+    """Scores so low that a key that is not there would count for all."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, size, 2, 64, generator=generator, device="cuda").bfloat16()
+        for size in (256, columns, columns, 256)
+    )
+    q[..., 0], k[..., 0] = 12.0, -80.0
+    scale = 0.125
+    exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    attended = plain_attention(*exact, causal=False, scale=scale)
+    wanted = torch.autograd.grad(attended, exact, dout.float())
+    kernel = TorchCudnnKernel()
+    out, lse = kernel.forward(q, k, v, Band(), Scores(scale))
+    assert lse.max() < -89
+    found = kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), Band(), Scores(scale))
+    for name, gradient, precise in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        assert relative(gradient, precise) < 0.02, name
+
+
+def plain_attention(q, k, v, causal: bool, scale: float) -> torch.Tensor:
+    """fp32 softmax with as many columns as there are."""
+    groups = q.shape[2] // k.shape[2]
+    keys, values = (tensor.repeat_interleave(groups, 2) for tensor in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
 
 
 @pytest.mark.parametrize("size", [2, 4])

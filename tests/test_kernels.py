@@ -607,14 +607,22 @@ def test_flash_attn_4_takes_the_heads_of_deepseek_as_they_are_if_none_are_shared
     assert library.backward_calls[0]["out"].shape[3] == (128 if heads == (4, 4) else 192)
 
 
-def wide_backward(band: Band, head_dim: int = 256, rows: int = 24, softcap: float = 0.0, reads: str = "out", **changes):
+def wide_backward(
+    band: Band,
+    head_dim: int = 256,
+    rows: int = 128,
+    columns: int = 128,
+    softcap: float = 0.0,
+    reads: str = "out",
+    deterministic: bool = False,
+) -> tuple[Any, Any, list[int]]:
     """Gradients by FlashAttention-4 with cuDNN beside it, those by the former alone, and how often it was called."""
-    tensors = make_tensors(Shape(rows, 24, band), torch.bfloat16, head_dim)
+    tensors = make_tensors(Shape(rows, columns, band), torch.bfloat16, head_dim)
     tensors.softcap = softcap
     called, results = [], []
     for cudnn in (TorchCudnnKernel(flash_libraries.Aten()), None):
         library = flash_libraries.FlashAttn4()
-        kernel = FlashAttn4Kernel(changes.get("deterministic", False), library, cudnn)
+        kernel = FlashAttn4Kernel(deterministic, library, cudnn)
         if cudnn is None:
             kernel._is_faster_by_cudnn = lambda *arguments: False
         out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
@@ -622,37 +630,46 @@ def wide_backward(band: Band, head_dim: int = 256, rows: int = 24, softcap: floa
         inputs = tensors.backward_inputs(read, lse, None if read is not None else product(tensors.dout, out))
         results.append(kernel.backward(inputs, band, tensors.scores))
         called.append(len(library.backward_calls))
-    return *results, called
+    return results[0], results[1], called
 
 
 @pytest.fixture
 def wide_heads_on_hopper(monkeypatch):
     monkeypatch.setattr("hf_burst.kernels.flash_attn_4._LONG", 16)
-    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._cudnn_knows_wide_heads", lambda: True)
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._cudnn_knows_wide_heads", lambda device: True)
 
 
-@pytest.mark.parametrize(("band", "rows"), [(Band(0), 24), (Band(), 24), (Band(), 40), (Band(-50), 24)], ids=str)
-def test_long_tiles_of_wide_heads_go_backward_by_cudnn(wide_heads_on_hopper, band, rows):
-    gradients, expected, called = wide_backward(band, rows=rows)
+WIDE = [
+    {"band": Band(0)},
+    {"band": Band(0), "rows": 24, "columns": 24},
+    {"band": Band()},
+    {"band": Band(), "rows": 40},
+    {"band": Band(-200)},
+]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_long_tiles_of_wide_heads_go_backward_by_cudnn(wide_heads_on_hopper, case):
+    gradients, expected, called = wide_backward(**case)
     assert called == [0, 1]
     for gradient, wanted in zip(gradients, expected, strict=True):
         assert relative_error(gradient, wanted.double()) < 5e-3
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_dim": 128},
-        {"band": Band(0, None, (0, 20, 24))},
-        {"band": Band(0, 20)},
-        {"rows": 40},
-        {"rows": 8, "band": Band()},
-        {"softcap": 3.0},
-        {"reads": "delta"},
-        {"deterministic": True},
-    ],
-    ids=str,
-)
+OTHERS = [
+    {"head_dim": 128},
+    {"band": Band(0, None, (0, 20, 128))},
+    {"band": Band(0, 20)},
+    {"rows": 160},
+    {"band": Band(), "columns": 144},
+    {"band": Band(), "rows": 8},
+    {"softcap": 3.0},
+    {"reads": "delta"},
+    {"deterministic": True},
+]
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
 def test_other_tiles_stay_with_flash_attn_4(wide_heads_on_hopper, changes):
     gradients, expected, called = wide_backward(**{"band": Band(0), **changes})
     assert called[0] == called[1] > 0
@@ -660,14 +677,35 @@ def test_other_tiles_stay_with_flash_attn_4(wide_heads_on_hopper, changes):
         assert torch.equal(gradient, wanted)
 
 
+def test_cudnn_is_given_no_more_elements_than_were_tried(wide_heads_on_hopper, monkeypatch):
+    elements = make_tensors(Shape(128, 128, Band(0)), torch.bfloat16, 256).q.numel()
+    for most, called in ((elements, 1), (elements + 1, 0)):
+        monkeypatch.setattr("hf_burst.kernels.flash_attn_4._MOST_ELEMENTS", most)
+        assert wide_backward(Band(0))[2] == [called, 1]
+
+
 def test_cudnn_knows_wide_heads_on_hopper_from_some_version_on(monkeypatch):
-    knows = _cudnn_knows_wide_heads
-    for capability, version, expected in (((9, 0), 91000, True), ((9, 0), 90900, False), ((10, 0), 91900, False)):
+    knows, device = _cudnn_knows_wide_heads, torch.device("cuda", 0)
+    for capability, version, expected in (((9, 0), 91500, True), ((9, 0), 91400, False), ((10, 0), 91900, False)):
         knows.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        assert knows() is expected
+        assert knows(device) is expected
     knows.cache_clear()
+
+
+@pytest.mark.parametrize("columns", [64, 192, 1088])
+def test_half_a_block_of_keys_is_cut_off_for_cudnn(columns):
+    """The stand-in refuses them, as cuDNN would count keys that are not there."""
+    kernel, band = TorchCudnnKernel(flash_libraries.Aten()), Band()
+    tensors = make_tensors(Shape(40, columns, band), torch.bfloat16, 64)
+    out, lse = kernel.forward(tensors.q, tensors.k, tensors.v, band, tensors.scores)
+    gradients = kernel.backward(tensors.backward_inputs(out, lse, None), band, tensors.scores)
+    fourth = FlashAttn4Kernel(library=flash_libraries.FlashAttn4())
+    expected = fourth.backward(tensors.backward_inputs(out, lse, None), band, tensors.scores)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert gradient.shape == wanted.shape
+        assert relative_error(gradient, wanted.double()) < 5e-3
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

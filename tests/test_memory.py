@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
 import hf_burst
 from hf_burst import offload
@@ -120,6 +120,29 @@ def test_each_setting_takes_away_what_it_says() -> None:
     assert times[0].total_s == times[1].total_s, "copies hide"
     slow = replace(H200, host_bandwidth=1e9)
     assert estimate_step(LLAMA, replace(training, activation_offloading=1.0), slow).host_s > 50
+
+
+@pytest.mark.parametrize("length", [512, 2**15])
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_gradients_are_there_at_the_end(length: int, tied: bool) -> None:
+    sizes, training = replace(LLAMA, tied=tied), Training(length, 1, 1)
+    *earlier, last = memory_of_step(sizes, training, H200)
+    assert last.moment == "the backward pass of the embeddings"
+    assert last.gradients == 2 * training.trained(sizes)
+    assert all(moment.gradients <= last.gradients for moment in earlier)
+    table = 2 * sizes.vocabulary * sizes.hidden
+    assert earlier[-1].gradients == pytest.approx(last.gradients - (0 if tied else table))
+    assert estimate_memory(sizes, training, H200).total >= last.held + last.gradients
+    assert "embeddings" not in memory_of_step(sizes, replace(training, lora=16), H200)[-1].moment
+
+
+def test_the_backward_pass_of_a_recurrent_layer_is_counted() -> None:
+    """It is the most of a layer where the MLP runs in tiles."""
+    sizes = model_size(Qwen3_5ForCausalLM, shape_named("qwen3.6-27b"), "qwen3.6-27b")
+    training = Training(65536, 1, 1, tiled_mlp=4096)
+    (size,) = sizes.recurrent
+    layer = memory_of_step(sizes, training, H200)[1]
+    assert layer.activations == 2 * 65536 * (size.backward_elements + 2 * sizes.hidden)
 
 
 @contextmanager

@@ -309,7 +309,7 @@ def step_memory() -> Figure:
         axes.stackplot(range(len(moments)), parts, labels=items, colors=colors)
         axes.axhline(ROOM * machine.memory / 2**30, color=DARK, linestyle="--", linewidth=1)
         axes.set_title(title, fontsize=10, loc="left")
-        axes.set_xticks([0, 1, len(moments) - 1], ["loss", "\nlast layer", "first layer"], fontsize=8)
+        axes.set_xticks([0, 1, len(moments) - 2], ["loss", "\nlast layer", "first layer"], fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("GiB of a GPU")
     panels[1].annotate("92 % of an H200", (32, ROOM * machine.memory / 2**30 + 3), ha="right", fontsize=8)

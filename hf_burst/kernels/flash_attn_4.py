@@ -30,7 +30,8 @@ _SIGNATURES: Signatures = (
 _SIZES = (64, 96, 128, 192, 256)  # of heads
 _WIDE = 256  # of these, the one whose backward pass cuDNN computes faster on Hopper
 _LONG = 16384  # rows and columns of a tile from which on a plan of cuDNN for its shape pays off
-_OLDEST_CUDNN = 91000  # that knows heads of 256, on compute capability 9.0
+_MOST_ELEMENTS = 2**31  # of a tensor that cuDNN is given, none of which were tried with more
+_OLDEST_CUDNN = 91500  # that knows heads of 256, on compute capability 9.0, without known errors
 _COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
 
 
@@ -106,17 +107,22 @@ class FlashAttn4Kernel(FlashKernel):
         return super().backward_piece(piece, inputs, scores, buffers)
 
     def _is_faster_by_cudnn(self, piece: FlashCall, inputs: BackwardInputs, scores: Scores) -> bool:
-        """Whether cuDNN can compute this backward pass, and sooner: a whole tile or a causal square, with `out`."""
+        """Whether cuDNN can compute this backward pass, and sooner: a whole tile of whole blocks, or a causal square,
+        with `out`."""
+        q, v = inputs.q, inputs.v
         if inputs.out is None or piece.packed or scores.softcap or self.deterministic:
             return False
-        whole = piece.band == Band() or (piece.band == Band(low=0) and piece.height == piece.width)
+        whole = piece.band == Band() and piece.width % 128 == 0
+        square = piece.band == Band(low=0) and piece.height == piece.width
+        fits = q.shape[3] == v.shape[3] == _WIDE and max(q.numel(), v.numel()) < _MOST_ELEMENTS
         long = min(piece.height, piece.width) >= _LONG
-        return whole and long and inputs.q.shape[3] == inputs.v.shape[3] == _WIDE and _cudnn_knows_wide_heads()
+        return (whole or square) and fits and long and _cudnn_knows_wide_heads(q.device)
 
 
-@lru_cache(maxsize=1)
-def _cudnn_knows_wide_heads() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) >= _OLDEST_CUDNN
+@lru_cache(maxsize=16)
+def _cudnn_knows_wide_heads(device: torch.device) -> bool:
+    capability, version = torch.cuda.get_device_capability(device), torch.backends.cudnn.version() or 0
+    return capability == (9, 0) and version >= _OLDEST_CUDNN
 
 
 @lru_cache(maxsize=16)

@@ -5,6 +5,9 @@ each time, and its two passes offset the log-sum-exp differently, so documents a
 begins at the top left corner: it is used on squares only. A plan is made for every new shape and looked up by the
 strides of q, k and v alone, as if those of `out`, `dout` and the log-sum-exp followed from them. So everything is made
 contiguous. cuDNN refuses a single row or column, which plain torch computes.
+
+On Hopper the backward pass of a whole tile counts 64 keys that are not there, if it has 64 more than a multiple of 128
+(pytorch/pytorch#196678). Rows of small log-sum-exp then have NaN for gradients. So such tiles are cut.
 """
 
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from .pieces import Piece, PiecewiseKernel, crop, documents
 from .reference import ReferenceKernel
 
 _OLDEST = 90000  # below it, rows and columns have to come in multiples of 64
+_BLOCK = 128  # keys of a block on Hopper
 
 
 class TorchCudnnKernel(PiecewiseKernel[Piece]):
@@ -92,6 +96,8 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
         assert out is not None, "the capabilities say wants_out"
         if min(piece.height, piece.width) == 1:
             return self.reference.backward(inputs, piece.band, scores)
+        if piece.band == Band() and piece.width % _BLOCK == _BLOCK // 2:
+            return self._backward_by_columns(inputs, piece, scores)
         causal, no_dropout = piece.band == Band(low=0), torch.empty((), dtype=torch.long, device=q.device)
         gradients = self.library._scaled_dot_product_cudnn_attention_backward(
             *map(_heads_first, (dout, q, k, v, out)),
@@ -101,6 +107,21 @@ class TorchCudnnKernel(PiecewiseKernel[Piece]):
         )
         dq, dk, dv = (gradient.transpose(1, 2) for gradient in gradients)
         return dq, dk, dv
+
+    def _backward_by_columns(
+        self, inputs: BackwardInputs, piece: Piece, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of a whole tile whose last keys would be half a block, in columns that end otherwise."""
+        rows, stop, dqs, dks, dvs = slice(0, piece.height), piece.width, [], [], []
+        quarter = _BLOCK // 4
+        bounds = sorted({0, stop - 2 * quarter, stop - quarter, stop})
+        for columns in map(slice, bounds, bounds[1:]):
+            part = Piece(rows, slice(0, columns.stop - columns.start), Band())
+            dq, dk, dv = self.backward_piece(part, inputs.cut(rows, columns), scores)
+            dqs.append(dq)
+            dks.append(dk)
+            dvs.append(dv)
+        return torch.stack(dqs).sum(0, dtype=torch.float32), torch.cat(dks, 1), torch.cat(dvs, 1)
 
 
 def _heads_first(tensor: Tensor) -> Tensor:

@@ -294,6 +294,7 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
     if sheet is own:
         return measured
     computing, sending = sheet.peak / own.peak, sheet.link / own.link
+    heads = h200(kernel or sheet.kernel)
     p2p, symmetric = (
         replace(link, bandwidth=sending * link.bandwidth) for link in (measured.p2p, measured.symmetric or measured.p2p)
     )
@@ -309,6 +310,8 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
                 for name in ("forward", "backward", "states", "state_gradients")
             },
         ),
+        wide_forward=heads.wide_forward,
+        wide_backward=heads.wide_backward,
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
         products=computing * measured.products,

@@ -64,7 +64,7 @@ def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> M
 
 def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
     """Predicts the memory of a GPU at the moments when it can be the most: the loss, and the backward pass of every
-    layer from the last to the first. Gradients come as what layers keep goes.
+    layer from the last to the first, and of the embeddings if they learn. Gradients come as what layers keep goes.
 
     Args:
         model ([`ModelSize`]): What is trained.
@@ -121,6 +121,20 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
                 activations=every * layer / model.layers + one,
                 loss=0.0,
                 moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
+            )
+        )
+    if learns:
+        moments.append(
+            replace(
+                at_loss,
+                gradients=buckets + gradients,
+                gathered=4.0 * table if sharded else 0.0,
+                layer_inputs=0.0,
+                attention=0.0,
+                activations=2.0 * states,
+                loss=0.0,
+                states=0.0,
+                moment="the backward pass of the embeddings",
             )
         )
     return moments

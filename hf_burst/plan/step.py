@@ -210,11 +210,12 @@ def _touched(model: ModelSize, training: Training) -> float:
     outputs: for each token and layer two norms, two additions, rotary positions, SwiGLU."""
     wide, inner = model.hidden, model.inner
     recurrent = sum(size.layers * size.elements for size in model.recurrent)
-    heads = (model.attending * (model.queries + model.keys) + recurrent) / model.layers
+    heads, states = model.attending * (model.queries + model.keys) / model.layers, 4 * recurrent / model.layers
     if training.fused:
         forward, backward = 20 * wide + 4 * heads + 6 * inner, 24 * wide + 4 * heads + 10 * inner
     else:  # norms in fp32, and a call for every operation
         forward, backward = 68 * wide + 18 * heads + 10 * inner, 92 * wide + 18 * heads + 18 * inner
+    forward, backward = forward + states, backward + states
     passes = 1 + training.checkpointing + training.repeated(model)
     total = model.layers * (passes * forward + backward)
     if training.lora:  # read for the adapter; made, scaled and added

@@ -327,6 +327,8 @@ def read_arguments() -> argparse.Namespace:
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Puts arguments into the form that the benchmark needs, and ends the process if that cannot be."""
     size, hybrid = launched()[0], "hybrid" in arguments.shape
+    if arguments.gated_norms and not hybrid:
+        parser.error(f"--gated-norms is for shapes with recurrent layers, not for {arguments.shape}")
     if arguments.contenders is None:
         known = {} if arguments.hf_burst else CONTENDERS | SINGLE
         arguments.contenders = [
