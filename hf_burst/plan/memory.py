@@ -124,20 +124,15 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
             )
         )
     if learns:
-        moments.append(
-            replace(
-                at_loss,
-                gradients=buckets + gradients,
-                gathered=4.0 * table if sharded else 0.0,
-                layer_inputs=0.0,
-                attention=0.0,
-                activations=2.0 * states,
-                loss=0.0,
-                states=0.0,
-                moment="the backward pass of the embeddings",
-            )
-        )
+        everything = replace(at_loss, gradients=buckets + gradients, gathered=4.0 * table if sharded else 0.0)
+        moments.append(_at_embeddings(everything, activations=2.0 * states))
     return moments
+
+
+def _at_embeddings(estimate: MemoryEstimate, activations: float) -> MemoryEstimate:
+    """What is left when all layers are behind."""
+    gone = dict.fromkeys(("layer_inputs", "attention", "loss", "states"), 0.0)
+    return replace(estimate, **gone, activations=activations, moment="the backward pass of the embeddings")
 
 
 def _at_layer(layer: int, model: ModelSize, training: Training) -> tuple[int, int, int]:
