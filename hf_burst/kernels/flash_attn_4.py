@@ -29,7 +29,7 @@ _SIGNATURES: Signatures = (
 )
 _SIZES = (64, 96, 128, 192, 256)  # of heads
 _WIDE = 256  # of these, the one whose backward pass cuDNN computes faster on Hopper
-_LONG = 16384  # rows and columns of a tile from which on a plan of cuDNN for its shape pays off
+_LONG = 16384  # rows and columns of a tile from which on it is cuDNN's, which makes a plan for every shape
 _MOST_ELEMENTS = 2**31  # of a tensor that cuDNN is given, none of which were tried with more
 _OLDEST_CUDNN = 91500  # that knows heads of 256, on compute capability 9.0, without known errors
 _COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
