@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,7 +51,7 @@ def choose_native(
         ConfigError: If no kernel runs.
     """
     refusals: list[str] = []
-    for name, load in _natives(ranks.device):
+    for name, load in _natives(ranks.device, head_dim, mask):
         if requested not in ("auto", name):
             continue
 
@@ -72,15 +72,15 @@ def choose_native(
         reason = dict(explain_kernels(request)).get(requested)
         reason = reason or f"is none of the limit's (--burst kernel={requested} sets that of hf_burst alone)"
         refusals = [f"{requested} {reason}"]
-    known = [name for name, _ in _natives(ranks.device)]
+    known = [name for name, _ in _natives(ranks.device, head_dim, mask)]
     raise ConfigError(
         f"No kernel for --kernel {requested} on {ranks.device.type} in {dtype} with head size {head_dim}: "
         f"{'; '.join(refusals)}. Known here: {', '.join(known)}."
     )
 
 
-def _natives(device: torch.device) -> list[tuple[str, Callable[[], AttendMasked]]]:
-    """Names of kernels and functions that load them, the fastest first."""
+def _natives(device: torch.device, head_dim: int, mask: Mask) -> list[tuple[str, Callable[[], AttendMasked]]]:
+    """Names of kernels and functions that load them, the fastest first for a head size and a mask."""
     if device.type == "cpu":
         return [("cpu_flash", lambda: _cpu_flash)]
     natives = {
@@ -89,8 +89,10 @@ def _natives(device: torch.device) -> list[tuple[str, Callable[[], AttendMasked]
         "flash_attn_2": _flash_attn_2,
         "torch_flash": lambda: _torch_flash,
     }
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    order = list(natives) if hopper else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0) and head_dim == 256 and len(mask.documents) == 2 and mask.window is None:
+        natives = {"flash_attn_4, torch_cudnn": lambda: _flash_attn_4_and_cudnn, **natives}
+    order = list(natives) if capability >= (9, 0) else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4"]
     return [(name, natives[name]) for name in order]
 
 
@@ -98,6 +100,35 @@ def _flash_attn_4() -> AttendMasked:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     return _flash(flash_attn_func, flash_attn_varlen_func, None)
+
+
+def _flash_attn_4_and_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    _only_whole(mask, "cuDNN's backward pass")
+    out: torch.Tensor = _ForwardByFlashAttn4.apply(q, k, v)
+    return out
+
+
+class _ForwardByFlashAttn4(torch.autograd.Function):
+    """Causal attention, forward by flash-attn 4 and backward by cuDNN: the fastest of both for heads of 256."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        from flash_attn.cute import flash_attn_func
+
+        out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)[:2]
+        ctx.save_for_backward(q, k, v, out, lse)
+        return cast("torch.Tensor", out)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        none = torch.empty((), dtype=torch.long, device=q.device)
+        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(tensor.contiguous().transpose(1, 2) for tensor in (dout, q, k, v, out)),
+            lse.unsqueeze(-1),
+            *(none, none, None, None, None, q.shape[1], k.shape[1], 0.0, True),
+        )
+        return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
 
 def _flash_attn_2() -> AttendMasked:
