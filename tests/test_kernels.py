@@ -635,7 +635,7 @@ def wide_backward(
 
 @pytest.fixture
 def wide_heads_on_hopper(monkeypatch):
-    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._LONG", 16)
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4.LONG_TILE", 16)
     monkeypatch.setattr("hf_burst.kernels.flash_attn_4._cudnn_knows_wide_heads", lambda device: True)
 
 

@@ -12,7 +12,7 @@ from typing import get_args
 
 from ..config import Schedule, Transport
 from ..errors import ConfigError
-from .machine import Link, Machine
+from .machine import LONG_TILE, Link, Machine
 from .steps import Rotating, Step, goes_ahead
 from .tiles import Tile
 from .traffic import Pass, row_bytes
@@ -219,10 +219,12 @@ class _PassCost:
         """Seconds of kernel calls: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
         shapes, seconds = self.shapes, 0.0
         products = (3, 2) if self.backward else (1, 1)
+        keeps_out = self.schedule.ulysses == 1 and rotating_of(self.schedule, self.direction) == "kv"
         for tile in tiles:
             scores = (tile.batch[1] - tile.batch[0]) * _computed(tile, self.machine) * shapes.q_heads
             flops = scores * 2 * (products[0] * shapes.head_dim + products[1] * shapes.value_dim)
-            seconds += self.machine.kernel_seconds(scores, flops, self.backward, shapes.head_dim)
+            from_out = keeps_out and _is_long(tile)
+            seconds += self.machine.kernel_seconds(scores, flops, self.backward, shapes.head_dim, from_out)
         return seconds
 
     def _ring(self) -> tuple[_Messages, _Messages]:
@@ -374,6 +376,13 @@ def _rows(tiles: tuple[Tile, ...]) -> tuple[int, int]:
     """The rows of queries and of keys of some tiles, all rows of the batch together."""
     queries = sum((tile.batch[1] - tile.batch[0]) * (tile.q[1] - tile.q[0]) for tile in tiles)
     return queries, sum((tile.batch[1] - tile.batch[0]) * (tile.k[1] - tile.k[0]) for tile in tiles)
+
+
+def _is_long(tile: Tile) -> bool:
+    """Whether it is a long rectangle or causal square, without documents and windows."""
+    height, width = (stop - start for start, stop in (tile.q, tile.k))
+    square = tile.low == 0 and tile.high is None and height == width
+    return min(height, width) >= LONG_TILE and not tile.segments and (square or tile.rectangular)
 
 
 def _computed(tile: Tile, machine: Machine) -> int:

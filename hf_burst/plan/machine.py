@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..errors import ConfigError
 
 _WIDE = 192  # elements of a head, above which kernels have other rates
+LONG_TILE = 16384  # rows and columns from which on flash-attn 4 lets cuDNN go backward with such heads
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Machine:
         strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that copies of heads reach.
         wide_forward, wide_backward (`float`, defaults to 1.0): Share of the rates that heads of more than 192 elements
             reach.
+        wide_from_out (`float`, *optional*): `wide_backward` of long tiles whose output is at hand; the same by default.
         waiting (`float`, defaults to 1.0): Share of the time lost by uneven ring steps that remains, since ranks may
             run ahead of each other.
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
@@ -128,6 +130,7 @@ class Machine:
     strided_bandwidth: float = 1.0
     wide_forward: float = 1.0
     wide_backward: float = 1.0
+    wide_from_out: float | None = None
     waiting: float = 1.0
     slice_blocks: int = 0
     rule: RuleRate = _RULE
@@ -147,6 +150,7 @@ class Machine:
             self.strided_bandwidth,
             self.wide_forward,
             self.wide_backward,
+            self.wide_backward if self.wide_from_out is None else self.wide_from_out,
             self.host_bandwidth,
         ]
         above += [link.bandwidth for link in links]
@@ -164,6 +168,10 @@ class Machine:
                 f"{self}. Measure it anew: hf-burst calibrate."
             )
 
+    def has_fast_wide_heads(self, head_dim: int) -> bool:
+        """Whether another kernel goes backward for heads of this size where it can."""
+        return head_dim > _WIDE and self.wide_from_out is not None
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -172,10 +180,14 @@ class Machine:
         """Computed once, as every attention looks up its schedule by it."""
         return hash((self.device, self.kernel, self.rates, self.between_hosts, self.ranks_per_host))
 
-    def kernel_seconds(self, scores: float, flops: float, backward: bool, head_dim: int = 128) -> float:
-        """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP."""
+    def kernel_seconds(
+        self, scores: float, flops: float, backward: bool, head_dim: int = 128, from_out: bool = False
+    ) -> float:
+        """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP. `from_out` says
+        that a backward pass is that of a long tile, and has its output."""
         if head_dim > _WIDE:
-            flops /= self.wide_backward if backward else self.wide_forward
+            share = self.wide_backward if backward else self.wide_forward
+            flops /= self.wide_from_out if backward and from_out and self.wide_from_out else share
         rates = [(rate.scores, rate.backward if backward else rate.forward) for rate in self.rates]
         for (low, slow), (high, fast) in pairwise(rates):
             if scores < high:
@@ -249,7 +261,7 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
     32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. So do
-    heads of 256 (an H100, 24 query and 4 key heads).
+    heads of 256 (an H100, 24 query and 4 key heads), backward by flash-attn 4 alone or with cuDNN.
     Products of matrices are those of an 8B Llama (recipes/benchmarks/training_limits.py, 657e12 to 680e12). A bandwidth
     of 400 Gb/s a GPU between hosts is assumed, and 128 GiB of host memory for a GPU. Copies to and from the host
     reached 54 GB/s each way on two GPUs at once. A call with 10,000 documents of 100 tokens takes as long as 5 more
@@ -278,6 +290,7 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
         strided_bandwidth=0.8,
         wide_forward=wide[0],
         wide_backward=wide[1],
+        wide_from_out=0.62 if kernel == "flash_attn_4" else None,
         waiting=0.55,
         slice_blocks=2048,
         host_memory=_HOST_MEMORY,
@@ -312,6 +325,7 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
         ),
         wide_forward=heads.wide_forward,
         wide_backward=heads.wide_backward,
+        wide_from_out=heads.wide_from_out,
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
         products=computing * measured.products,

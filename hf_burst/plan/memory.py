@@ -181,14 +181,16 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
 
 def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> float:
     """Bytes of activations while the backward pass of an attention runs: what is behind it in the layer is gone. On
-    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share. Those
-    of a group of heads are there beside those of all heads."""
+    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share; cuDNN
+    has these for every query head in bf16. Those of a group of heads are there beside those of all heads."""
     inputs = model.queries + 2 * model.keys
     keep = training.attention_keep if training.checkpointing else 0.0
     missing = model.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
     row = 2 * (2 * model.hidden + 2 * inputs + missing + model.queries)
     slices = min(cost.slices for _, _, cost in laid.attention)
     shared = 2 * model.keys if model.q_heads > model.kv_heads else 0
+    if shared and machine.has_fast_wide_heads(model.head_dim) and not training.documents:
+        shared = model.queries
     sums = 0.0 if machine.kernel in _ON_CPUS else 4 * (model.queries + shared) / slices
     parts = 2 * inputs / slices if slices > 1 else 0.0
     return training.tokens * (row + sums + parts)

@@ -86,7 +86,8 @@ def adapted(model: nn.Module, base: PreTrainedModel, tiled: bool) -> nn.Module:
         target_modules=sorted(names),
         **common,
     )
-    result.gradient_checkpointing_enable()  # as Trainer does: only then do its checkpoints offload
+    result.train()
+    result.gradient_checkpointing_enable()  # both as Trainer does: only then do its checkpoints offload
     share(model, result)
     return result
 
