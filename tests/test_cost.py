@@ -578,6 +578,27 @@ def test_wide_heads_have_rates_of_their_own():
             assert narrow / wide == pytest.approx(share)
 
 
+def test_wide_heads_go_backward_faster_in_long_tiles_whose_output_is_at_hand():
+    """By cuDNN under flash-attn 4: in rings that rotate keys. Not where queries rotate or heads are exchanged, and not
+    if gathered keys are no square."""
+    faster, slower = h200(), replace(h200(), wide_from_out=None)
+    wide = replace(BF16, head_dim=256, value_dim=256)
+
+    def gain(name: str, length: int, shapes: Shapes = wide, documents: tuple[int, ...] = (), **changes) -> float:
+        mask = Mask(length, documents=documents or (0, length), **changes)
+        layer = Layer((mask,), make_sharding(length, 2, "contiguous"), shapes)
+        costs = [estimate(Schedule.parse(name, 2), layer, machine) for machine in (slower, faster)]
+        assert costs[0].forward_s == costs[1].forward_s
+        return costs[0].backward_s / costs[1].backward_s
+
+    assert gain("kv_ring", 2**17) == pytest.approx(0.62 / 0.5, rel=0.05)
+    assert gain("burst", 2**17) == gain("ulysses", 2**17) == gain("all_gather", 2**17) == 1
+    assert gain("kv_ring", 2**14) == gain("kv_ring", 2**17, BF16) == gain("kv_ring", 2**17, window=4096) == 1
+    assert gain("kv_ring", 2**17, documents=(*range(0, 2**17, 2**12), 2**17)) == 1
+    for kernel in ("torch_cudnn", "torch_flash"):
+        assert h200(kernel).wide_from_out is None
+
+
 def test_rules_run_at_the_share_of_the_data_sheet():
     known, slower = h200().rule, by_data_sheet(DATA_SHEETS["a100"]).rule
     for name in ("forward", "backward", "states", "state_gradients"):
