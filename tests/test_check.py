@@ -247,6 +247,15 @@ def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
     assert not caplog.records
 
 
+def test_norms_of_flash_linear_attention_are_no_classes_of_ones_own() -> None:
+    """Its convolutions are, since they compute over tokens."""
+    model, names = models.make_model("llama"), ("FusedRMSNormGated", "ShortConvolution")
+    for name in names:
+        kind = type(name, (torch.nn.Module,), {"__module__": "fla.modules.fused"})
+        model.model.add_module(name, kind())
+    assert [kind.__name__ for kind in verdicts.own_classes(model)] == ["ShortConvolution"]
+
+
 def test_a_wrong_verdict_goes_before_the_shipped_one() -> None:
     model = models.make_model("llama")
     digest = verdicts.fingerprint(model) or ""

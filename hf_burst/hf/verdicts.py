@@ -38,6 +38,7 @@ _LIBRARIES = re.compile(
     r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
     r"vptq|quark|sinq|fouroversix|fp_quant"
 )
+_NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention, which has convolutions there, too
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def own_classes(model: PreTrainedModel) -> list[type]:
     """The classes of a model and its layers that come from none of the known libraries, by their names."""
     classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     own = [kind for kind in classes if not _LIBRARIES.fullmatch(kind.__module__.partition(".")[0])]
+    own = [kind for kind in own if not _NORMS.fullmatch(f"{kind.__module__}.{kind.__qualname__}")]
     return sorted(own, key=lambda kind: kind.__qualname__)
 
 
