@@ -578,25 +578,50 @@ def test_wide_heads_have_rates_of_their_own():
             assert narrow / wide == pytest.approx(share)
 
 
+WIDE = replace(BF16, head_dim=256, value_dim=256)
+
+
+def gain_by_cudnn(name: str, length: int, shapes: Shapes = WIDE, ranks: int = 2, **mask: Any) -> float:
+    """How many times as fast a backward pass is, where cuDNN computes what it can."""
+    layer = Layer((Mask(length, **mask),), make_sharding(length, ranks, "contiguous"), shapes)
+    machines = (replace(h200(), wide_from_out=None), h200())
+    slower, faster = (estimate(Schedule.parse(name, ranks), layer, machine) for machine in machines)
+    assert slower.forward_s == faster.forward_s
+    assert not slower.by_cudnn
+    assert faster.by_cudnn == (slower.backward_s > faster.backward_s)
+    return slower.backward_s / faster.backward_s
+
+
 def test_wide_heads_go_backward_faster_in_long_tiles_whose_output_is_at_hand():
-    """By cuDNN under flash-attn 4: in rings that rotate keys. Not where queries rotate or heads are exchanged, and not
-    if gathered keys are no square."""
-    faster, slower = h200(), replace(h200(), wide_from_out=None)
-    wide = replace(BF16, head_dim=256, value_dim=256)
+    """By cuDNN under flash-attn 4. Queries of other ranks have no output, and neither have exchanged heads. Gathered
+    keys are no square."""
+    whole = 0.62 / 0.5
+    assert gain_by_cudnn("kv_ring", 2**17, ranks=1) == pytest.approx(whole, rel=0.01)
+    assert gain_by_cudnn("kv_ring", 2**17) == pytest.approx(whole, rel=0.05)
+    assert 1.02 < gain_by_cudnn("burst", 2**17) < 1.15
+    assert gain_by_cudnn("ulysses", 2**17) == gain_by_cudnn("all_gather", 2**17) == 1
 
-    def gain(name: str, length: int, shapes: Shapes = wide, documents: tuple[int, ...] = (), **changes) -> float:
-        mask = Mask(length, documents=documents or (0, length), **changes)
-        layer = Layer((mask,), make_sharding(length, 2, "contiguous"), shapes)
-        costs = [estimate(Schedule.parse(name, 2), layer, machine) for machine in (slower, faster)]
-        assert costs[0].forward_s == costs[1].forward_s
-        return costs[0].backward_s / costs[1].backward_s
 
-    assert gain("kv_ring", 2**17) == pytest.approx(0.62 / 0.5, rel=0.05)
-    assert gain("burst", 2**17) == gain("ulysses", 2**17) == gain("all_gather", 2**17) == 1
-    assert gain("kv_ring", 2**14) == gain("kv_ring", 2**17, BF16) == gain("kv_ring", 2**17, window=4096) == 1
-    assert gain("kv_ring", 2**17, documents=(*range(0, 2**17, 2**12), 2**17)) == 1
+def test_other_tiles_of_wide_heads_stay_with_flash_attn_4():
+    for length, gains in ((2**14, True), (2**14 - 1, False), (2**18 - 2, True), (2**18, False)):  # 2^31 elements
+        assert (gain_by_cudnn("kv_ring", length, ranks=1) > 1) == gains
+    for window, gains in ((2**17, True), (2**17 - 1, True), (2**17 - 2, False), (4096, False)):
+        assert (gain_by_cudnn("kv_ring", 2**17, ranks=1, window=window) > 1) == gains
+    for length, gains in ((2**16, True), (2**16 + 2, False)):  # keys of a whole tile, in blocks or not
+        shares = [gain_by_cudnn("kv_ring", length, ranks=ranks, causal=False) > 1 for ranks in (1, 2)]
+        assert shares == [gains, gains]
+    assert gain_by_cudnn("kv_ring", 2**17, BF16) == 1
+    assert gain_by_cudnn("kv_ring", 2**17, documents=(*range(0, 2**17, 2**12), 2**17)) == 1
+    assert gain_by_cudnn("kv_ring", 2**17, documents=(0, 2**16, 2**17), ranks=1) == 1
+
+
+def test_machines_without_cudnns_wide_heads():
     for kernel in ("torch_cudnn", "torch_flash"):
         assert h200(kernel).wide_from_out is None
+    assert by_data_sheet(DATA_SHEETS["a100"]).wide_from_out is None
+    assert by_data_sheet(DATA_SHEETS["h100"]).wide_from_out == h200().wide_from_out
+    with pytest.raises(ConfigError):
+        replace(h200(), wide_from_out=0.0)
 
 
 def test_rules_run_at_the_share_of_the_data_sheet():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.machine import LONG_TILE
+from ..plan.machine import cut_for_cudnn
 from .base import BackwardInputs, Band, OutputBuffers, Scores
 from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
@@ -30,7 +30,6 @@ _SIGNATURES: Signatures = (
 )
 _SIZES = (64, 96, 128, 192, 256)  # of heads
 _WIDE = 256  # of these, the one whose backward pass cuDNN computes faster on Hopper
-_MOST_ELEMENTS = 2**31  # of a tensor that cuDNN is given, none of which were tried with more
 _OLDEST_CUDNN = 91500  # that knows heads of 256, on compute capability 9.0, without known errors
 _COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
 
@@ -112,11 +111,9 @@ class FlashAttn4Kernel(FlashKernel):
         q, v = inputs.q, inputs.v
         if inputs.out is None or piece.packed or scores.softcap or self.deterministic:
             return False
-        whole = piece.band == Band() and piece.width % 128 == 0
-        square = piece.band == Band(low=0) and piece.height == piece.width
-        fits = q.shape[3] == v.shape[3] == _WIDE and max(q.numel(), v.numel()) < _MOST_ELEMENTS
-        long = min(piece.height, piece.width) >= LONG_TILE  # it makes a plan for every shape
-        return (whole or square) and fits and long and _cudnn_knows_wide_heads(q.device)
+        causal, elements = piece.band == Band(low=0), max(q.numel(), v.numel())
+        cut = (causal or piece.band == Band()) and cut_for_cudnn(piece.height, piece.width, causal, elements)
+        return cut and q.shape[3] == v.shape[3] == _WIDE and _cudnn_knows_wide_heads(q.device)
 
 
 @lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from typing import get_args
 
 from ..config import Schedule, Transport
 from ..errors import ConfigError
-from .machine import LONG_TILE, Link, Machine
+from .machine import Link, Machine, cut_for_cudnn
 from .steps import Rotating, Step, goes_ahead
 from .tiles import Tile
 from .traffic import Pass, row_bytes
@@ -36,6 +36,7 @@ class Cost:
         memory_bytes (`int`): Most memory beside inputs, outputs and gradients.
         transport (`str`): `"p2p"` or `"symmetric"`: what carries messages inside a host.
         slices (`int`): Parts of a rank's heads, computed one after another.
+        by_cudnn (`bool`): Whether the backward pass of a tile is cuDNN's, see [`Machine`].
     """
 
     forward_s: float
@@ -48,6 +49,7 @@ class Cost:
     memory_bytes: int
     transport: Transport
     slices: int
+    by_cudnn: bool
 
     @property
     def total_s(self) -> float:
@@ -98,6 +100,7 @@ def estimate(
         memory_bytes=max(forward.memory, backward.memory),
         transport=transport,
         slices=count,
+        by_cudnn=backward.by_cudnn,
     )
 
 
@@ -147,6 +150,7 @@ class _PassCost:
     ) -> None:
         self.schedule, self.layer, self.machine, self.direction = schedule, layer, machine, direction
         self.backward, self.symmetric = direction == "backward", transport == "symmetric"
+        self.by_cudnn = False
         self.hosts = schedule.hosts(layer.ranks, min(layer.ranks, machine.ranks_per_host))
         self.plan, self.slices = layer.plan(schedule.ulysses, self.hosts), slices
         parts, shapes = schedule.ulysses * slices, layer.shapes
@@ -215,15 +219,18 @@ class _PassCost:
         seconds = self.machine.between_hosts.seconds(crossing)
         return _Messages(seconds, seconds * self.machine.between_hosts.drag)
 
-    def _kernels(self, tiles: tuple[Tile, ...]) -> float:
-        """Seconds of kernel calls: 2 products of matrices forward, 5 backward (arXiv 2307.08691)."""
+    def _kernels(self, tiles: tuple[Tile, ...], has_out: bool) -> float:
+        """Seconds of kernel calls: 2 products of matrices forward, 5 backward (arXiv 2307.08691). `has_out` is whether
+        the output of the queries is at hand."""
         shapes, seconds = self.shapes, 0.0
         products = (3, 2) if self.backward else (1, 1)
-        keeps_out = self.schedule.ulysses == 1 and rotating_of(self.schedule, self.direction) == "kv"
+        by_cudnn = self.backward and has_out and self.schedule.ulysses == 1
+        by_cudnn = by_cudnn and self.machine.has_wide_from_out(shapes.head_dim) and shapes.head_dim == shapes.value_dim
         for tile in tiles:
             scores = (tile.batch[1] - tile.batch[0]) * _computed(tile, self.machine) * shapes.q_heads
             flops = scores * 2 * (products[0] * shapes.head_dim + products[1] * shapes.value_dim)
-            from_out = keeps_out and _is_long(tile)
+            from_out = by_cudnn and _is_for_cudnn(tile, max(shapes.q_heads, shapes.kv_heads) * shapes.head_dim)
+            self.by_cudnn |= from_out
             seconds += self.machine.kernel_seconds(scores, flops, self.backward, shapes.head_dim, from_out)
         return seconds
 
@@ -272,7 +279,8 @@ class _PassCost:
             kept = alone and step is steps[0] and len(step.tiles) <= 1  # as the kernel made it
             touched, launches = (0, len(step.tiles)) if kept else self._sum(step.tiles)
             beside = returning + coming if ahead else returning
-            self._stage(self._kernels(step.tiles), touched, launches, beside)
+            has_out = rotating == "kv" or (alone and step.recv is None)
+            self._stage(self._kernels(step.tiles, has_out), touched, launches, beside)
             returning = self._travel(step, rotating, home=True, crosses=self._crosses) if self.backward else _SILENCE
             if following and not ahead:
                 self._stage(messages=coming)
@@ -350,7 +358,7 @@ class _PassCost:
             launches += 2 * len(tiles) + 2 * (ranks - 1)
             self.sent, self.received = self.sent + fetched_rows * row * wide, self.received + sent_rows * row * wide
             self.memory += (slots * sequence + sent_rows) * row * wide + sequence * row * narrow
-        self._stage(self._kernels(tiles) / self.machine.gathered_rate, touched, launches)
+        self._stage(self._kernels(tiles, has_out=True) / self.machine.gathered_rate, touched, launches)
         return coming, leaving
 
     def _exchange(self) -> tuple[_Messages, _Messages]:
@@ -378,11 +386,12 @@ def _rows(tiles: tuple[Tile, ...]) -> tuple[int, int]:
     return queries, sum((tile.batch[1] - tile.batch[0]) * (tile.k[1] - tile.k[0]) for tile in tiles)
 
 
-def _is_long(tile: Tile) -> bool:
-    """Whether it is a long rectangle or causal square, without documents and windows."""
+def _is_for_cudnn(tile: Tile, row: int) -> bool:
+    """Whether flash-attn 4 lets cuDNN go backward for a tile whose rows have so many elements."""
     height, width = (stop - start for start, stop in (tile.q, tile.k))
-    square = tile.low == 0 and tile.high is None and height == width
-    return min(height, width) >= LONG_TILE and not tile.segments and (square or tile.rectangular)
+    whole = not tile.segments and (tile.high is None or tile.high >= height - 1) and tile.low in (None, 0)
+    elements = (tile.batch[1] - tile.batch[0]) * max(height, width) * row
+    return whole and cut_for_cudnn(height, width, tile.low == 0, elements)
 
 
 def _computed(tile: Tile, machine: Machine) -> int:

@@ -13,7 +13,9 @@ from typing import NamedTuple
 from ..errors import ConfigError
 
 _WIDE = 192  # elements of a head, above which kernels have other rates
-LONG_TILE = 16384  # rows and columns from which on flash-attn 4 lets cuDNN go backward with such heads
+_LONG_TILE = 16384  # rows and columns from which on flash-attn 4 lets cuDNN go backward, which plans every shape
+_MOST_ELEMENTS = 2**31  # of a tensor that cuDNN is given, none of which were tried with more
+_BLOCK = 128  # keys of its blocks on Hopper
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ class Machine:
         strided_bandwidth (`float`, defaults to 1.0): Share of the bandwidth of `symmetric` that copies of heads reach.
         wide_forward, wide_backward (`float`, defaults to 1.0): Share of the rates that heads of more than 192 elements
             reach.
-        wide_from_out (`float`, *optional*): `wide_backward` of long tiles whose output is at hand; the same by default.
+        wide_from_out (`float`, *optional*): `wide_backward` of tiles that are [`cut_for_cudnn`] and have their output;
+            the same by default. Soft-capped scores and deterministic kernels stay with `wide_backward`, which is left
+            out of account.
         waiting (`float`, defaults to 1.0): Share of the time lost by uneven ring steps that remains, since ranks may
             run ahead of each other.
         slice_blocks (`int`, defaults to 0): Least work of a slice of the heads, in blocks of 128 query rows over all
@@ -168,10 +172,6 @@ class Machine:
                 f"{self}. Measure it anew: hf-burst calibrate."
             )
 
-    def has_fast_wide_heads(self, head_dim: int) -> bool:
-        """Whether another kernel goes backward for heads of this size where it can."""
-        return head_dim > _WIDE and self.wide_from_out is not None
-
     def __hash__(self) -> int:
         return self._hash
 
@@ -180,11 +180,15 @@ class Machine:
         """Computed once, as every attention looks up its schedule by it."""
         return hash((self.device, self.kernel, self.rates, self.between_hosts, self.ranks_per_host))
 
+    def has_wide_from_out(self, head_dim: int) -> bool:
+        """Whether cuDNN goes backward for heads of this size where it can."""
+        return head_dim > _WIDE and self.wide_from_out is not None
+
     def kernel_seconds(
         self, scores: float, flops: float, backward: bool, head_dim: int = 128, from_out: bool = False
     ) -> float:
         """How long the kernel computes in one call of this size (see [`KernelRate`]) and so many FLOP. `from_out` says
-        that a backward pass is that of a long tile, and has its output."""
+        that a backward pass is cuDNN's, if the machine has it."""
         if head_dim > _WIDE:
             share = self.wide_backward if backward else self.wide_forward
             flops /= self.wide_from_out if backward and from_out and self.wide_from_out else share
@@ -248,6 +252,13 @@ DATA_SHEETS = {
 _HOST_MEMORY = 2**37  # bytes for each GPU, where nobody said how much the host has
 # words in the names of these GPUs that tell none of them from another
 _PLAIN = {"nvidia", "geforce", "gpu", "sxm", "sxm4", "sxm5", "sxm6", "80gb", "hbm3", "hbm3e"}
+
+
+def cut_for_cudnn(height: int, width: int, causal: bool, elements: int) -> bool:
+    """Whether flash-attn 4 lets cuDNN go backward for a tile of heads of 256, without documents and windows: a causal
+    square, or a whole tile of whole blocks; long, and with no more elements in its largest tensor than were tried."""
+    whole = height == width if causal else width % _BLOCK == 0
+    return whole and min(height, width) >= _LONG_TILE and elements < _MOST_ELEMENTS
 
 
 def data_sheet(device: str) -> DataSheet | None:

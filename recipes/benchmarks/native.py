@@ -91,7 +91,7 @@ def _natives(device: torch.device, head_dim: int, mask: Mask) -> list[tuple[str,
     }
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0) and head_dim == 256 and len(mask.documents) == 2 and mask.window is None:
-        natives = {"flash_attn_4, torch_cudnn": lambda: _flash_attn_4_and_cudnn, **natives}
+        natives = {"flash_attn_4+torch_cudnn": lambda: _flash_attn_4_and_cudnn, **natives}
     order = list(natives) if capability >= (9, 0) else ["flash_attn_2", "torch_flash", "torch_cudnn", "flash_attn_4"]
     return [(name, natives[name]) for name in order]
 
