@@ -159,8 +159,8 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     "settings",
     [
         {},
-        {"tiled_mlp": 64},
-        {"tiled_mlp": 64, "head_groups": 8},
+        pytest.param({"tiled_mlp": 64}, marks=pytest.mark.full),
+        pytest.param({"tiled_mlp": 64, "head_groups": 8}, marks=pytest.mark.full),
         {"tiled_mlp": 64, "attention_keep": 0.25},
         {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "layers_per_checkpoint": 3},
         {"tiled_mlp": 64, "head_groups": 8, "attention_keep": 0.25, "activation_offloading": 0.85},
@@ -188,9 +188,16 @@ def kept_by_a_layer(rank: int, size: int, settings: dict[str, Any]) -> float:
     return (more - less) / 2
 
 
-@pytest.mark.parametrize("keep", [1.0, 0.0])
 @pytest.mark.parametrize(
-    ("size", "schedule"), [(1, "auto"), (2, "kv_ring"), (2, "burst"), (2, "all_gather"), (2, "ulysses")]
+    ("size", "schedule", "keep"),
+    [
+        *((1, "auto", 1.0), (1, "auto", 0.0)),
+        *((2, "kv_ring", 0.0), (2, "burst", 1.0), (2, "all_gather", 0.0), (2, "ulysses", 1.0)),
+        *(
+            pytest.param(2, schedule, keep, marks=pytest.mark.full)
+            for schedule, keep in (("kv_ring", 1.0), ("burst", 0.0), ("all_gather", 1.0), ("ulysses", 0.0))
+        ),
+    ],
 )
 def test_a_checkpointed_layer_keeps_its_input_and_attention(ranks, size, schedule, keep):
     settings = {"attention_keep": keep, "schedule": schedule, "tiled_mlp": 256, "head_groups": 2}
