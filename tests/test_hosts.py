@@ -237,6 +237,7 @@ def test_accelerate_launch_on_two_hosts(network, alone, tmp_path, per_host):
     assert min(network.sent()) > 1e6  # both take part
 
 
+@pytest.mark.full
 def test_the_script_for_slurm_on_two_hosts(network, alone, tmp_path):
     """`torchrun --nnodes 2` by the very script, with stand-ins for `srun` and `scontrol`. A rank is killed in the first
     save: all start again, and losses are the same."""

@@ -682,6 +682,10 @@ def test_cudnn_is_given_no_more_elements_than_were_tried(wide_heads_on_hopper, m
     for most, called in ((elements, 1), (elements + 1, 0)):
         monkeypatch.setattr("hf_burst.plan.machine._MOST_ELEMENTS", most)
         assert wide_backward(Band(0))[2] == [called, 1]
+    # of 40 queries, but the gradients of 128 keys for every query head
+    assert wide_backward(Band(), rows=40)[2] == [0, 1]
+    monkeypatch.setattr("hf_burst.plan.machine._MOST_ELEMENTS", elements)
+    assert wide_backward(Band(), rows=40)[2] == [1, 1]
 
 
 def test_cudnn_knows_wide_heads_on_hopper_from_some_version_on(monkeypatch):

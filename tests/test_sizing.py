@@ -386,9 +386,7 @@ def test_a_recurrence_counts_token_by_token() -> None:
 @pytest.mark.parametrize(
     ("model", "lines"),
     [
-        pytest.param(
-            "qwen3.6-27b", ["16 x attention: ", "48 x delta: ", "recurrent layers by "], marks=pytest.mark.full
-        ),
+        ("qwen3.6-27b", ["16 x attention: ", "48 x delta: ", "recurrent layers by "]),
         pytest.param("Mamba2ForCausalLM", ["64 x scan: "], marks=pytest.mark.full),
         ("JambaForCausalLM", ["4 x attention: ", "28 x selective: ", "Mamba1 always exchanges channels"]),
         ("Lfm3ForCausalLM", ["13 x convolution: ", "convolutions pass their last tokens"]),

@@ -111,7 +111,8 @@ class FlashAttn4Kernel(FlashKernel):
         q, v = inputs.q, inputs.v
         if inputs.out is None or piece.packed or scores.softcap or self.deterministic:
             return False
-        causal, elements = piece.band == Band(low=0), max(q.numel(), v.numel())
+        causal, rows = piece.band == Band(low=0), q.shape[0] * max(piece.height, piece.width)
+        elements = rows * max(q.shape[2], v.shape[2]) * _WIDE  # cuDNN has gradients of keys for every query head
         cut = (causal or piece.band == Band()) and cut_for_cudnn(piece.height, piece.width, causal, elements)
         return cut and q.shape[3] == v.shape[3] == _WIDE and _cudnn_knows_wide_heads(q.device)
 

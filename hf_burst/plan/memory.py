@@ -190,7 +190,7 @@ def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, mac
     slices = min(cost.slices for _, _, cost in laid.attention)
     shared = 2 * model.keys if model.q_heads > model.kv_heads else 0
     if shared and any(cost.by_cudnn for _, _, cost in laid.attention):
-        shared = model.queries
+        shared = max(shared, model.queries)
     sums = 0.0 if machine.kernel in _ON_CPUS else 4 * (model.queries + shared) / slices
     parts = 2 * inputs / slices if slices > 1 else 0.0
     return training.tokens * (row + sums + parts)
