@@ -264,8 +264,8 @@ def test_wide_heads_go_backward_by_cudnn_as_exactly(band: Band, rows: int, colum
 
 @pytest.mark.parametrize("columns", [64, 192, 2112])
 def test_half_a_block_of_keys_by_cudnn(columns: int) -> None:
-    """Scores so low that a key that is not there would count for all. The first element of the queries' gradients is
-    left out, where -80 times the rounding of all weights is no small part."""
+    """Scores so low that a key that is not there would count for all. In the first element of
+    the queries' gradients -80 times the rounding of all weights is no small part, so its bound is wider."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
         torch.randn(1, size, 2, 64, generator=generator, device="cuda").bfloat16()
