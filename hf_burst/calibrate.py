@@ -17,9 +17,9 @@ import torch.distributed as dist
 from .cache import cache_file, write_whole
 from .errors import RankMismatchError
 from .host import host_id
+from .host_memory import host_memory
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
-from .offload import host_memory
 from .plan import KernelRate, Link, Machine, built_in
 from .ring import PeerToPeer
 from .ring.exchange import Incoming, Outgoing, Round

@@ -15,8 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
 from hf_burst.hf.model_size import model_size
+from hf_burst.host_memory import HostMemory
 from hf_burst.kernels import KernelRequest, explain_kernels
-from hf_burst.offload import HostMemory, KeptByLayer
+from hf_burst.offload import KeptByLayer
 from hf_burst.plan import MaskPattern, Training, estimate_memory
 from hf_burst.plan.machine import h200
 from hf_burst.tiled import tiled
@@ -115,8 +116,8 @@ def train_under_load(rank: int, size: int, device: str, settings: Settings, hidd
 
 def lock_and_unlock(rank: int, size: int) -> list[bool]:
     home = HostMemory(gpu_of(rank))
-    home.reserve(2**29)
-    pages = [page.memory for page in home.free]
+    home.reserve(2**30)
+    pages = [page.memory for page in home.take(2**29)]
     before = all(page.is_pinned() for page in pages)
     del home
     return [before, any(page.is_pinned() for page in pages)]

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import hf_burst
-from hf_burst import offload
 from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.parts import checkpointing
 from hf_burst.hf.parts.checkpointing import Checkpointing
@@ -31,7 +30,7 @@ from tests.ranks import RankError, RankPool
 from tests.test_checkpointing import SWITCHES, counted, expected_gradients
 from tests.test_offload import gradients
 from tests.test_patch import group_mean, part_of
-from tests.trainers import SMALL_PAGES
+from tests.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]
 LENGTH, LAYERS = 43, 7
@@ -65,7 +64,7 @@ def all_pages_are_free(model: nn.Module) -> bool:
     if home is None:
         return True
     home.settle()
-    return len(home.free) == home.size // offload.PAGE
+    return len(home.free) == home.size // home.page_bytes
 
 
 def bit_equal(
@@ -73,7 +72,7 @@ def bit_equal(
 ) -> list[bool]:
     """Whether the loss and all gradients are as if each layer kept its input; nothing is left behind."""
     results, batch = [], models.make_batch(kind, LENGTH)
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with small_pages():
         for count in (1, *counts):
             model = models.make_model(name, layers=LAYERS).train()
             models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=count, **settings))
@@ -124,7 +123,7 @@ def exact(rank: int, size: int) -> None:
     config = hf_burst.BurstConfig(layers_per_checkpoint=3, activation_offloading=0.5, tiled_mlp=5)
     models.patch(model, config)
     model.gradient_checkpointing_enable()
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with small_pages():
         loss = model(**batch).loss
         loss.backward()
     torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=1e-10)
@@ -155,10 +154,10 @@ def kept_bytes(per_checkpoint: int) -> int:
     batch, model = models.make_batch("packed", LENGTH), models.make_model("llama", layers=12).train()
     models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=per_checkpoint, activation_offloading=1.0))
     model.gradient_checkpointing_enable()
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with small_pages():
         loss = model(**batch).loss
         home = part_of(model, Checkpointing).home
-        taken = home.size - offload.PAGE * len(home.free)
+        taken = home.size - home.page_bytes * len(home.free)
         loss.backward()
     return taken
 
@@ -277,7 +276,7 @@ def test_layers_inside_of_layers(keep: float, count: int, share: float) -> None:
             model.model.layers[index] = Outer(model.model.layers[index])
         models.patch(model, hf_burst.BurstConfig(attention_keep=keep, **settings))
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        with mock.patch.multiple(offload, **SMALL_PAGES):
+        with small_pages():
             results.append(gradients(model, batch))
         assert part_of(model, Checkpointing).layers == LAYERS
     assert all(map(torch.equal, *results))
@@ -296,7 +295,7 @@ def hooked_under_fsdp2(rank: int, size: int) -> None:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        with mock.patch.multiple(offload, **SMALL_PAGES):
+        with small_pages():
             loss = model(**batch).loss
             loss.backward()
         found.append([loss.detach(), *(weight.grad.full_tensor() for weight in model.parameters())])
@@ -327,7 +326,7 @@ def test_what_comes_back_and_when() -> None:
             there = [(at, sum(one.coming is not None for one in run.kept.offloaded)) for at, run in enumerate(made)]
             coming.append((index, [(at, count) for at, count in there if count]))
 
-    with mock.patch.multiple(offload, **SMALL_PAGES), mock.patch.object(checkpointing, "LayerRun", Noted):
+    with small_pages(), mock.patch.object(checkpointing, "LayerRun", Noted):
         loss = model(**models.make_batch("plain", LENGTH)).loss
         for index, layer in enumerate(model.model.layers):
             layer.mlp.register_forward_pre_hook(lambda *_, index=index: note(index))

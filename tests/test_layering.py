@@ -16,6 +16,7 @@ ORDER = [
         "mesh",
         "collectives",
         "layout",
+        "host_memory",
         "offload",
         "tiled",
         "layer_runs",

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
 import hf_burst
-from hf_burst import offload
 from hf_burst.errors import ConfigError
 from hf_burst.hf.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
@@ -40,7 +39,7 @@ from tests import models
 from tests.ranks import RankPool
 from tests.test_checkpointing import counted, expected_gradients
 from tests.test_patch import group_mean, part_of
-from tests.trainers import SMALL_PAGES
+from tests.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]
 AUTO: dict[str, Any] = {}  # the default
@@ -151,7 +150,7 @@ def small_gpu(room: float, held: Callable[[int], float], rank: int) -> Iterator[
     machine = replace(H200, memory=int(room), host_memory=2**30)
     with ExitStack() as stack:
         for patch in (
-            mock.patch.multiple(offload, **SMALL_PAGES),
+            small_pages(),
             mock.patch.multiple(fitting, TILE=5),
             mock.patch.object(memory, "held_bytes", return_value=held(rank)),
             mock.patch.object(GroupResources, "machine", return_value=machine),

@@ -2,9 +2,16 @@
 
 import contextlib
 import copy
+import errno
 import gc
+import mmap
 import pickle
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,24 +22,24 @@ from peft import LoraConfig, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_burst
-from hf_burst import offload
+from hf_burst import host_memory
 from hf_burst.errors import ConfigError, KernelError, RankMismatchError
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.offload import HostMemory, KeptByLayer, OffloadedTensor
+from hf_burst.host_memory import HostMemory
+from hf_burst.offload import KeptByLayer, OffloadedTensor
 from tests import models
 from tests.ranks import RankError, RankPool
 from tests.test_checkpointing import SWITCHES
 from tests.test_patch import part_of
-from tests.trainers import SMALL_PAGES
+from tests.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]
 CPU, LENGTH = torch.device("cpu"), 43
-TINY_PAGES = {"PAGE": 64, "_GROWTH": 256, "_SMALL": 0}
 
 
 @pytest.fixture
-def small_pages() -> Iterator[None]:
-    with mock.patch.multiple(offload, **TINY_PAGES):
+def tiny_pages() -> Iterator[None]:
+    with small_pages(64, 256):
         yield
 
 
@@ -40,7 +47,7 @@ def small_pages() -> Iterator[None]:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.permutations(range(4)), st.data())
 def test_tensors_come_back_as_they_left(sizes: list[int], order: list[int], data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-    with mock.patch.multiple(offload, **TINY_PAGES):
+    with small_pages(64, 256):
         home = HostMemory(CPU)
         tensor = torch.randn(sizes).to(dtype)
         tensor = tensor.permute([axis for axis in order if axis < tensor.ndim])
@@ -77,32 +84,36 @@ class Driver:
         return "out of memory"
 
 
-def test_memory_is_locked_until_nothing_needs_it(small_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_locked_until_nothing_needs_it(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
-    monkeypatch.setattr(offload, "_locks", lambda device: True)
+    monkeypatch.setattr(host_memory, "_locks", lambda device: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     home = HostMemory(CPU)
     home.reserve(700)
-    starts = [page.memory.data_ptr() for page in home.free[::4]]
-    assert driver.locked == starts
-    assert home.seconds > 0
+    assert driver.locked == [home.free[0].memory.data_ptr()], "where the driver refuses, all ranks are told before"
+    home.free.extend(home.take(700))
+    assert len(driver.locked) == 3
+    assert 0 < home.seconds < 5
     left = OffloadedTensor(torch.arange(64.0), home)
     with pytest.raises(KernelError, match=r"page-lock 0 MiB .*: out of memory\. Lower .*activation_offloading"):
         home.reserve(1024)
     del home
     gc.collect()
-    assert driver.locked == starts
+    assert len(driver.locked) == 3
     assert torch.equal(left.fetch(), torch.arange(64.0))
     del left
     gc.collect()
     assert driver.locked == []
 
 
-def test_pages_are_used_again(small_pages: None) -> None:
+def test_pages_are_used_again(tiny_pages: None) -> None:
     home = HostMemory(CPU)
     home.reserve(700)
+    assert home.size == 256
+    home.reserve(700)
+    home.free.extend(home.take(700))
     assert home.size == 768
     for size in (80, 8, 40, 80):
         left = [OffloadedTensor(torch.arange(size) + start, home) for start in range(1)]
@@ -112,7 +123,76 @@ def test_pages_are_used_again(small_pages: None) -> None:
     assert copy.deepcopy(home).size == pickle.loads(pickle.dumps(home)).size == 0
 
 
-def test_a_tensor_that_changes_is_noticed(small_pages: None) -> None:
+def makers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf_burst host memory"]
+
+
+def test_blocks_are_made_while_others_compute(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, make = threading.Semaphore(1), host_memory._new_block
+
+    def slow(size: int, device: torch.device) -> torch.Tensor:
+        assert allowed.acquire(timeout=60)
+        return make(size, device)
+
+    monkeypatch.setattr(host_memory, "_new_block", slow)
+    home = HostMemory(CPU)
+    home.reserve(8 * 256)  # comes back with one block
+    left = OffloadedTensor(torch.arange(64.0), home)
+    assert home.size == 256
+    waiter = threading.Timer(0.3, allowed.release)
+    waiter.start()
+    others = OffloadedTensor(torch.arange(64.0), home)
+    assert home.seconds > 0.2, "it waited for its block"
+    assert torch.equal(left.fetch(), others.fetch())
+    allowed.release(6)
+    home.free.extend(home.take(6 * 256))
+    assert home.size == 8 * 256
+    for thread in makers():
+        thread.join(60)
+        assert not thread.is_alive(), "nothing more was asked for"
+    allowed.release()
+    home.reserve(12 * 256)
+    del home, left, others
+    gc.collect()
+    allowed.release(host_memory._MAKERS)
+    for thread in makers():
+        thread.join(60)
+        assert not thread.is_alive(), "nobody takes what is made"
+
+
+def test_memory_that_is_refused(tiny_pages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    home = HostMemory(CPU)
+    with pytest.raises(
+        KernelError, match=r"refused 0 MiB .*: .*Cannot allocate memory\. Lower .*activation_offloading"
+    ):
+        home.reserve(256)
+    monkeypatch.undo()
+    assert len(home.take(256)) == 4
+
+
+ENDS = """
+import time, torch
+from hf_burst import host_memory
+make = host_memory._new_block
+host_memory._new_block = lambda *options: [time.sleep(0.2), make(*options)][1]
+home = host_memory.HostMemory(torch.device("cpu"))
+home.block_bytes = home._ahead.size = 4096
+home.reserve(4096 * 4000)
+raise SystemExit(7)
+"""
+
+
+def test_a_process_that_ends_does_not_make_the_rest() -> None:
+    start = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", ENDS], timeout=100).returncode == 7
+    assert time.monotonic() - start < 60  # of 100 s and more
+
+
+def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
     home, tensor = HostMemory(CPU), torch.ones(8)
     layer = KeptByLayer(home, True, None)
     kept = layer.keep(tensor)
@@ -126,7 +206,7 @@ def test_a_tensor_that_changes_is_noticed(small_pages: None) -> None:
         stays()
 
 
-def test_the_layer_before_comes_back_meanwhile(small_pages: None) -> None:
+def test_the_layer_before_comes_back_meanwhile(tiny_pages: None) -> None:
     home, layers = HostMemory(CPU), list[KeptByLayer]()
     for index in range(4):
         layers.append(KeptByLayer(home, index < 3, layers[-1] if layers else None))
@@ -157,7 +237,7 @@ def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[to
 def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, switch: str = "wrapped") -> list[bool]:
     """Whether the loss and all gradients are as without offloading; no page is lost."""
     results, batch = [], models.make_batch(kind, LENGTH)
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with small_pages():
         for share in (0.0, 1.0, 0.5):
             model = models.make_model(name).train()
             models.patch(model, hf_burst.BurstConfig(activation_offloading=share, attention_keep=keep))
@@ -168,7 +248,7 @@ def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, swi
                 full, again = home.size, gradients(model, batch)
                 assert all(map(torch.equal, again, results[-1]))
         gc.collect()
-        assert len(home.free) == home.size // offload.PAGE, "all pages are free again"
+        assert len(home.free) == home.size // home.page_bytes, "all pages are free again"
         assert 0 < home.size <= full
     return [all(map(torch.equal, results[0], result)) for result in results]
 
@@ -191,7 +271,7 @@ def test_ranks_train_as_without(ranks: Ranks, name: str, size: int, kind: str, k
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@mock.patch.multiple(offload, **SMALL_PAGES)
+@small_pages()
 def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
     batch = models.make_batch("plain", LENGTH)
     config = hf_burst.BurstConfig(activation_offloading=1.0, layers_per_checkpoint=count)
@@ -214,11 +294,11 @@ def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
     del losses, loss
     gc.collect()
     home.settle()
-    assert len(home.free) == home.size // offload.PAGE
+    assert len(home.free) == home.size // home.page_bytes
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@mock.patch.multiple(offload, **SMALL_PAGES)
+@small_pages()
 def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
     batch, found, freed, norms = models.make_batch("plain", LENGTH), [], [], []
     for share in (0.0, 1.0):
@@ -250,7 +330,7 @@ def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
 def short_host(rank: int, size: int) -> None:
     model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=1.0))
     model.gradient_checkpointing_enable()
-    with mock.patch.object(offload, "host_memory", return_value=(2**40, 2**40 if rank else 100)):
+    with mock.patch.object(host_memory, "host_memory", return_value=(2**40, 2**40 if rank else 100)):
         model(**models.make_batch("plain"))
 
 
@@ -271,5 +351,5 @@ def test_what_cannot_be_is_said_on_every_rank(ranks: Ranks) -> None:
     for share in (-0.1, 1.5, "all", float("nan")):
         with pytest.raises(ConfigError, match="share from"):
             hf_burst.BurstConfig(activation_offloading=share)
-    total, available = offload.host_memory()
+    total, available = host_memory.host_memory()
     assert 0 < available < total < 2**45

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
-from hf_burst import offload
 from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.parts.tiles import TiledMLP, tokenwise_modules
 from hf_burst.plan import Segments
@@ -26,7 +24,7 @@ from recipes.tiny_models import tiny_model
 from tests import models
 from tests.ranks import RankPool
 from tests.test_patch import group_mean, part_of
-from tests.trainers import SMALL_PAGES
+from tests.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]
 HIDDEN, INNER, TILE = 16, 40, 8
@@ -221,7 +219,7 @@ def with_tiles(
     model.zero_grad()
     models.patch(model, hf_burst.BurstConfig(**config))
     model.gradient_checkpointing_enable()
-    with mock.patch.multiple(offload, **SMALL_PAGES):
+    with small_pages():
         loss = model(**batch).loss
         loss.backward()
     found = [loss.detach(), *group_mean(model)]
@@ -300,7 +298,7 @@ def under_fsdp2(rank: int, size: int, name: str, precision: torch.dtype) -> None
     fully_shard(model, **options)
     tolerance = {torch.float64: 1e-10, torch.float32: 2e-5}[precision]
     for accumulated in (1, 2):
-        with mock.patch.multiple(offload, **SMALL_PAGES):
+        with small_pages():
             model(**batch).loss.backward()
         for path, parameter in model.named_parameters():
             found, expected = parameter.grad.full_tensor(), accumulated * wanted[path]

@@ -5,6 +5,7 @@ gradient norms and weights. Gradient accumulation and clipping are always on.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -19,12 +20,12 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hf_burst
 from hf_burst import offload
+from hf_burst.host_memory import HostMemory
 from tests import models
 from tests.ranks import reset_accelerate
 
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
 LITTLE = hf_burst.BurstConfig(tiled_mlp=5, head_groups=2, activation_offloading=1.0)
-SMALL_PAGES = {"PAGE": 1024, "_GROWTH": 2**14, "_SMALL": 0}
 Row = dict[str, torch.Tensor]
 
 
@@ -214,9 +215,19 @@ def _make_trl(
     return trl.KTOTrainer(model, args=trl.KTOConfig(**settings, beta=0.5), train_dataset=data, **given)
 
 
+@contextmanager
+def small_pages(page: int = 1024, block: int = 2**14) -> Iterator[None]:
+    """All tensors are offloaded, into pages of so few bytes."""
+    with (
+        mock.patch.multiple(HostMemory, page_bytes=page, block_bytes=block),
+        mock.patch.object(offload, "_SMALL", 0),
+    ):
+        yield
+
+
 def train(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
     """Runs a case on this rank."""
-    with mock.patch.multiple(offload, **(SMALL_PAGES if case.little else {"_SMALL": offload._SMALL})):
+    with small_pages() if case.little else nullcontext():
         return train_raw(case) if case.trainer == "raw" else finish(make_trainer(case, folder))
 
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 recipes/benchmarks/host_copies.py --out outputs/host_copies.json
     python recipes/benchmarks/host_copies.py --device cpu --mebibytes 8 --lock-gib 0.5
 
-Each GPU copies the same bytes out, in, and both ways at once, in pages of some sizes, as offload.py does: first alone,
-then together with all others.
+Each GPU copies the same bytes out, in, and both ways at once, in pages of some sizes, as hf_burst does: first alone, then
+together with all others.
 """
 
 import argparse
@@ -22,13 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.offload import HostMemory
+from hf_burst.host_memory import HostMemory
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 
 MIB, GIB = 2**20, 2**30
-OF_A_GIB = 4
-PIECE = GIB // OF_A_GIB  # bytes that are page-locked at a time, as in offload.py
+PIECE = HostMemory.block_bytes  # bytes that are page-locked at a time
+OF_A_GIB = GIB // PIECE
 WAYS = ("out", "in", "both")
 
 
@@ -81,22 +81,21 @@ def measure(copies: Copies, arguments: argparse.Namespace, ranks: Ranks) -> list
 
 
 def lock(ranks: Ranks, gib: float) -> dict[str, Any]:
-    """Page-locks memory that was not used before on all ranks at once, as torch does and as offload.py does, a GiB each
-    in turns: seconds of all, and of each GiB. The host's memory before and after shows machines whose memory grows as
-    it is used."""
+    """Page-locks memory that was not used before on all ranks at once, as torch does and as hf_burst does where nothing
+    is computed meanwhile, a GiB each in turns: seconds of all, and of each GiB. The host's memory before and after
+    shows machines whose memory grows as it is used."""
     before, count = psutil.virtual_memory(), round(gib * GIB / PIECE)
-    pieces, home = list[torch.Tensor](), HostMemory(ranks.device)
-    ways: dict[str, Callable[[], None]] = {
-        "torch": lambda: pieces.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda)),
-        "hf_burst": lambda: home.reserve(home.size + PIECE),
+    home, held = HostMemory(ranks.device), list[Any]()
+    ways: dict[str, Callable[[int], Any]] = {
+        "torch": lambda pieces: [torch.empty(PIECE, dtype=torch.uint8, pin_memory=ranks.cuda) for _ in range(pieces)],
+        "hf_burst": lambda pieces: home.take(pieces * PIECE),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for first in range(0, count, OF_A_GIB):
         for name in [*ways][:: 1 if first % (2 * OF_A_GIB) == 0 else -1]:
             ranks.align()
             start = time.perf_counter()
-            for _ in range(min(OF_A_GIB, count - first)):
-                ways[name]()
+            held += ways[name](min(OF_A_GIB, count - first))
             times[name].append(time.perf_counter() - start)
     result: dict[str, Any] = {}
     for name, of_each in times.items():

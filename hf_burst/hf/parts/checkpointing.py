@@ -22,8 +22,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
+from ...host_memory import HostMemory
 from ...layer_runs import LayerRun, Place, first_tensor
-from ...offload import PAGE, HostMemory, KeptByLayer, kept_here, unheld
+from ...offload import KeptByLayer, kept_here, unheld
 from ...plan import keeping
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
@@ -203,7 +204,8 @@ def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     itemsize = embeddings.weight.element_size()
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * itemsize + shapes.accumulator_itemsize)
     rows = run.layout.batch_size * run.layout.sharding.most_tokens
-    return rows * width * itemsize + PAGE, rows * share * attention + 2 * PAGE  # each of them takes whole pages
+    page = HostMemory.page_bytes  # each of them takes whole pages
+    return rows * width * itemsize + page, rows * share * attention + 2 * page
 
 
 class _Run:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError
-from ...offload import host_memory
+from ...host_memory import host_memory
 from ...plan import SETTINGS, Fit, ModelSize, Training, fit, keeps_of, longest
 from ...resources import resources_of
 from ..model_size import model_size

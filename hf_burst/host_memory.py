@@ -1,0 +1,259 @@
+"""Page-locked host memory of one device: made ahead by threads, used again, and given back.
+
+An operating system makes a page of memory when it is first written, and virtual machines may ask their own host for it.
+That takes longer than the copy of an activation, so threads write blocks of memory before they are needed.
+"""
+
+import contextlib
+import mmap
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread, main_thread
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from .errors import ConfigError, KernelError
+
+_MAKERS = 8  # threads of a host that make blocks
+_PIECE = 2**25  # bytes that are written by one call of torch, which has no threads of its own for so few
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+class Page:
+    """A page of host memory, and the event behind which it may be written again."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory  # uint8
+        self.read: Any = None
+
+
+class HostMemory:
+    """Host memory for the tensors of one device, and the streams on which they are copied. A copy of it is empty.
+
+    Memory has pages of one size, so that tensors of any size use again what others gave back. It is page-locked by
+    blocks of pages.
+
+    Args:
+        device (`torch.device`): Where the tensors come from.
+    """
+
+    page_bytes = 2**24
+    block_bytes = 2**28
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.module = device, torch.get_device_module(device)
+        self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
+        self.free: list[Page] = []
+        self.size, self.seconds = 0, 0.0  # bytes of all pages, and how long their takers waited for them
+        self.leaving: list[tuple[Tensor, int, Any]] = []  # with their version, and the event of the copy
+        self._ahead = _Ahead(self.block_bytes, device)
+        weakref.finalize(self, self._ahead.end)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostMemory, (self.device,)
+
+    @property
+    def computing(self) -> Any:
+        """The stream on which the device computes."""
+        return self.module.current_stream(self.device)
+
+    def reserve(self, size: int) -> None:
+        """Sees to it that so many bytes are there in all, or will be when they are taken.
+
+        Raises:
+            ConfigError: If the host has not as many.
+            KernelError: If the driver refuses to page-lock.
+        """
+        coming, processes = self._ahead.pending * self.block_bytes, _processes()
+        missing = size - self.size - coming
+        room = host_memory()[1] // processes - self._ahead.waiting * self.block_bytes
+        if missing > max(0, room):
+            raise ConfigError(
+                f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes} processes, "
+                f"of which {(self.size + coming) / 2**30:.1f} are taken and {max(0, room) / 2**30:.1f} are left. Lower "
+                "BurstConfig(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
+            )
+        if missing > 0:
+            self._ahead.ask(-(-missing // self.block_bytes))
+            self._lock(1)  # a driver that page-locks nothing refuses here, where all ranks can be told
+
+    def take(self, size: int) -> list[Page]:
+        """Pages for so many bytes."""
+        count = -(-size // self.page_bytes)
+        blocks = -(-(count - len(self.free)) * self.page_bytes // self.block_bytes)
+        self._ahead.ask(blocks - self._ahead.pending)
+        self._lock(blocks)
+        return [self.free.pop() for _ in range(count)]
+
+    def settle(self) -> None:
+        """Waits, on the device, for the tensors that left so far, whose memory there may then be used again."""
+        left, self.leaving = self.leaving, []
+        for _, _, copied in left:
+            self.computing.wait_event(copied)
+        for tensor, version, _ in left:
+            check_unchanged(tensor, version)
+
+    def _lock(self, blocks: int) -> None:
+        """Page-locks blocks that were asked for, and waits for them."""
+        start = time.perf_counter()
+        for _ in range(blocks):
+            memory = self._ahead.take()
+            if _locks(self.device):
+                _page_lock(memory, self.device)
+                weakref.finalize(self, _unlock, memory, self.device).atexit = False
+            self.free.extend(Page(page) for page in memory.split(self.page_bytes))
+            self.size += len(memory)
+        self.seconds += time.perf_counter() - start
+
+
+class _Ahead:
+    """Blocks of host memory that threads make while others compute.
+
+    Args:
+        size (`int`): Bytes of a block.
+        device (`torch.device`): Which device copies from and to them.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.pending = 0  # blocks that were asked for, and not taken
+        self.waiting = 0  # those that no thread has begun
+        self._threads, self._ended = 0, False
+        self._lock, self._made = Lock(), SimpleQueue[Tensor | Exception]()
+
+    def ask(self, blocks: int) -> None:
+        """Has so many blocks made, soon."""
+        if blocks <= 0:
+            return
+        most = max(1, min(_MAKERS, _cores() // _processes()))
+        with self._lock:
+            self.pending += blocks
+            self.waiting += blocks
+            starting = max(0, min(self.waiting, most) - self._threads)
+            self._threads += starting
+        for _ in range(starting):
+            Thread(target=self._make, name="hf_burst host memory").start()
+
+    def take(self) -> Tensor:
+        """The next block; waits until it is made.
+
+        Returns:
+            `torch.ByteTensor` of shape `(size,)`: Its memory.
+
+        Raises:
+            KernelError: If the operating system refused it.
+        """
+        made = self._made.get()
+        self.pending -= 1
+        if isinstance(made, Exception):
+            raise KernelError(
+                f"The operating system refused {self.size / 2**20:.0f} MiB of host memory for offloading: {made}. "
+                "Lower BurstConfig(activation_offloading=...), or give the container more memory."
+            ) from made
+        return made
+
+    def end(self) -> None:
+        """No block is begun any more."""
+        self._ended = True
+
+    def _make(self) -> None:
+        """What a thread does. The interpreter waits for it at its end, which is when the main thread has ended."""
+        while True:
+            with self._lock:
+                if self._ended or not self.waiting or not main_thread().is_alive():
+                    self._threads -= 1
+                    return
+                self.waiting -= 1
+            try:
+                self._made.put(_new_block(self.size, self.device))
+            except Exception as problem:  # who takes it is told
+                self._made.put(problem)
+
+
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Raises where a tensor that is kept was changed in place since it had this version."""
+    if tensor._version != version:
+        raise KernelError(
+            f"A tensor of shape {tuple(tensor.shape)} that a checkpointed layer keeps was changed in place. Change a "
+            "copy. If it is what attention returned, BurstConfig(attention_keep=0.0) keeps nothing of it."
+        )
+
+
+def _new_block(size: int, device: torch.device) -> Tensor:
+    """New host memory for a device, each page of which was written where this takes long."""
+    if sys.platform != "linux" or device.type not in ("cuda", "cpu"):
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # or the first write behind a fork would go to a copy
+    with contextlib.suppress(OSError):  # kernels without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    for piece in memory.split(_PIECE):
+        piece[:: mmap.PAGESIZE].zero_()
+    return memory
+
+
+def _page_lock(memory: Tensor, device: torch.device) -> None:
+    """Lets a device copy from and to host memory by itself, until [`_unlock`].
+
+    Raises:
+        KernelError: If the driver refuses.
+    """
+    driver: Any = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        status = driver.cudaHostRegister(memory.data_ptr(), len(memory), 0)
+    if int(status):
+        raise KernelError(
+            f"The driver could not page-lock {len(memory) / 2**20:.0f} MiB of host memory for offloading: "
+            f"{driver.cudaGetErrorString(status)}. Lower BurstConfig(activation_offloading=...), or give the container "
+            "more memory."
+        )
+
+
+def _unlock(memory: Tensor, device: torch.device) -> None:
+    """Gives memory that was page-locked back, after the copies that are under way."""
+    torch.cuda.synchronize(device)
+    driver: Any = torch.cuda.cudart()
+    driver.cudaHostUnregister(memory.data_ptr())
+
+
+def _locks(device: torch.device) -> bool:
+    """Whether memory for this device is page-locked here; elsewhere torch does, or nobody needs to."""
+    return sys.platform == "linux" and device.type == "cuda"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _processes() -> int:
+    """How many processes share the host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory that there are, and that are available, also inside of a container."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    for limit, usage in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            most, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, usage))
+            total, available = min(total, most), min(available, most - used + _reclaimable())
+    return total, max(0, available)
+
+
+def _reclaimable() -> int:
+    """Bytes that a container counts as used for files, and gives back when they are needed."""
+    for place in ("memory.stat", "memory/memory.stat"):
+        with contextlib.suppress(OSError, ValueError):
+            rows = (line.split() for line in (Path("/sys/fs/cgroup") / place).read_text().splitlines())
+            counts = {name: int(count) for name, count in rows}
+            return counts.get("total_inactive_file", counts.get("inactive_file", 0))
+    return 0
