@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 recipes/benchmarks/host_copies.py --out outputs/host_copies.json
     python recipes/benchmarks/host_copies.py --device cpu --mebibytes 8 --lock-gib 0.5
 
-Each GPU copies the same bytes out, in, and both ways at once, in pages of some sizes, as hf_burst does: first alone, then
-together with all others.
+Each GPU copies the same bytes out, in, and both ways at once, in pages of some sizes, as hf_burst does: first alone,
+then together with all others.
 """
 
 import argparse
