@@ -52,9 +52,9 @@ class HostMemory:
         self.outward, self.inward = self.module.Stream(device), self.module.Stream(device)
         self.free: list[Page] = []
         self.size, self.seconds = 0, 0.0  # bytes of all pages, and how long their takers waited for them
+        self.refused: KernelError | None = None  # why there is no more of it
         self.leaving: list[tuple[Tensor, int, Any]] = []  # with their version, and the event of the copy
-        self._ahead = _Ahead(self.block_bytes, device)
-        weakref.finalize(self, self._ahead.end)
+        self._begin_anew()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostMemory, (self.device,)
@@ -73,19 +73,23 @@ class HostMemory:
         """
         coming, processes = self._ahead.pending * self.block_bytes, _processes()
         missing = size - self.size - coming
-        room = host_memory()[1] // processes - self._ahead.waiting * self.block_bytes
-        if missing > max(0, room):
+        room = max(0, host_memory()[1] // processes - self._ahead.unmade * self.block_bytes)
+        if missing > 0 and missing > room:
             raise ConfigError(
                 f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes} processes, "
-                f"of which {(self.size + coming) / 2**30:.1f} are taken and {max(0, room) / 2**30:.1f} are left. Lower "
+                f"of which {(self.size + coming) / 2**30:.1f} are taken and {room / 2**30:.1f} are left. Lower "
                 "BurstConfig(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
             )
-        if missing > 0:
-            self._ahead.ask(-(-missing // self.block_bytes))
+        self._ahead.ask(-(-missing // self.block_bytes))
+        if self.size < size:
             self._lock(1)  # a driver that page-locks nothing refuses here, where all ranks can be told
 
     def take(self, size: int) -> list[Page]:
-        """Pages for so many bytes."""
+        """Pages for so many bytes.
+
+        Raises:
+            KernelError: If there is no more memory.
+        """
         count = -(-size // self.page_bytes)
         blocks = -(-(count - len(self.free)) * self.page_bytes // self.block_bytes)
         self._ahead.ask(blocks - self._ahead.pending)
@@ -100,21 +104,32 @@ class HostMemory:
         for tensor, version, _ in left:
             check_unchanged(tensor, version)
 
+    def _begin_anew(self) -> None:
+        """Nothing was asked for, and nothing is made."""
+        self._ahead = _Ahead(self.block_bytes, self.device)
+        weakref.finalize(self, self._ahead.end)
+
     def _lock(self, blocks: int) -> None:
         """Page-locks blocks that were asked for, and waits for them."""
         start = time.perf_counter()
-        for _ in range(blocks):
-            memory = self._ahead.take()
-            if _locks(self.device):
-                _page_lock(memory, self.device)
-                weakref.finalize(self, _unlock, memory, self.device).atexit = False
-            self.free.extend(Page(page) for page in memory.split(self.page_bytes))
-            self.size += len(memory)
-        self.seconds += time.perf_counter() - start
+        try:
+            for _ in range(blocks):
+                memory = self._ahead.take()
+                if _locks(self.device):
+                    _page_lock(memory, self.device)
+                    weakref.finalize(self, _unlock, memory, self.device).atexit = False
+                self.free.extend(Page(page) for page in memory.split(self.page_bytes))
+                self.size += len(memory)
+        except BaseException:
+            self._ahead.end()
+            self._begin_anew()
+            raise
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 class _Ahead:
-    """Blocks of host memory that threads make while others compute.
+    """Blocks of host memory that threads make while others compute, where making them takes long.
 
     Args:
         size (`int`): Bytes of a block.
@@ -124,38 +139,50 @@ class _Ahead:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size, self.device = size, device
         self.pending = 0  # blocks that were asked for, and not taken
-        self.waiting = 0  # those that no thread has begun
+        self._waiting = 0  # those that nobody has begun
         self._threads, self._ended = 0, False
         self._lock, self._made = Lock(), SimpleQueue[Tensor | Exception]()
+
+    @property
+    def unmade(self) -> int:
+        """Blocks that were asked for, and may not have their memory yet."""
+        return self.pending - self._made.qsize()
 
     def ask(self, blocks: int) -> None:
         """Has so many blocks made, soon."""
         if blocks <= 0:
             return
-        most = max(1, min(_MAKERS, _cores() // _processes()))
+        most = max(1, min(_MAKERS, _cores() // _processes())) if _locks(self.device) else 0
         with self._lock:
             self.pending += blocks
-            self.waiting += blocks
-            starting = max(0, min(self.waiting, most) - self._threads)
+            self._waiting += blocks
+            starting = max(0, min(self._waiting, most - self._threads))
             self._threads += starting
-        for _ in range(starting):
-            Thread(target=self._make, name="hf_burst host memory").start()
+        for index in range(starting):
+            try:
+                Thread(target=self._make, name="hf_burst host memory").start()
+            except RuntimeError:  # no thread is left for us: who takes a block makes it
+                with self._lock:
+                    self._threads -= starting - index
+                return
 
     def take(self) -> Tensor:
-        """The next block; waits until it is made.
+        """The next block. Waits until it is made, or makes it.
 
         Returns:
             `torch.ByteTensor` of shape `(size,)`: Its memory.
 
         Raises:
-            KernelError: If the operating system refused it.
+            KernelError: If there is no memory for it.
         """
+        if not self._made.qsize() and self._begins():
+            self._make_one()
         made = self._made.get()
         self.pending -= 1
         if isinstance(made, Exception):
             raise KernelError(
-                f"The operating system refused {self.size / 2**20:.0f} MiB of host memory for offloading: {made}. "
-                "Lower BurstConfig(activation_offloading=...), or give the container more memory."
+                f"There are no {self.size / 2**20:.0f} MiB more of host memory for offloading: {made}. Lower "
+                "BurstConfig(activation_offloading=...), or give the container more memory."
             ) from made
         return made
 
@@ -163,18 +190,24 @@ class _Ahead:
         """No block is begun any more."""
         self._ended = True
 
+    def _begins(self) -> bool:
+        """Whether a block waits, which the caller is to make."""
+        with self._lock:
+            self._waiting -= (begins := self._waiting > 0 and not self._ended)
+        return begins
+
     def _make(self) -> None:
         """What a thread does. The interpreter waits for it at its end, which is when the main thread has ended."""
-        while True:
-            with self._lock:
-                if self._ended or not self.waiting or not main_thread().is_alive():
-                    self._threads -= 1
-                    return
-                self.waiting -= 1
-            try:
-                self._made.put(_new_block(self.size, self.device))
-            except Exception as problem:  # who takes it is told
-                self._made.put(problem)
+        while main_thread().is_alive() and self._begins():
+            self._make_one()
+        with self._lock:
+            self._threads -= 1
+
+    def _make_one(self) -> None:
+        try:
+            self._made.put(_new_block(self.size, self.device))
+        except Exception as problem:  # who takes it is told
+            self._made.put(problem)
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
@@ -187,8 +220,8 @@ def check_unchanged(tensor: Tensor, version: int) -> None:
 
 
 def _new_block(size: int, device: torch.device) -> Tensor:
-    """New host memory for a device, each page of which was written where this takes long."""
-    if sys.platform != "linux" or device.type not in ("cuda", "cpu"):
+    """New host memory for a device. Each page of what is to be page-locked here is written."""
+    if not _locks(device):
         return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)  # or the first write behind a fork would go to a copy

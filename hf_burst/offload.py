@@ -5,6 +5,7 @@ layer keeps leaves while the layer computes, and comes back while the layer afte
 """
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import KernelError
 from .host_memory import HostMemory, Page, check_unchanged
+
+logger = logging.getLogger(__name__)
 
 _SMALL = 2**20  # bytes; smaller tensors stay
 
@@ -94,11 +98,17 @@ class KeptByLayer:
         self.comes = False
 
     def keep(self, tensor: Tensor) -> Kept:
-        """Keeps a tensor, on the host if the layer `leaves` and the tensor is not small."""
+        """Keeps a tensor, on the host if the layer `leaves`, the tensor is not small, and the host has room."""
         if not self.leaves or tensor.nbytes < _SMALL or tensor.device != self.home.device:
             return _Kept(self, kept_here(tensor))
-        self.offloaded.append(OffloadedTensor(tensor, self.home))
-        return _Kept(self, self.offloaded[-1].fetch)
+        if self.home.refused is None:
+            try:
+                self.offloaded.append(OffloadedTensor(tensor, self.home))
+                return _Kept(self, self.offloaded[-1].fetch)
+            except KernelError as problem:  # in the midst of a step the other ranks would wait for this one
+                self.home.refused = problem.with_traceback(None)  # whose frames hold tensors
+                logger.warning("hf_burst keeps tensors on the GPU until this step ends: %s", problem)
+        return _Kept(self, kept_here(tensor))
 
     def prefetch(self) -> None:
         """Everything begins to come back, once."""

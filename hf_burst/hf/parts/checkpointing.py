@@ -60,6 +60,9 @@ class Checkpointing(Part):
 
     def prepare(self, run: ForwardPass) -> None:
         share, offloading = run.config.attention_keep, run.config.activation_offloading
+        trains = run.model.training and torch.is_grad_enabled()
+        if trains and self.home is not None and self.home.refused is not None:
+            raise self.home.refused
         wrapped = self.wrap(run.model)
         if wrapped and 0 < share < 1 and run.layout.beginning(1 - share) is None:
             raise BatchError(
@@ -67,13 +70,13 @@ class Checkpointing(Part):
                 f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
-        if offloading and not wrapped and run.model.training and torch.is_grad_enabled():
+        if offloading and not wrapped and trains:
             raise ConfigError(
                 f"BurstConfig(activation_offloading={offloading}) offloads what checkpointed layers keep, and no "
                 "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
                 "model.gradient_checkpointing_enable()."
             )
-        if offloading and run.compiled and run.model.training and torch.is_grad_enabled():
+        if offloading and run.compiled and trains:
             raise ConfigError(
                 f"BurstConfig(activation_offloading={offloading}) offloads nothing of compiled layers: torch.compile "
                 "decides what these keep. Leave out one of the two."
@@ -87,7 +90,7 @@ class Checkpointing(Part):
             )
         run.repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
         run.repeatable &= _checkpoint_all_layers(run.model, wrapped)
-        if again and not run.repeatable and run.model.training and torch.is_grad_enabled():
+        if again and not run.repeatable and trains:
             raise ConfigError(
                 f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) is for layers that all "
                 "checkpoint, with use_reentrant=False, no context_fn, and no torch.compile. Set TrainingArguments("
