@@ -154,20 +154,21 @@ def makers() -> list[threading.Thread]:
 
 
 class Slow:
-    """Makes blocks as they are allowed, and counts them."""
+    """Makes blocks, and counts them. The threads that do nothing else wait until they are allowed to."""
 
-    def __init__(self, allowed: int) -> None:
-        self.allowed, self.make = threading.Semaphore(allowed), host_memory._new_block
+    def __init__(self) -> None:
+        self.allowed, self.make = threading.Semaphore(0), host_memory._new_block
         self.begun, self.at_once, self.most = 0, 0, 0
         self.lock = threading.Lock()
 
     def __call__(self, size: int, device: torch.device) -> torch.Tensor:
+        ahead = threading.current_thread() in makers()
         with self.lock:
-            self.begun, self.at_once = self.begun + 1, self.at_once + 1
+            self.begun, self.at_once = self.begun + 1, self.at_once + ahead
             self.most = max(self.most, self.at_once)
-        assert self.allowed.acquire(timeout=20)
+        assert not ahead or self.allowed.acquire(timeout=60)
         with self.lock:
-            self.at_once -= 1
+            self.at_once -= ahead
         return self.make(size, device)
 
     def until(self, begun: int) -> None:
@@ -181,41 +182,41 @@ class Slow:
 def ended() -> None:
     """Waits for all threads that make blocks."""
     for thread in makers():
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "there is nothing more to make"
 
 
 @locking()
 @mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="4")
 def test_blocks_are_made_while_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(allowed=1)
+    slow = Slow()
     monkeypatch.setattr(host_memory, "_new_block", slow)
     monkeypatch.setattr(host_memory, "_cores", lambda: 13)
     home = HostMemory(CPU)
     home.reserve(8 * 256)
-    assert home.size == 256, "it comes back with one block"
+    slow.until(4)
+    assert (home.size, slow.begun, slow.most) == (256, 4, 3), "one made here, three by a fourth of 13 cores"
     left = OffloadedTensor(torch.arange(64.0), home)
-    slow.until(4)  # by three threads of four processes on 13 cores, or two and the taker
-    assert slow.most in (3, 4)
-    others = threading.Thread(target=partial(taken, home, 1))
-    others.start()
-    slow.allowed.release(7)
-    others.join(20)
-    assert not others.is_alive()
+    taker = threading.Thread(target=partial(taken, home, 7))
+    taker.start()
+    slow.until(8)
+    waited = home.seconds
+    assert taker.is_alive(), "it waits for blocks that are made"
+    slow.allowed.release(3)
+    taker.join(60)
+    assert not taker.is_alive()
+    assert home.seconds > waited
     assert torch.equal(left.fetch(), torch.arange(64.0))
-    taken(home, 6)
     ended()
-    assert (home.size, slow.begun) == (8 * 256, 8)
     home.reserve(8 * 256)
-    taken(home, 0)
-    assert slow.begun == 8, "all of it is there"
-    slow.allowed.release()
+    assert (home.size, slow.begun, slow.most) == (8 * 256, 8, 3), "all of it is there"
     home.reserve(40 * 256)
-    del home, left, others
+    slow.until(8 + 4)
+    del home, left, taker
     gc.collect()
-    slow.allowed.release(8)
+    slow.allowed.release(40)
     ended()
-    assert slow.begun <= 8 + 1 + 4, "nobody takes what would be made"
+    assert slow.begun == 8 + 4, "nobody takes what would be made"
 
 
 @locking()
