@@ -196,10 +196,11 @@ def test_blocks_are_made_while_others_compute(monkeypatch: pytest.MonkeyPatch) -
     home.reserve(8 * 256)
     slow.until(4)
     assert (home.size, slow.begun, slow.most) == (256, 4, 3), "one made here, three by a fourth of 13 cores"
+    home.reserve(9 * 256)
     left = OffloadedTensor(torch.arange(64.0), home)
     taker = threading.Thread(target=partial(taken, home, 7))
     taker.start()
-    slow.until(8)
+    slow.until(9)
     waited = home.seconds
     assert taker.is_alive(), "it waits for blocks that are made"
     slow.allowed.release(3)
@@ -208,15 +209,15 @@ def test_blocks_are_made_while_others_compute(monkeypatch: pytest.MonkeyPatch) -
     assert home.seconds > waited
     assert torch.equal(left.fetch(), torch.arange(64.0))
     ended()
-    home.reserve(8 * 256)
-    assert (home.size, slow.begun, slow.most) == (8 * 256, 8, 3), "all of it is there"
+    home.reserve(9 * 256)
+    assert (home.size, slow.begun, slow.most) == (9 * 256, 9, 3), "all of it is there"
     home.reserve(40 * 256)
-    slow.until(8 + 4)
+    slow.until(9 + 4)
     del home, left, taker
     gc.collect()
     slow.allowed.release(40)
     ended()
-    assert slow.begun == 8 + 4, "nobody takes what would be made"
+    assert slow.begun == 9 + 4, "nobody takes what would be made"
 
 
 @locking()
