@@ -102,6 +102,7 @@ def locking(room: int = 100) -> Iterator[Driver]:
         ):
             stack.enter_context(patch)
         yield driver
+        gc.collect()  # what is left is given back to this driver
 
 
 def taken(home: HostMemory, blocks: int) -> list[torch.Tensor]:
