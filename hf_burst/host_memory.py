@@ -74,7 +74,7 @@ class HostMemory:
         coming, processes = self._ahead.pending * self.block_bytes, _processes()
         missing = size - self.size - coming
         room = max(0, host_memory()[1] // processes - self._ahead.unmade * self.block_bytes)
-        if missing > 0 and missing > room:
+        if missing > room:
             raise ConfigError(
                 f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes} processes, "
                 f"of which {(self.size + coming) / 2**30:.1f} are taken and {room / 2**30:.1f} are left. Lower "

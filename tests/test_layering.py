@@ -1,6 +1,7 @@
 """Imports point down: a module imports what stands above it in the list, and only the join imports Transformers."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "hf_burst"
@@ -160,6 +161,12 @@ def test_imports_point_down() -> None:
             order = WITHIN["/".join(parts[:depth])] if depth else ORDER
             if target[depth:] and (depth == 0 or target[depth] in order):
                 assert order.index(target[depth]) < order.index(parts[depth]), f"{path} imports {'.'.join(target)}"
+
+
+def test_the_documented_order_is_this_one() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    named = re.findall(r"^  (\w+)(?:\.py|/) ", page, re.MULTILINE)
+    assert named == [name for name in ORDER if name != "__main__"]
 
 
 def test_planning_needs_no_torch() -> None:

@@ -303,30 +303,34 @@ def test_a_process_that_ends_does_not_make_the_rest() -> None:
     assert subprocess.run([sys.executable, "-c", ENDS], timeout=60).returncode == 7  # all would take 100 s and more
 
 
-def refused_on_one_rank(rank: int, size: int) -> list[str]:
-    """A driver refuses in the midst of a step: the step ends as it would, and the next one raises on all ranks."""
-    lines, batch = list[str](), models.make_batch("plain")
-    with locking(2 if rank == 0 else 10**6):
-        model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=1.0))
-        model.gradient_checkpointing_enable()
-        for _ in range(2):
+def refused_on_one_rank(rank: int, size: int, count: int) -> tuple[list[str], bool]:
+    """What two steps end as, where a driver refuses in the midst of the first; and whether its loss and gradients are
+    as without offloading."""
+    lines, results, batch = list[str](), [], models.make_batch("plain", LENGTH)
+    with locking(2 if rank == 0 else 10**6) as driver:
+        for share in (0.0, 1.0, 1.0):
+            if len(results) < 2:
+                model = models.make_model("llama").train()
+                models.patch(model, hf_burst.BurstConfig(activation_offloading=share, layers_per_checkpoint=count))
+                model.gradient_checkpointing_enable()
             try:
-                model(**batch).loss.backward()
+                results.append(gradients(model, batch))
             except (KernelError, RankMismatchError) as problem:
                 lines.append(type(problem).__name__)
-            else:
-                lines.append("step")
+        locked = len(driver.locked)
         model.eval()
         with torch.no_grad():
             model(**batch)
         del model
-        gc.collect()
-    return lines
+    assert locked == 2 if rank == 0 else locked > 2
+    return lines, all(map(torch.equal, *results))
 
 
-def test_memory_that_is_refused_on_one_rank(ranks: Ranks) -> None:
-    expected = [["step", "KernelError"], ["step", "RankMismatchError"]]
-    assert ranks(2).run(refused_on_one_rank) == expected
+@pytest.mark.parametrize("count", [1, 2])
+def test_memory_that_is_refused_on_one_rank(ranks: Ranks, count: int) -> None:
+    """The step ends as it would, and the next one raises on all ranks."""
+    expected = [(["KernelError"], True), (["RankMismatchError"], True)]
+    assert ranks(2).run(refused_on_one_rank, count) == expected
 
 
 def test_a_tensor_that_changes_is_noticed(tiny_pages: None) -> None:
