@@ -565,9 +565,9 @@ def test_the_speed_of_a_kernel_is_that_of_its_points_and_between_them():
 
 def test_wide_heads_have_rates_of_their_own():
     for machine, forward, backward in (
-        (h200(), 1.15, 0.5),
+        (h200(), 1.15, 0.6),
         (by_data_sheet(DATA_SHEETS["h100"]), 1.15, 0.5),
-        (h200("torch_cudnn"), 1.06, 0.72),
+        (h200("torch_cudnn"), 1.06, 0.7),
         (by_data_sheet(DATA_SHEETS["a100"]), 0.85, 0.85),
         (built_in("NVIDIA H100 SXM", "flash_attn_2", 1 << 36, 8), 0.85, 0.85),
         (cpu(), 1.0, 1.0),
@@ -582,9 +582,10 @@ WIDE = replace(BF16, head_dim=256, value_dim=256)
 
 
 def gain_by_cudnn(name: str, length: int, shapes: Shapes = WIDE, ranks: int = 2, **mask: Any) -> float:
-    """How many times as fast a backward pass is, where cuDNN computes what it can."""
+    """How many times as fast a backward pass is on an H100, where cuDNN computes what it can."""
     layer = Layer((Mask(length, **mask),), make_sharding(length, ranks, "contiguous"), shapes)
-    machines = (replace(h200(), wide_from_out=None), h200())
+    h100 = by_data_sheet(DATA_SHEETS["h100"])
+    machines = (replace(h100, wide_from_out=None), h100)
     slower, faster = (estimate(Schedule.parse(name, ranks), layer, machine) for machine in machines)
     assert slower.forward_s == faster.forward_s
     assert not slower.by_cudnn

@@ -57,7 +57,7 @@ def test_all_measured_steps_are_predicted() -> None:
         lowest = -0.11 if step.plain or "768k_expandable" in step.file else -0.055
         highest = 0.04 if "hybrid" in step.model else 0.015 if step.gpus == 1 else 0
         assert lowest < step.time_error < highest, step
-        assert abs(step.memory_error) < 0.05 or step.compiled, step
+        assert abs(step.memory_error) < (0.06 if "hybrid" in step.model else 0.05) or step.compiled, step
 
 
 def test_cudnn_takes_gradients_of_keys_for_every_query_head() -> None:

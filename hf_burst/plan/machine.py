@@ -230,6 +230,7 @@ class DataSheet(NamedTuple):
     host: float = 64e9  # bytes/s to the host, each way
     reads_peers: bool = True  # whether a GPU reads the memory of others
     kernel: str = "flash_attn_4"
+    wide_backward: float = 0.5  # of flash-attn 4's rate, which heads of 256 reach; of an H100, where nobody measured it
     source: str = "NVIDIA's data sheet; memory about what torch reports"
 
 
@@ -238,7 +239,7 @@ _SEEN = "NVIDIA's data sheet; memory by torch.cuda.mem_get_info on one"
 # join two or four of a host's cards, are not counted.
 DATA_SHEETS = {
     "b200": DataSheet("NVIDIA B200", 178, 8.0e12, 2250e12, 900e9),
-    "h200": DataSheet("NVIDIA H200", 139.8, 4.8e12, 989e12, 450e9, source=_SEEN),
+    "h200": DataSheet("NVIDIA H200", 139.8, 4.8e12, 989e12, 450e9, wide_backward=0.6, source=_SEEN),
     "h200-nvl": DataSheet("NVIDIA H200 NVL", 139.8, 4.8e12, 835e12, 64e9, reads_peers=False),
     "h100": DataSheet("NVIDIA H100 SXM", 79.2, 3.35e12, 989e12, 450e9, source=_SEEN),
     "h100-nvl": DataSheet("NVIDIA H100 NVL", 93.1, 3.9e12, 835e12, 64e9, reads_peers=False),
@@ -272,7 +273,7 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
     32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. So do
-    heads of 256 (an H100, 24 query and 4 key heads), backward by flash-attn 4 alone or with cuDNN.
+    heads of 256 (24 query and 4 key heads), backward by flash-attn 4 alone or with cuDNN.
     Products of matrices are those of an 8B Llama (recipes/benchmarks/training_limits.py, 657e12 to 680e12). A bandwidth
     of 400 Gb/s a GPU between hosts is assumed, and 128 GiB of host memory for a GPU. Copies to and from the host
     reached 54 GB/s each way on two GPUs at once. A call with 10,000 documents of 100 tokens takes as long as 5 more
@@ -280,7 +281,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
     gained nothing (4 GPUs).
     """
     share = {"torch_cudnn": 550 / 624, "torch_flash": 327 / 624, "flash_attn_2": 327 / 624}.get(kernel, 1.0)
-    wide = {"flash_attn_4": (1.15, 0.5), "torch_cudnn": (1.06, 0.72)}.get(kernel, (0.85, 0.85))
+    own = DATA_SHEETS["h200"].wide_backward
+    wide = {"flash_attn_4": (1.15, own), "torch_cudnn": (1.06, 0.7)}.get(kernel, (0.85, 0.85))
     small = [(3.4e7, 202e12, 265e12), (5.4e8, 593e12, 555e12), (2.1e9, 692e12, 589e12)]
     large = [(1.7e10, 667e12, 608e12), (3.4e10, 659e12, 617e12)]
     return Machine(
@@ -335,7 +337,7 @@ def by_data_sheet(sheet: DataSheet, kernel: str | None = None) -> Machine:
             },
         ),
         wide_forward=heads.wide_forward,
-        wide_backward=heads.wide_backward,
+        wide_backward=sheet.wide_backward if heads.kernel == "flash_attn_4" else heads.wide_backward,
         wide_from_out=heads.wide_from_out,
         memory_bandwidth=sheet.bandwidth / own.bandwidth * measured.memory_bandwidth,
         memory=int(sheet.memory * 2**30),
