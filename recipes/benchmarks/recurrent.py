@@ -21,7 +21,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -219,8 +219,9 @@ def whole_inputs(arguments: argparse.Namespace, case: Case) -> tuple[torch.Tenso
     return x.to(case.device, case.dtype), dout.to(case.device, case.dtype)
 
 
-def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender]) -> list[dict[str, Any]]:
-    """Compares outputs and all gradients with fp32 on one device, relative in the Frobenius norm."""
+def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender]) -> Iterator[dict[str, Any]]:
+    """Compares outputs and all gradients with fp32 on one device, relative in the Frobenius norm, and yields a verdict
+    each."""
     case = _case(arguments, ranks, arguments.check_tokens, "check")
     x, dout = whole_inputs(arguments, case)
     exact_mixer = make_mixer(arguments, case).float()
@@ -230,7 +231,7 @@ def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender
     exact = _derivatives(exact_mixer, with_functions(exact_mixer, fallbacks), x.float(), dout.float())
     mixer = make_mixer(arguments, case)
     alone = _errors(_derivatives(mixer, mixer.forward, x, dout), exact)
-    verdicts: list[dict[str, Any]] = [{"contender": "one device", "errors": alone}]
+    yield {"contender": "one device", "errors": alone}
     for contender in every:
         if not contender.whole:
             continue
@@ -258,9 +259,8 @@ def check(arguments: argparse.Namespace, ranks: Ranks, every: Sequence[Contender
             wrong = [name for name, error in errors if error > TOLERANCE * max(alone[name], EXACT)]
             contender.failure = f"wrong: {', '.join(wrong)}" if wrong else ""
         verdict["failure"] = contender.failure
-        verdicts.append(verdict)
         ranks.say(f"  {contender.name}: {contender.failure or 'as close as one device'}")
-    return verdicts
+        yield verdict
 
 
 def _derivatives(mixer: Any, forward: Callable[..., torch.Tensor], x: torch.Tensor, dout: torch.Tensor) -> Any:
@@ -415,15 +415,22 @@ def main() -> int:
         parser.error(f"--play is for one process, and {ranks.size} were started. Leave it out, or start one.")
     every = [contender for contender in contenders(arguments.play) if contender.name.startswith(("limit", *wanted))]
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
-    result["checks"], result["results"] = check(arguments, ranks, every), []
+    result["checks"], result["results"] = [], []
+
+    def write() -> None:
+        result["failures"] = {contender.name: contender.failure for contender in every if contender.failure}
+        if arguments.out is not None and ranks.rank == 0:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    for verdict in check(arguments, ranks, every):
+        result["checks"].append(verdict)
+        write()
     for tokens in arguments.tokens:
         for part in arguments.parts:
             running = [contender for contender in every if not contender.failure]
             result["results"] += measure(arguments, ranks, running, part, tokens)
-            result["failures"] = {contender.name: contender.failure for contender in every if contender.failure}
-            if arguments.out is not None and ranks.rank == 0:
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+            write()
     ranks.close()
     return 0
 
