@@ -616,7 +616,6 @@ def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_pat
 def test_copies_to_the_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "copies.json"
     words = ["--device", "cpu", "--mebibytes", "5", "--pages", "2", "4", "--rounds", "1", "--lock-gib", "0.25"]
-    words += ["--beside-gib", "0.5", "--makers", "2"]
     monkeypatch.setattr(sys, "argv", ["host_copies.py", *words, "--out", str(out)])
     assert host_copies.main() == 0
     result = json.loads(out.read_text())
@@ -627,11 +626,6 @@ def test_copies_to_the_host_are_measured(tmp_path: Path, monkeypatch: pytest.Mon
         assert row["bytes_per_s"] == pytest.approx(5 * 2**20 / row["seconds"][0])
         assert 0 < row["share_of_best"] <= 1
     assert [result["page_locking"][way]["gib_of_each_process"] for way in ("torch", "hf_burst")] == [0.25] * 2
-    beside = result["beside"]
-    for work in ("write", "page_lock", "allocate", "allocate while writing"):
-        assert beside[work].keys() == {"alone_s", "beside_products_s", "added_s"}
-    assert beside["write"]["alone_s"] > 0.01, "0.5 GiB"
-    assert len(beside["allocation_s"]) == 2
     copies = host_copies.Copies(Ranks("cpu"), 5)
     copies.host[1].fill_(7)
     copies.device[0].fill_(9)

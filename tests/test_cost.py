@@ -568,6 +568,8 @@ def test_wide_heads_have_rates_of_their_own():
         (h200(), 1.15, 0.6),
         (by_data_sheet(DATA_SHEETS["h100"]), 1.15, 0.5),
         (h200("torch_cudnn"), 1.06, 0.7),
+        (by_data_sheet(DATA_SHEETS["h100"], "torch_cudnn"), 1.06, 0.7),
+        (by_data_sheet(DATA_SHEETS["h200-nvl"]), 1.15, 0.5),
         (by_data_sheet(DATA_SHEETS["a100"]), 0.85, 0.85),
         (built_in("NVIDIA H100 SXM", "flash_attn_2", 1 << 36, 8), 0.85, 0.85),
         (cpu(), 1.0, 1.0),

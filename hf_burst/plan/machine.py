@@ -230,7 +230,7 @@ class DataSheet(NamedTuple):
     host: float = 64e9  # bytes/s to the host, each way
     reads_peers: bool = True  # whether a GPU reads the memory of others
     kernel: str = "flash_attn_4"
-    wide_backward: float = 0.5  # of flash-attn 4's rate, which heads of 256 reach; of an H100, where nobody measured it
+    wide_backward: float = 0.5  # share of flash-attn 4's rate, for heads of 256: an H100's, unless measured
     source: str = "NVIDIA's data sheet; memory about what torch reports"
 
 
@@ -273,7 +273,8 @@ def h200(kernel: str = "flash_attn_4") -> Machine:
 
     Kernel rates are those of FlashAttention-4 on square tiles of 4,096, 8,192 and 32,768 tokens and on a causal one of
     32,768; the smallest is extrapolated. Other kernels run at the share of it that they reach at 32,768 tokens. So do
-    heads of 256 (24 query and 4 key heads), backward by flash-attn 4 alone or with cuDNN.
+    heads of 256 (24 query and 4 key heads), backward by flash-attn 4 alone or with cuDNN. Other shares of theirs than
+    that by flash-attn 4 alone are an H100's.
     Products of matrices are those of an 8B Llama (recipes/benchmarks/training_limits.py, 657e12 to 680e12). A bandwidth
     of 400 Gb/s a GPU between hosts is assumed, and 128 GiB of host memory for a GPU. Copies to and from the host
     reached 54 GB/s each way on two GPUs at once. A call with 10,000 documents of 100 tokens takes as long as 5 more

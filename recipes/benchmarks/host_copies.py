@@ -1,5 +1,4 @@
-"""Copies between GPUs and page-locked memory of their host: rates by the size of a page, the time of page-locking, and
-what new host memory and a GPU that computes cost each other.
+"""Copies between GPUs and page-locked memory of their host: rates by the size of a page, and the time of page-locking.
 
     torchrun --nproc-per-node 2 recipes/benchmarks/host_copies.py --out outputs/host_copies.json
     python recipes/benchmarks/host_copies.py --device cpu --mebibytes 8 --lock-gib 0.5
@@ -14,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,85 +106,6 @@ def lock(ranks: Ranks, gib: float) -> dict[str, Any]:
     return result | {"available_gib": [before.available / GIB, after.available / GIB]}
 
 
-class Products:
-    """Products of matrices that a device computes for about so many seconds."""
-
-    def __init__(self, ranks: Ranks, seconds: float) -> None:
-        size = 16384 if ranks.cuda else 256
-        self.cuda = ranks.cuda
-        dtype = torch.bfloat16 if ranks.cuda else torch.float32
-        self.matrices = [torch.ones(size, size, device=ranks.device, dtype=dtype) for _ in range(3)]
-        self.count = 4
-        self.finish()
-        start = time.perf_counter()
-        self.begin()
-        self.finish()
-        self.count = max(1, round(self.count * seconds / (time.perf_counter() - start)))
-
-    def begin(self) -> None:
-        for _ in range(self.count):
-            torch.mm(*self.matrices[:2], out=self.matrices[2])
-
-    def finish(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-
-def beside(ranks: Ranks, gib: float, makers: int, seconds: float = 4.0) -> dict[str, Any]:
-    """What the host and the device cost each other: each of some works by itself, and while the device computes.
-
-    Threads write new memory, the driver page-locks it, and small blocks of the device are allocated, also while threads
-    write. `added_s` is by how much longer than by itself the device takes then: 0 if it hides the work.
-    """
-    products, held, count = Products(ranks, seconds), list[Any](), round(gib * GIB / PIECE)
-
-    def write() -> None:
-        with ThreadPoolExecutor(makers) as pool:
-            held.append([*pool.map(lambda _: torch.empty(PIECE, dtype=torch.uint8).fill_(1), range(count))])
-
-    def lock_written() -> None:
-        driver: Any = torch.cuda.cudart() if ranks.cuda else None
-        for block in held[-1] if ranks.cuda else ():
-            driver.cudaHostRegister(block.data_ptr(), len(block), 0)
-
-    def allocate() -> None:
-        held.append([torch.empty(32 * MIB, dtype=torch.uint8, device=ranks.device) for _ in range(32)])
-
-    def allocate_beside() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(write)
-            time.sleep(0.1)
-            start = time.perf_counter()
-            allocate()
-            allocated.append(time.perf_counter() - start)
-            writing.result()
-
-    def timed(work: Callable[[], None], computing: bool) -> list[float]:
-        ranks.align()
-        start = time.perf_counter()
-        if computing:
-            products.begin()
-        begun = time.perf_counter()
-        work()
-        worked = time.perf_counter()
-        products.finish()
-        own = [worked - begun, time.perf_counter() - start]
-        return [float(value) for value in ranks.largest(torch.tensor(own, dtype=torch.float64))]
-
-    allocated = list[float]()
-    works = {"write": write, "page_lock": lock_written, "allocate": allocate, "allocate while writing": allocate_beside}
-    computing = timed(lambda: None, True)[1]
-    result: dict[str, Any] = {"gib_of_each_process": gib, "threads": makers, "products_s": computing}
-    for with_products in (False, True):
-        for name, work in works.items():
-            host, whole = timed(work, with_products)
-            row = result.setdefault(name, {})
-            row["beside_products_s" if with_products else "alone_s"] = host
-            if with_products:
-                row["added_s"] = whole - computing
-    return result | {"allocation_s": allocated}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -195,8 +114,6 @@ def main() -> int:
     parser.add_argument("--mebibytes", type=int, default=2048, help="MiB of a copy")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lock-gib", type=float, default=16.0, help="GiB that each process page-locks, by each way")
-    parser.add_argument("--beside-gib", type=float, default=8.0, help="GiB that each writes anew while GPUs compute")
-    parser.add_argument("--makers", type=int, default=8, help="threads that write them")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--commit", help="the commit to write down, if this is no git checkout")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
@@ -204,8 +121,6 @@ def main() -> int:
     ranks = Ranks(arguments.device)
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result["page_locking"] = lock(ranks, arguments.lock_gib)
-    result["beside"] = beside(ranks, arguments.beside_gib, arguments.makers)
-    ranks.say(f"beside products of matrices: {json.dumps(result['beside'])}")
     result["copies"] = measure(Copies(ranks, arguments.mebibytes * MIB), arguments, ranks)
     for row in result["copies"]:
         rate = f"{row['bytes_per_s'] / 1e9:.1f} GB/s, {row['share_of_best']:.0%} of the best"
