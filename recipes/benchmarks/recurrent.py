@@ -45,6 +45,7 @@ from recipes.benchmarks.clock import Clock
 from recipes.benchmarks.provenance import environment, interquartile_range
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training import at_least
+from recipes.benchmarks.tuning import compiled_side_by_side
 
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 PASSES = ("forward", "backward", "both")
@@ -436,4 +437,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with compiled_side_by_side():
+        sys.exit(main())

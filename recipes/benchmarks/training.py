@@ -47,6 +47,7 @@ from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 from recipes.benchmarks.training_plan import predict, settings_of
 from recipes.benchmarks.training_profile import profiled
+from recipes.benchmarks.tuning import compiled_side_by_side
 
 KNOWN = CONTENDERS | SINGLE | REACH | ALONE
 
@@ -414,4 +415,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with compiled_side_by_side():
+        sys.exit(main())
