@@ -26,7 +26,8 @@ def unsloth(job: Job, tiled: bool = False) -> Iterator[Loss]:
 
     Args:
         job ([`Job`]): What is trained: adapters in LoRA.
-        tiled (`bool`): Whether MLPs run in its tiles.
+        tiled (`bool`): Whether MLPs run in its tiles. They are those that Unsloth has for several processes: those for
+            one fail in the backward pass of adapters in bf16, where they change a view in place (2026.10.9).
     """
     if not job.ranks.cuda:
         raise ConfigError("Unsloth needs a GPU")
@@ -62,6 +63,8 @@ def adapted(model: nn.Module, base: PreTrainedModel, tiled: bool) -> nn.Module:
     """
     from peft.tuners.lora import LoraLayer
 
+    if tiled:
+        import_module("unsloth.models._tiled_mlp_ddp").patch_tiled_mlp_for_ddp()
     loader: Any = import_module("unsloth").FastLanguageModel
     longest = base.config.max_position_embeddings
     common = {"max_seq_length": longest, "use_gradient_checkpointing": "unsloth"}
