@@ -759,7 +759,11 @@ def test_unsloth_trains_the_parameters_of_the_job(monkeypatch: pytest.MonkeyPatc
 
     module = types.ModuleType("unsloth")
     module.FastLanguageModel = OfUnsloth
+    tiles = types.ModuleType("unsloth.models._tiled_mlp_ddp")
+    tiles.patch_tiled_mlp_for_ddp = mock.Mock()
     monkeypatch.setitem(sys.modules, "unsloth", module)
+    monkeypatch.setitem(sys.modules, "unsloth.models", types.ModuleType("unsloth.models"))
+    monkeypatch.setitem(sys.modules, "unsloth.models._tiled_mlp_ddp", tiles)
     job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
     job.tokens, job.document = torch.randint(512, (1, 70)), 32
     for name, adapter in job.model.named_parameters():
@@ -780,6 +784,7 @@ def test_unsloth_trains_the_parameters_of_the_job(monkeypatch: pytest.MonkeyPatc
     for found, wanted in zip(results(single_contenders.ALONE["Unsloth, tiles"].way), expected, strict=True):
         torch.testing.assert_close(found, wanted)
     assert [lengths.tolist() for lengths in OfUnsloth.packed] == [[32, 32, 6]]
+    tiles.patch_tiled_mlp_for_ddp.assert_called_once()
     assert unsloth_contender.adapted(job.model, job.base, True).get_base_model() is not job.base
     job.model = job.base
     with pytest.raises(ConfigError, match="give --lora"):
