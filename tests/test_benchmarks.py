@@ -552,6 +552,25 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     assert training_plan.settings_of(theirs) is None
 
 
+def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a model that stays patched: later steps have the settings of the first."""
+    from recipes.benchmarks import training_contenders, training_job
+
+    job, asked = training_job.make_job("tiny", 512, Ranks("cpu"), False, "all", False), list[Any]()
+
+    def choose(part: Any, run: Any) -> None:
+        asked.append((run.config.memory, run.config.tiled_mlp))
+        if run.config.memory == "auto":
+            part.chosen[len(asked)] = replace(run.config, tiled_mlp=16 * len(asked))
+
+    monkeypatch.setattr(training_contenders.Memory, "begin", choose)
+    for length in (70, 90, 70):
+        job.tokens = torch.randint(512, (1, length))
+        with training_contenders.burst(job, {"memory": "auto"}) as loss:
+            loss(job)
+    assert asked == [("auto", 0), ("auto", 0), ("named", 16)]
+
+
 def test_the_longest_sequence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, tried = tmp_path / "reach.json", list[tuple[str, int]]()
     ends = {"A": ["step", "out of memory"], "B": ["step"] * 3, "C": ["step", "failed"]}

@@ -73,7 +73,8 @@ class RuleRate:
     step: float
 
 
-# fitted to the gated DeltaNet of Qwen3.6 over 2 H200s, see recipes/benchmarks/results/recurrent_2xH200.json;
+# fitted to the gated DeltaNet of Qwen3.6 over 2 H200s, from 32K tokens of each on, where calls take little of the time:
+# recipes/benchmarks/results/recurrent_2xH200.json;
 # passes that find states: on one H100, see recurrent_1xH100_alone.json
 _RULE = RuleRate(forward=104e12, backward=68e12, states=130e12, state_gradients=86e12, call=0.2e-3, step=0.5e-6)
 

@@ -14,7 +14,7 @@ are then without messages, and results are not compared:
 
 The limit is the same layer on as many tokens of a rank, which it computes alone. Results are compared first, with fp32
 on one device: an error above twice that of one device in the dtype of the benchmark is wrong. Then every contender is
-called once a round. The slowest rank counts, and medians are over the rounds.
+called once a round, or some times in a row. The slowest rank counts, and medians are over the rounds.
 """
 
 import argparse

@@ -28,8 +28,11 @@ Way = Callable[[Job], AbstractContextManager[Loss]]
 
 @contextmanager
 def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
-    """Patches the model with hf_burst, which takes the whole sequence."""
-    hf_burst.patch_model(job.model, hf_burst.BurstConfig.from_dict({"memory": "named", **settings}), job.mesh)
+    """Patches the model with hf_burst, which takes the whole sequence. What it chose for as many tokens before stays: a
+    model that is patched once chooses once."""
+    choice = (*settings.items(), job.tokens.shape[1])
+    settings = {"memory": "named", **settings, **job.choices.get(choice, {})}
+    hf_burst.patch_model(job.model, hf_burst.BurstConfig.from_dict(settings), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
     parts[Checkpointing].home = job.home  # page-locked once, as for a model that stays patched
 
@@ -42,6 +45,8 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
         yield loss
         chosen = [*parts[Memory].chosen.values()][-1:]
         job.chosen = {name: getattr(config, name) for config in chosen for name in SETTINGS}
+        if job.chosen:
+            job.choices[choice] = {**job.chosen, "memory": "named"}
     finally:
         hf_burst.unpatch_model(job.model)
 

@@ -26,8 +26,8 @@ def unsloth(job: Job, tiled: bool = False) -> Iterator[Loss]:
 
     Args:
         job ([`Job`]): What is trained: adapters in LoRA.
-        tiled (`bool`): Whether MLPs run in its tiles. They are those that Unsloth has for several processes: those for
-            one fail in the backward pass of adapters in bf16, where they change a view in place (2026.10.9).
+        tiled (`bool`): Whether MLPs run in its tiles, those for several processes. Its tiles for one process fail with
+            adapters in bf16 (2026.10.9): their backward pass changes a view in place.
     """
     if not job.ranks.cuda:
         raise ConfigError("Unsloth needs a GPU")
@@ -59,7 +59,7 @@ def adapted(model: nn.Module, base: PreTrainedModel, tiled: bool) -> nn.Module:
     Args:
         model (`nn.Module`): The model with adapters, whose parameters it takes.
         base (`PreTrainedModel`): The Transformers model inside of it.
-        tiled (`bool`): Whether MLPs run in tiles.
+        tiled (`bool`): Whether MLPs run in tiles, see [`unsloth`].
     """
     from peft.tuners.lora import LoraLayer
 
