@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from .adapted_linear import adapted_linear, autocast_dtype, plain_weight, wide, wide_product
 from .collectives import refuse_second_derivative
 from .errors import KernelError
 
@@ -155,8 +156,8 @@ class _Call:
 
 
 class _Linears(TorchFunctionMode):
-    """Linear layers of a tile. Under autocast a weight is cast once for all tiles. In the backward pass, the result of
-    the one that is `skipped` is not computed, and gradients of weights go into their `sums`.
+    """Linear layers of a tile. A weight is cast, or made of 4 bits, once for all tiles. In the backward pass the result
+    of the one that is `skipped` is not computed, and gradients of weights go into their `sums`.
 
     Args:
         casts (`dict` from `int` to two `torch.Tensor`): Weights, and what they are cast to, by the id of the weight.
@@ -178,33 +179,54 @@ class _Linears(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is not functional.linear or len(args) < 2 or type(args[1]) is not nn.Parameter:
+        product: Forward
+        if function is adapted_linear:
+            product = self._adapted
+        elif function is functional.linear and len(args) > 1 and type(args[1]) is nn.Parameter:
+            product = self._linear
+        else:
             return function(*args, **kwargs)  # of one expert, or quantised
         self.count += 1
-        out = self._linear(*args, **kwargs)
+        out = product(*args, **kwargs)
         self.latest = None if out.is_inference() else (out, out._version)
         return out
 
+    def _adapted(self, tensor: Tensor, weight: Tensor, *factors: Any, **options: Any) -> Tensor:
+        """See [`adapted_linear`]."""
+        if self.sums is not None:
+            _, down, up, _ = factors
+            options |= {"totals": (self._sum(down), self._sum(up)), "skipped": self.count == self.skipped}
+        dtype = autocast_dtype(tensor, weight) or tensor.dtype
+        return adapted_linear(tensor, self._cast(weight, dtype), *factors, **options)
+
     def _linear(self, tensor: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        kind, cast, cast_bias = tensor.device.type, weight.detach(), bias
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, tensor.dtype):
-            dtype = torch.get_autocast_dtype(kind)
-            if id(weight) not in self.casts:
-                self.casts[id(weight)] = weight, cast.to(dtype)  # the weight stays, or another might get its id
-            tensor, cast = tensor.to(dtype), self.casts[id(weight)][1]
+        dtype, cast, cast_bias = autocast_dtype(tensor, weight), weight.detach(), bias
+        if dtype is not None:
+            tensor, cast = tensor.to(dtype), self._cast(weight, dtype)
             cast_bias = None if bias is None else bias.to(dtype)
         if self.sums is None:
             return functional.linear(tensor, cast, cast_bias)
+        of_weight = self._sum(weight)
+        if bias is not None and bias.requires_grad and id(bias) not in self.sums:  # it follows from others
+            return functional.linear(tensor, weight, bias)
+        sums, skipped = (of_weight, self.sums.get(id(bias))), self.count == self.skipped
+        out: Tensor = _Linear.apply(tensor, weight, bias, (cast, cast_bias), sums, skipped)
+        return out
+
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if id(weight) not in self.casts:  # the weight stays, or another might get its id
+            self.casts[id(weight)] = weight, plain_weight(weight, dtype)
+        return self.casts[id(weight)][1]
+
+    def _sum(self, weight: Tensor) -> "_Sum | None":
+        """That of the gradients of a weight; `None` for one that does not learn."""
+        assert self.sums is not None, "in a backward pass"
         if weight.requires_grad and id(weight) not in self.sums:
             raise KernelError(
                 f"A module that is computed in tiles multiplies by a weight of shape {tuple(weight.shape)} that learns "
                 "and belongs to another module. Set BurstConfig(tiled_mlp=0)."
             )
-        if bias is not None and bias.requires_grad and id(bias) not in self.sums:  # it follows from others
-            return functional.linear(tensor, weight, bias)
-        sums = self.sums.get(id(weight)), self.sums.get(id(bias))
-        out: Tensor = _Linear.apply(tensor, weight, bias, (cast, cast_bias), sums, self.count == self.skipped)
-        return out
+        return self.sums.get(id(weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -236,7 +258,7 @@ class _Linear(torch.autograd.Function):
         if of_weight is not None:
             of_weight.add_product(rows.T, tensor.flatten(0, -2))
         if of_bias is not None:
-            of_bias.add(rows.sum(0, dtype=_wide(rows)))
+            of_bias.add(rows.sum(0, dtype=wide(rows.dtype)))
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
@@ -249,17 +271,16 @@ class _Sum:
     def add(self, part: Tensor | None) -> None:
         if part is not None:
             # a copy, as autograd may hand out one tensor for several weights
-            self.value = part.to(_wide(part), copy=True) if self.value is None else self.value.add_(part)
+            self.value = part.to(wide(part.dtype), copy=True) if self.value is None else self.value.add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Adds a product of matrices, which is not rounded to their dtype first."""
-        dtype = _wide(left)
-        if left.dtype == dtype or left.device.type != "cuda":  # elsewhere products have the dtype of their factors
-            self.add(left.to(dtype) @ right.to(dtype))
-        elif self.value is None:
-            self.value = torch.mm(left, right, out_dtype=dtype)
+        if self.value is None:
+            self.value = wide_product(left, right)
+        elif self.value.dtype == left.dtype or left.device.type != "cuda":
+            self.value.add_(wide_product(left, right))
         else:
-            torch.addmm(self.value, left, right, out_dtype=dtype, out=self.value)
+            torch.addmm(self.value, left, right, out_dtype=self.value.dtype, out=self.value)
 
     def of(self, weight: Tensor) -> Tensor | None:
         """The gradient in the dtype of its weight; `None` for one that was not used, if no hook would be given that."""
@@ -279,10 +300,6 @@ def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for weight, own in zip(weights, hooks, strict=True):
             weight._backward_hooks = own
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:

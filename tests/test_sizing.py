@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from hf_burst.check.tiny import shrink
 from hf_burst.cli import main
 from hf_burst.errors import ConfigError
 from hf_burst.hf.model_size import model_size, shape_named
+from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.verdicts import SERVED
 from hf_burst.plan import (
     DATA_SHEETS,
@@ -37,7 +39,7 @@ from hf_burst.plan import (
     named,
 )
 from hf_burst.plan.machine import h200
-from hf_burst.plan.memory import _attention_backward, _casts, kept_by_layer
+from hf_burst.plan.memory import _attention_backward, kept_by_layer
 from hf_burst.plan.step import lay_out, products
 from recipes.benchmarks import predictions
 from recipes.tiny_models import OVERRIDES, is_masked, tiny_config
@@ -54,11 +56,9 @@ def test_all_measured_steps_are_predicted() -> None:
     steps = list(predictions.training_steps())
     assert len(steps) >= 33
     for step in steps:
-        lowest = -0.11 if step.plain or "768k_expandable" in step.file else -0.055
+        lowest = -0.11 if step.plain else -0.055
         highest = 0.04 if "hybrid" in step.model else 0.015 if step.gpus == 1 else 0
-        if "lora_80gb_ours" in step.file and step.length == 262144:
-            highest = 0.15  # a first step, which computed while it waited for host memory
-        assert lowest < step.time_error < highest, step
+        assert step.by_peft or lowest < step.time_error < highest, step
         assert abs(step.memory_error) < (0.06 if "hybrid" in step.model else 0.05) or step.compiled, step
 
 
@@ -77,9 +77,9 @@ def test_cudnn_takes_gradients_of_keys_for_every_query_head() -> None:
 
 
 def test_the_steps_of_recipes_are_predicted() -> None:
-    """Under accelerate's mixed precision; LoRA as peft makes it."""
+    """Under accelerate's mixed precision."""
     steps = list(predictions.recipe_steps())
-    assert len(steps) >= 4
+    assert len(steps) >= 2
     for step in steps:
         assert -0.07 < step.time_error < -0.03, step
         assert abs(step.memory_error) < 0.03, step
@@ -105,13 +105,17 @@ def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) 
     if lora:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(base, peft.LoraConfig(r=lora, target_modules="all-linear"))
+        Adapters().begin(SimpleNamespace(model=model, compiled=False))  # type: ignore[arg-type]
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
         base.enable_input_require_grads()
     ids = torch.randint(0, 512, (1, TOKENS))
-    with FlopCounterMode(display=False) as counter:
+    added = torch.ops.aten.addmm_
+    in_place = {added: lambda out, left, right, *_, **__: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    counts = counter.get_flop_counts()["Global"]
+    counted = counts[torch.ops.aten.mm] + counts.get(added, 0)
     training = Training(TOKENS, 1, 1, lora=lora, checkpointing=checkpointing)
     assert products(model_size(LlamaForCausalLM, SMALL), training) == pytest.approx(
         counted, rel=0.03 if lora else 0.003
@@ -359,9 +363,12 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
 def test_projections_of_recurrent_layers_are_those_that_torch_counts(name: str) -> None:
     model = models.make_model(name).train()
     ids = torch.randint(0, model.config.vocab_size, (1, 64))
-    with FlopCounterMode(display=False) as counter:
+    added = torch.ops.aten.addmm_
+    in_place = {added: lambda out, left, right, *_, **__: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    counts = counter.get_flop_counts()["Global"]
+    counted = counts[torch.ops.aten.mm] + counts.get(added, 0)
     tolerance = 0.07 if name == "zamba" else 0.03  # decays count too, which are many in so small a layer
     if name == "zamba":  # its mixers have heads, of which each has projections of its own
         counted += 6 * 64 * sum(weight.numel() for path, weight in model.named_parameters() if "proj_weight" in path)
@@ -495,7 +502,6 @@ def test_adapters_of_gpt2_are_counted_as_peft_makes_them() -> None:
     adapted = peft.get_peft_model(transformers.GPT2LMHeadModel(config), settings)
     weights = [(name, weight) for name, weight in adapted.named_parameters() if "lora_" in name]
     assert size.adapted == sum(weight.numel() for _, weight in weights) > 0
-    assert size.adapter_inputs == sum(weight.numel() for name, weight in weights if "lora_A" in name)
 
 
 def test_the_choice_of_a_division_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -524,27 +530,3 @@ def test_only_what_is_sharded_is_gathered(capsys: pytest.CaptureFixture[str]) ->
         for weights in ("bf16", "fp32")
     )
     assert whole / half == pytest.approx(2, rel=0.01)
-
-
-def test_an_adapter_in_fp32_keeps_a_copy_of_its_input() -> None:
-    """Under autocast, beside what the adapter in bf16 keeps; those of one input are copies of their own."""
-    peft = pytest.importorskip("peft")
-
-    def kept(dtype: torch.dtype) -> int:
-        model = LlamaForCausalLM(SMALL).to(torch.bfloat16).train()
-        adapted = peft.get_peft_model(model, peft.LoraConfig(r=1, target_modules="all-linear"))
-        for name, weight in adapted.named_parameters():
-            weight.data = weight.data.to(dtype if "lora_" in name else torch.bfloat16)
-        tensors: dict[int, torch.Tensor] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            return tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-
-        autocast = torch.autocast("cpu", torch.bfloat16)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model.model(input_ids=torch.randint(0, 512, (1, TOKENS)))
-        held = {weight.untyped_storage().data_ptr() for weight in adapted.parameters()}
-        return sum(each.untyped_storage().nbytes() for address, each in tensors.items() if address not in held)
-
-    size = model_size(LlamaForCausalLM, SMALL)
-    assert kept(torch.float32) - kept(torch.bfloat16) == pytest.approx(TOKENS * _casts(size)[0], rel=0.05)

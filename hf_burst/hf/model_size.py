@@ -81,7 +81,6 @@ def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name:
         head=counts.head,
         tied=counts.tied,
         adapted=sum(inputs + outputs for inputs, outputs in rows),
-        adapter_inputs=sum(inputs for inputs, _ in rows),
         patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
         recurrent=recurrent,
         unused=counts.unused,

@@ -24,6 +24,7 @@ from .accelerate import PATCH, check_joined, resolve_group
 from .attention import CALL_KEY
 from .cutting import CutPoint, bound_arguments, cut_point_of
 from .hybrid import attention_shapes, hybrid_of, recurrent_sizes
+from .parts.adapters import Adapters
 from .parts.attention import Attention
 from .parts.base import ForwardPass, Part
 from .parts.checkpointing import Checkpointing
@@ -147,6 +148,7 @@ def make_parts(
         Memory(model, config),
         Checkpointing(tile),
         TiledMLP(model, tile),
+        Adapters(),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),

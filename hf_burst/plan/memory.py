@@ -160,7 +160,7 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
     elsewhere = model.queries if training.checkpointing and training.attention_keep == 1 else 0
     mixing = max([2 * (model.queries + model.keys) - elsewhere, *(size.elements for size in model.recurrent)])
     row = kept_by_layer(model, fused, mixing) + model.hidden
-    inner = model.inner * ((5 if training.lora else 4) if fused else 6)  # of its MLP, with gradients
+    inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
     if training.tiles:  # a tile, the gradient of all of its input, and gradients of weights in fp32
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
@@ -171,12 +171,9 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
         one = max(one, _attention_backward(model, training, laid, machine))
     for size in model.recurrent:  # beside them its input and the gradient of its output
         one = max(one, 2.0 * tokens * (size.backward_elements + 2 * model.hidden))
-    copies, in_between = (tokens * size for size in _casts(model)) if training.casts else (0, 0)
-    one += in_between * (training.tiled_mlp / tokens if training.tiles else 1)
-    one += copies / model.layers if training.checkpointing else 0
     mean = kept_by_layer(model, fused) + model.hidden
     mean -= model.inner * (3 if fused else 4) if training.tiles else 0
-    return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean + copies
+    return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean
 
 
 def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> float:
@@ -206,14 +203,6 @@ def kept_by_layer(model: ModelSize, fused: bool, mixing: float | None = None) ->
     in_fp32 = model.norms and not fused
     norms = 3 * model.norms if in_fp32 else max(model.norms - model.hidden, model.hidden)
     return (3 if fused else 4) * model.inner + 2 * model.hidden + norms + mixing
-
-
-def _casts(model: ModelSize) -> tuple[int, int]:
-    """Bytes a token of peft's casts to fp32: what all layers keep, and what is there in between. Each adapter keeps a
-    copy of its input, made anew by autocast, where one in bf16 shares that of the others. The gradient of the widest
-    input, in bf16, becomes one in fp32."""
-    shared = model.layers * (2 * model.hidden + model.inner)
-    return 2 * max(0, model.adapter_inputs - shared), 6 * model.inner
 
 
 def _weights(model: ModelSize, training: Training, number: int) -> float:

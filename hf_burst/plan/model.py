@@ -30,7 +30,6 @@ class ModelSize:
         head (`int`): Those of them in the language-model head.
         tied (`bool`): Whether the head shares its weights with the embeddings.
         adapted (`int`): Rows and columns of all linear layers but the head: weights of adapters of rank 1.
-        adapter_inputs (`int`): Inputs of a token to all of these linear layers.
         patterns (`tuple[tuple[MaskPattern, float], ...]`): How many layers see how far. A layer with heads of twice
             the mean size counts as two. Empty for a model without attention, whose heads are 0.
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
@@ -53,7 +52,6 @@ class ModelSize:
     head: int
     tied: bool
     adapted: int
-    adapter_inputs: int
     patterns: tuple[tuple[MaskPattern, float], ...]
     recurrent: tuple[RecurrentSize, ...] = ()
     unused: int = 0
@@ -170,12 +168,6 @@ class Training:
     def number(self) -> int:
         """Bytes of a number of a trained weight, its gradient or the optimizer. Beside 4 bits, peft makes fp32."""
         return 2 if self.weights == "bf16" else 4
-
-    @property
-    def casts(self) -> bool:
-        """Whether peft casts the inputs of adapters to fp32, and autocast these to bf16 again. Adapters that FSDP2 has
-        gathered are in bf16."""
-        return bool(self.lora) and self.weights == "fp32" and self.shards == 1
 
     @property
     def shards(self) -> int:

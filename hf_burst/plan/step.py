@@ -196,11 +196,11 @@ def _again(mask: Mask, training: Training) -> float:
 
 def products(model: ModelSize, training: Training) -> float:
     """Operations of products of matrices on one GPU. A checkpointed layer computes its products again but for the last
-    one, whose result only an adapter behind it needs; so does an MLP in tiles without checkpoints."""
+    one; so does an MLP in tiles without checkpoints."""
     layers, last = model.used - model.head, model.layers * model.hidden * model.inner
     passes = 2 if training.lora else 3  # frozen weights need no gradient
     repeated = layers if training.checkpointing else 3 * last if training.tiles else 0  # all of it, or MLPs
-    again = max(0, repeated - (0 if training.lora else last)) + training.repeated(model) * layers
+    again = max(0, repeated - last) + training.repeated(model) * layers
     adapters = 3 * training.lora * model.adapted
     return 2.0 * training.tokens * (passes * model.used + again + adapters)
 
@@ -218,10 +218,8 @@ def _touched(model: ModelSize, training: Training) -> float:
     forward, backward = forward + states, backward + states
     passes = 1 + training.checkpointing + training.repeated(model)
     total = model.layers * (passes * forward + backward)
-    if training.lora:  # read for the adapter; made, scaled and added
-        total += (passes + 1) * 8 * model.adapted
-    if training.casts:  # to fp32 and back
-        total += (passes + 1) * 12 * model.adapter_inputs
+    if training.lora:  # inputs read, and outputs added up; their gradients likewise, and once more for both weights
+        total += (3 * passes + 5) * model.adapted
     # FSDP copies gathered weights into place, and gradients to where they are sent from
     weights = model.weights - model.unused
     copies = 0 if training.shards == 1 else 2 * 2 * (2 * weights + (0 if training.lora else weights))

@@ -30,7 +30,6 @@ from recipes.benchmarks.training_plan import GIB, predict, settings_of
 RESULTS = Path(__file__).parent / "results"
 RECIPES = Path(__file__).parents[1] / "results"
 PAGE = Path(__file__).parents[2] / "docs/sizing.md"
-WITHOUT_CASTS = ("sft_lora_64k_2xH200",)
 # inputs of layers that stayed on the GPU when these were measured, and no longer do: beside adapters the embeddings'
 # output, and a shared checkpoint's own beside those that are computed from it
 MORE_INPUTS = {
@@ -60,6 +59,7 @@ class Step(NamedTuple):
     plain: bool  # norms, rotary positions and SwiGLU without Liger
     compiled: bool
     first: bool  # the first step of its run
+    by_peft: bool  # whether peft computed adapters, in passes and products that are spared since
 
     @property
     def time_error(self) -> float:
@@ -103,31 +103,31 @@ def training_steps() -> Iterator[Step]:
                 plain=not result.get("liger"),
                 compiled=bool(result.get("compiled")),
                 first=first,
+                by_peft=result["lora"] and result.get("adapters") != "hf_burst",
             )
 
 
 def recipe_steps() -> Iterator[Step]:
-    """The steps of recipes/sft.py under accelerate's bf16 mixed precision: FSDP2 for all weights, DDP for adapters. The
-    casts of peft are predicted, so adapters count where they were measured with these."""
+    """The steps of recipes/sft.py under accelerate's bf16 mixed precision and FSDP2, of all weights. Those of adapters
+    were measured with the casts and passes of peft."""
     machine, model_class, sizes = h200(), SHAPES["llama-8b"][0], SHAPES["llama-8b"]
     model = model_size(model_class, sizes[1](**sizes[2]))
     for file in sorted(RECIPES.glob("sft_*_2xH200.json")):
-        if file.stem in WITHOUT_CASTS:
-            continue
         result = json.loads(file.read_text())
         words, gpus = result["command"], result["processes"]
-        length, lora = int(words[words.index("--max_length") + 1]), "--use_peft" in words
+        if "--use_peft" in words:
+            continue
+        length = int(words[words.index("--max_length") + 1])
         timed = result["steps"][1:]  # the first step compiles
         speeds = [step.get("tokens_per_second") or gpus * step["tokens_per_second_per_gpu"] for step in timed]
-        spread = "ddp" if lora else "fsdp2"
-        training = Training(length, gpus, gpus, sharded=spread, weights="fp32", lora=16 * lora)
+        training = Training(length, gpus, gpus, weights="fp32")
         memory = estimate_memory(model, training, machine)
         yield Step(
             file=file.stem,
             gpus=gpus,
-            model="llama-8b" + (", LoRA" if lora else ""),
+            model="llama-8b",
             length=length,
-            kept=f"attention saved, sft.py: fp32, {'DDP' if lora else 'FSDP2'}",
+            kept="attention saved, sft.py: fp32, FSDP2",
             seconds=length / statistics.median(speeds),
             predicted_seconds=estimate_step(model, training, machine).total_s,
             gib=max(step.get("memory_gib") or step["peak_memory_gib"] for step in timed),
@@ -135,6 +135,7 @@ def recipe_steps() -> Iterator[Step]:
             plain=False,
             compiled=False,
             first=False,
+            by_peft=False,
         )
 
 
@@ -187,7 +188,8 @@ def markdown() -> str:
         notes = [word for word, holds in (("compiled", step.compiled), ("without Liger", step.plain)) if holds]
         notes += ["first step"] if step.first else []
         kept = ", ".join([step.kept, *notes])
-        seconds = f"{step.seconds:.2f} | {step.predicted_seconds:.2f} ({step.time_error:+.0%})"
+        predicted = "" if step.by_peft else f"{step.predicted_seconds:.2f} ({step.time_error:+.0%})"
+        seconds = f"{step.seconds:.2f} | {predicted}"
         memory = f"{step.gib:.1f} | {step.predicted_gib:.1f} ({step.memory_error:+.0%})"
         lines.append(f"| {step.model} | {step.gpus} | {step.length:,} | {kept} | {seconds} | {memory} |")
     kinds: dict[str, list[float]] = {}

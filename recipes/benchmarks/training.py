@@ -387,6 +387,7 @@ def main() -> int:
         "layers": arguments.layers,
         "document": arguments.document,
         "lora": lora,
+        "adapters": "hf_burst" if lora else None,  # who computes them in rows of hf_burst
         "four_bits": arguments.qlora,
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),

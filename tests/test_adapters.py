@@ -1,0 +1,281 @@
+"""Adapters beside frozen layers: outputs and gradients are peft's, in fewer products and passes."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import hf_burst
+from hf_burst.errors import KernelError
+from hf_burst.hf.parts.adapters import Adapters
+from hf_burst.hf.parts.tiles import TiledMLP
+from hf_burst.tiled import tiled
+from tests import models
+from tests.test_patch import part_of
+from tests.test_tiled import HIDDEN, PRODUCTS, TILE, gated
+
+NAMES = ["gate_proj", "up_proj", "down_proj"]
+
+
+def adapted_mlp(bias: bool = False, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """An MLP with adapters, in a module that a patch would see."""
+    mlp = gated(bias, dtype).requires_grad_(False)
+    settings = {"r": 4, "lora_alpha": 3, "target_modules": NAMES, "init_lora_weights": False, **options}
+    torch.manual_seed(1)
+    return get_peft_model(nn.ModuleDict({"mlp": mlp}), LoraConfig(**settings)).base_model.model.mlp
+
+
+def joined(module: nn.Module) -> nn.Module:
+    """A copy of a module, whose adapters have the forward of a patched model."""
+    module = deepcopy(module)
+    Adapters().begin(SimpleNamespace(model=module, compiled=False))  # type: ignore[arg-type]
+    return module
+
+
+def results(
+    module: nn.Module, x: Tensor, tiles: bool = False, checkpoints: bool = False, autocast: bool = False
+) -> list[Tensor]:
+    """The output of a layer around a module, and all gradients."""
+    torch.manual_seed(2)
+    leaf = x.detach().requires_grad_(x.requires_grad)
+
+    def layer(inner: Tensor) -> Tensor:
+        inner = inner.cos()
+        return inner + (tiled(module, module.forward, TILE, inner) if tiles else module(inner))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = checkpoint(layer, leaf, use_reentrant=False) if checkpoints else layer(leaf)
+    out.double().sin().sum().backward()
+    gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+    return [out.detach(), *([leaf.grad] if x.requires_grad else []), *gradients]
+
+
+def inputs(dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (2, 13), learns: bool = True) -> Tensor:
+    torch.manual_seed(3)
+    return torch.randn(*shape, HIDDEN, dtype=torch.float64).to(dtype).requires_grad_(learns)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The scaling of each product that is computed in one."""
+    seen: list[float] = []
+    from hf_burst.hf.parts import adapters
+
+    def counted(*args: Any) -> Tensor:
+        seen.append(args[5])
+        return own(*args)
+
+    own = adapters.adapted_linear
+    monkeypatch.setattr(adapters, "adapted_linear", counted)
+    return seen
+
+
+@pytest.mark.parametrize(("tiles", "checkpoints"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("shape", [(1, 9), (3, 13), (31,)], ids=str)
+def test_all_is_as_peft_computes_it(tiles: bool, checkpoints: bool, shape: tuple[int, ...], calls: list[float]) -> None:
+    for bias, learns in ((True, True), (False, False)):
+        module, x = adapted_mlp(bias).double(), inputs(shape=shape, learns=learns)
+        found = results(joined(module), x, tiles, checkpoints)
+        assert calls
+        assert set(calls) == {3 / 4}
+        for one, other in zip(found, results(module, x), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_dropout_before_an_adapter(checkpoints: bool, calls: list[float]) -> None:
+    module = adapted_mlp(lora_dropout=0.4).double()
+    found, expected = (results(each, inputs(), checkpoints=checkpoints) for each in (joined(module), module))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert len(calls) == 3 * (1 + checkpoints)
+    module.eval()
+    torch.testing.assert_close(joined(module)(inputs()), module(inputs()), rtol=1e-12, atol=1e-12)
+
+
+def only(module: nn.Module, name: str) -> nn.Module:
+    """A module, of whose adapters one weight learns."""
+    for path, weight in module.named_parameters():
+        weight.requires_grad_(name in path)
+    return module
+
+
+@pytest.mark.parametrize("name", ["lora_A", "lora_B", "down_proj.lora_B", "nothing"])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_some_weights_learn(name: str, tiles: bool) -> None:
+    module = only(adapted_mlp().double(), name)
+    for one, other in zip(results(joined(module), inputs(), tiles, True), results(module, inputs()), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "autocast", "autocast of fp32"])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_errors_are_not_larger(kind: str, tiles: bool, calls: list[float]) -> None:
+    """Beside fp64, of the output and of all gradients."""
+    dtype = torch.float32 if kind == "autocast of fp32" else torch.bfloat16
+    module = adapted_mlp(dtype=dtype, r=8, lora_alpha=12)
+    if kind == "bfloat16":
+        module.to(dtype)
+    x = inputs(torch.bfloat16, (1, 512))
+    exact = results(deepcopy(module).double(), x.double().requires_grad_())
+    given = x.to(dtype).requires_grad_()
+    errors = [
+        [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+        for found in (
+            results(module, given, autocast=kind != "bfloat16"),
+            results(joined(module), given, tiles, True, autocast=kind != "bfloat16"),
+        )
+    ]
+    assert len(calls) > 3
+    assert all(ours <= 1.05 * theirs for theirs, ours in zip(*errors, strict=True)), errors
+
+
+class Operators(TorchDispatchMode):
+    """Products of matrices, and what else makes wide tensors, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products, self.others = 0, Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function in {*PRODUCTS, torch.ops.aten.addmm_.default}:
+            self.products += 1
+        elif isinstance(out, Tensor) and out.numel() >= TILE * HIDDEN and not function.is_view:
+            name = function.overloadpacket.__name__
+            self.others[name] += not re.search("empty|view", name)
+        return out
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_nothing_is_computed_that_nobody_reads(tiles: bool) -> None:
+    times = 4 if tiles else 1
+
+    def counted(module: nn.Module) -> Operators:
+        x = inputs(shape=(1, 4 * TILE))
+
+        def layer(inner: Tensor) -> Tensor:
+            return inner + (tiled(module, module.forward, TILE, inner) if tiles else module(inner))
+
+        with Operators() as operators:
+            checkpoint(layer, x, use_reentrant=False).sum().backward()
+        return operators
+
+    frozen, adapted = counted(gated().requires_grad_(False)), counted(joined(adapted_mlp(r=2).double()))
+    again, gradients = 9 - 2, 3 * 5  # of the last layer x A' alone; of x A', of A and B, and of x in two
+    assert adapted.products == (9 + again + gradients) * times
+    assert adapted.others == frozen.others, "passes over memory"
+
+
+def test_what_it_does_not_know_is_left_to_peft(calls: list[float]) -> None:
+    def with_two(module: Any) -> None:
+        for name in NAMES:
+            layer = getattr(module, name)
+            layer.update_layer("other", r=2, lora_alpha=1, config=LoraConfig(init_lora_weights=False))
+            layer.set_adapter(["default", "other"])
+
+    def each(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+        return lambda module: [change(getattr(module, name)) for name in NAMES] and None
+
+    changes: dict[str, Callable[[Any], None]] = {
+        "several": with_two,
+        "merged": each(lambda layer: layer.merge()),
+        "disabled": each(lambda layer: layer.enable_adapters(False)),
+        "hooked": each(lambda layer: layer.base_layer.register_forward_hook(lambda *given: 2 * given[2])),
+        "replaced": each(lambda layer: setattr(layer.lora_A["default"], "forward", lambda x: x[..., :4])),
+        "learning": each(lambda layer: layer.base_layer.weight.requires_grad_()),
+        "mixed": each(lambda layer: layer.lora_A.float() and layer.lora_B.float()),
+    }
+    settings: dict[str, dict[str, Any]] = {"DoRA": {"use_dora": True}, "of its own": {"lora_bias": True}}
+    for name in (*changes, *settings):
+        module = adapted_mlp(bias=name == "of its own", **settings.get(name, {})).double()
+        ours = joined(module)
+        for changed in (module, ours) if name in changes else ():
+            torch.manual_seed(4)
+            changes[name](changed)
+        found, expected = results(ours, inputs()), results(module, inputs())
+        assert calls == [], name
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), name
+
+
+def test_hooks_of_weights_see_one_gradient() -> None:
+    module, seen = joined(adapted_mlp().double()), list[Tensor]()
+    weight = module.down_proj.lora_B["default"].weight
+    weight.register_hook(seen.append)
+    results(module, inputs(), tiles=True, checkpoints=True)
+    assert len(seen) == 1
+    assert torch.equal(seen[0], weight.grad)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x = inputs()
+    out = joined(adapted_mlp().double())(x)
+    with pytest.raises(KernelError, match="second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
+    """Patched before and after; and everything is put back."""
+    batch = models.make_batch("packed", 43)
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+
+    def trained(model: Any, patched: bool) -> list[Tensor]:
+        loss = model(**batch).loss if patched else models.plain_loss(model, batch)
+        loss.backward()
+        gradients = [weight.grad.clone() for weight in model.parameters() if weight.requires_grad]
+        model.zero_grad()
+        return [loss.detach(), *gradients]
+
+    torch.manual_seed(5)
+    model = get_peft_model(models.make_model("llama", torch.float64), settings).double().train()
+    expected = trained(model, False)
+    config = hf_burst.BurstConfig(tiled_mlp=7)
+    models.patch(model, config)
+    model.gradient_checkpointing_enable()
+    for one, other in zip(trained(model, True), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    assert len(calls) > 14
+    assert len(part_of(model.get_base_model(), TiledMLP).modules) == 2
+    hf_burst.unpatch_model(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def in_4_bits() -> Any:
+    """An MLP of weights in 4 bits, with adapters."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    mlp = gated(dtype=torch.float32).requires_grad_(False)
+    for name in NAMES:
+        linear = getattr(mlp, name)
+        small = Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4", device="meta")
+        small.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=small).to("cpu")
+        setattr(mlp, name, small)
+    settings = LoraConfig(r=4, lora_alpha=3, target_modules=NAMES, init_lora_weights=False)
+    model = nn.ModuleDict({"mlp": mlp})
+    model.is_loaded_in_4bit = True
+    torch.manual_seed(1)
+    return get_peft_model(model, settings).base_model.model.mlp
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize(("tiles", "checkpoints"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_weights_in_4_bits(tiles: bool, checkpoints: bool, autocast: bool, calls: list[float]) -> None:
+    module, ours = in_4_bits(), joined(in_4_bits())
+    x = inputs(torch.bfloat16 if autocast else torch.float32)
+    found = results(ours, x, tiles, checkpoints, autocast)
+    assert len(calls) >= 3
+    tolerance = 2e-2 if autocast else 1e-5
+    for one, other in zip(found, results(module, x, autocast=autocast), strict=True):
+        assert float((one - other).norm() / other.norm()) < tolerance
