@@ -24,6 +24,7 @@ from tests import models
 from tests.test_patch import part_of
 from tests.test_tiled import HIDDEN, PRODUCTS, TILE, gated
 
+KINDS = ["bfloat16", "autocast", "autocast of fp32"]
 NAMES = ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -46,6 +47,7 @@ def results(
     module: nn.Module, x: Tensor, tiles: bool = False, checkpoints: bool = False, autocast: bool = False
 ) -> list[Tensor]:
     """The output of a layer around a module, and all gradients."""
+    module.zero_grad()
     torch.manual_seed(2)
     leaf = x.detach().requires_grad_(x.requires_grad)
 
@@ -53,7 +55,7 @@ def results(
         inner = inner.cos()
         return inner + (tiled(module, module.forward, TILE, inner) if tiles else module(inner))
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
         out = checkpoint(layer, leaf, use_reentrant=False) if checkpoints else layer(leaf)
     out.double().sin().sum().backward()
     gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
@@ -118,26 +120,25 @@ def test_some_weights_learn(name: str, tiles: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "autocast", "autocast of fp32"])
-@pytest.mark.parametrize("tiles", [False, True])
-def test_errors_are_not_larger(kind: str, tiles: bool, calls: list[float]) -> None:
-    """Beside fp64, of the output and of all gradients."""
+def errors_of(kind: str, tiles: bool, device: str = "cpu") -> list[list[float]]:
+    """Errors of peft's results and of ours beside fp64: of the output and of all gradients."""
     dtype = torch.float32 if kind == "autocast of fp32" else torch.bfloat16
-    module = adapted_mlp(dtype=dtype, r=8, lora_alpha=12)
+    module = adapted_mlp(dtype=dtype, r=8, lora_alpha=12).to(device)
     if kind == "bfloat16":
         module.to(dtype)
-    x = inputs(torch.bfloat16, (1, 512))
+    x, autocast = inputs(torch.bfloat16, (1, 512)).detach().to(device), kind != "bfloat16"
     exact = results(deepcopy(module).double(), x.double().requires_grad_())
     given = x.to(dtype).requires_grad_()
-    errors = [
-        [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
-        for found in (
-            results(module, given, autocast=kind != "bfloat16"),
-            results(joined(module), given, tiles, True, autocast=kind != "bfloat16"),
-        )
-    ]
+    every = results(module, given, autocast=autocast), results(joined(module), given, tiles, True, autocast)
+    return [[float((a.double() - b).norm() / b.norm()) for a, b in zip(each, exact, strict=True)] for each in every]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiles", [False, True])
+def test_errors_are_not_larger(kind: str, tiles: bool, calls: list[float]) -> None:
+    theirs, ours = errors_of(kind, tiles)
     assert len(calls) > 3
-    assert all(ours <= 1.05 * theirs for theirs, ours in zip(*errors, strict=True)), errors
+    assert all(own <= 1.05 * other for other, own in zip(theirs, ours, strict=True)), (theirs, ours)
 
 
 class Operators(TorchDispatchMode):
@@ -251,21 +252,21 @@ def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def in_4_bits() -> Any:
+def in_4_bits(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """An MLP of weights in 4 bits, with adapters."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    mlp = gated(dtype=torch.float32).requires_grad_(False)
+    mlp = gated(dtype=dtype).requires_grad_(False)
     for name in NAMES:
         linear = getattr(mlp, name)
         small = Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4", device="meta")
-        small.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=small).to("cpu")
+        small.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=small).to(device)
         setattr(mlp, name, small)
     settings = LoraConfig(r=4, lora_alpha=3, target_modules=NAMES, init_lora_weights=False)
     model = nn.ModuleDict({"mlp": mlp})
     model.is_loaded_in_4bit = True
     torch.manual_seed(1)
-    return get_peft_model(model, settings).base_model.model.mlp
+    return get_peft_model(model, settings).base_model.model.mlp.to(device)
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

@@ -21,7 +21,7 @@ from hf_burst.offload import KeptByLayer
 from hf_burst.plan import MaskPattern, Training, estimate_memory
 from hf_burst.plan.machine import h200
 from hf_burst.tiled import tiled
-from tests import models
+from tests import models, test_adapters
 from tests.ranks import gpu_of
 from tests.test_gpu import (
     Ranks,
@@ -300,3 +300,21 @@ def test_memory_falls_by_about_what_the_plan_says(gpus: Ranks, size: int) -> Non
         assert peak <= 1.01 * measured[0], report
         if should > 0.05 * predicted({}):
             assert 0.7 < falls / should < 1.5, (settings, report)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("kind", test_adapters.KINDS)
+def test_adapters_are_not_less_exact(kind: str, tiles: bool) -> None:
+    theirs, ours = test_adapters.errors_of(kind, tiles, "cuda")
+    assert all(own <= 1.05 * other for other, own in zip(theirs, ours, strict=True)), (theirs, ours)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("tiles", [False, True])
+def test_adapters_beside_weights_in_4_bits(tiles: bool) -> None:
+    """As peft and bitsandbytes compute them, up to the rounding of bf16."""
+    module = test_adapters.in_4_bits(torch.bfloat16, "cuda")
+    x = test_adapters.inputs(torch.bfloat16, (1, 512)).detach().cuda().requires_grad_()
+    theirs = test_adapters.results(module, x, autocast=True)
+    ours = test_adapters.results(test_adapters.joined(module), x, tiles, True, autocast=True)
+    assert all(relative(own, other) < 2e-2 for own, other in zip(ours, theirs, strict=True))

@@ -39,8 +39,10 @@ def plain(
             job.base.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
             stack.callback(checkpoint_layers, job.base)
         if offloaded == "trl":
+            from accelerate import PartialState
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
+            PartialState()  # which its log asks for
             stack.enter_context(hooks_removed(job.model))
             stack.enter_context(get_act_offloading_ctx_manager(job.model, warn_if_no_head=False))
         yield lambda job: job.model(**job.batch, **packing(job, kernel), use_cache=False).loss
