@@ -50,7 +50,7 @@ def compare(rank: int, size: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", models.MASKED)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_loss_logits_and_gradients_equal_one_process(ranks: Ranks, name: str, size: int) -> None:
     if size == 1:
         compare(0, 1, name)

@@ -77,10 +77,23 @@ SAVING = [
     {"tiled_mlp": 256, "layers_per_checkpoint": 2},
     {"tiled_mlp": 256, "layers_per_checkpoint": 3, "activation_offloading": 0.5},
 ]
+STEPS = [(name, settings) for name in CLASSES for settings in SAVING]
+OF_OTHERS = [
+    ("qwen3", SAVING[0]),
+    ("phi3", SAVING[1]),
+    ("olmo2", SAVING[2]),
+    *(("mixtral", each) for each in SAVING[::3]),
+]
 
 
-@pytest.mark.parametrize("settings", SAVING, ids=str)
-@pytest.mark.parametrize("name", CLASSES)
+def some(cases: list[Any], always: Callable[[Any], bool]) -> list[Any]:
+    """Cases, of which `pytest -m full` runs those that are not run always."""
+    return [case if always(case) else pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), some(STEPS, lambda case: case[0] == "llama" or case in OF_OTHERS), ids=str
+)
 def test_the_peak_of_a_step_is_as_planned(name, settings):
     model, tokens = made(name, 6), torch.randint(0, 64, (1, LENGTH))
     _, peak = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, settings)
@@ -89,8 +102,12 @@ def test_the_peak_of_a_step_is_as_planned(name, settings):
     assert peak == pytest.approx(planned.total - planned.held, rel=0.1)
 
 
-@pytest.mark.parametrize("settings", SAVING, ids=str)
-@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+ADAPTERS = [(weights, settings) for weights in ("bf16", "fp32") for settings in SAVING]
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings"), some(ADAPTERS, lambda case: case[0] == "fp32" or not case[1]), ids=str
+)
 def test_the_peak_of_adapters_is_as_planned(weights, settings):
     """Peft makes them in fp32, which casts their inputs, or in the dtype of the model."""
     model, tokens = made("llama", 6), torch.randint(0, 64, (1, LENGTH))
