@@ -74,7 +74,7 @@ def adapted_linear(
         return _product(tensor, base, inner, up.to(dtype), scaling)
     state = _quant_state(weight)
     saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
-    call = _Call(saved.grad_fn, state, tensor.requires_grad, scaling, totals, skipped)
+    call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, totals, skipped)
     out: Tensor = _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
     return out
 
@@ -139,6 +139,7 @@ class _Call(NamedTuple):
     saved: Any  # the node behind what the backward pass needs
     state: Any  # of a weight in 4 bits
     learns: bool  # whether x needs a gradient
+    drops: bool  # whether the adapter is given something else
     scaling: float
     totals: tuple[Total | None, Total | None]
     skipped: bool
@@ -175,26 +176,33 @@ class _AdaptedLinear(torch.autograd.Function):
         inner: Tensor,
         base: tuple[Tensor, Tensor | None],
     ) -> Tensor:
-        ctx.call, ctx.dtypes, ctx.dropped = call, (down.dtype, up.dtype), dropped is not None
+        ctx.call, ctx.dtypes = call, (down.dtype, up.dtype)
         return _product(tensor, base, inner, up.to(inner.dtype), call.scaling, call.skipped)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        call: _Call = ctx.call
-        given, inner, down, up, weight = call.saved.saved_tensors
-        _, _, of_dropped, of_down, of_up, _, _ = ctx.needs_input_grad
-        rows, shape = gradient.flatten(0, -2), gradient.shape[:-1]
-        d_inner = rows.new_empty(len(rows), len(down)).addmm_(rows, up, beta=0, alpha=call.scaling)
-        d_up = call.scaling * wide_product(rows.T, inner.flatten(0, -2)) if of_up else None
-        d_down = wide_product(d_inner.T, given.flatten(0, -2)) if of_down else None
-        d_dropped = d_inner @ down if of_dropped else None
-        d_tensor = rows @ _of_4_bits(weight, call.state).to(rows.dtype) if call.learns else None
-        if d_tensor is not None and not ctx.dropped:
-            d_tensor.addmm_(d_inner, down)
-        whole = [None if part is None else part.view(*shape, -1) for part in (d_tensor, d_dropped)]
-        parts = [_handed(*each) for each in zip((d_down, d_up), call.totals, ctx.dtypes, strict=True)]
-        return None, *whole, *parts, None, None
+        with torch.autocast(gradient.device.type, enabled=False):
+            return None, *_gradients(ctx.call, gradient, ctx.needs_input_grad[2:5], ctx.dtypes), None, None
+
+
+def _gradients(
+    call: _Call, gradient: Tensor, learn: tuple[bool, ...], dtypes: tuple[torch.dtype, torch.dtype]
+) -> list[Tensor | None]:
+    """Those of x, of what the adapter is given instead, and of A and B."""
+    given, inner, down, up, weight = call.saved.saved_tensors
+    of_dropped, of_down, of_up = learn
+    rows = gradient.flatten(0, -2)
+    d_inner = rows.new_empty(len(rows), len(down)).addmm_(rows, up, beta=0, alpha=call.scaling)
+    d_up = call.scaling * wide_product(rows.T, inner.flatten(0, -2)) if of_up else None
+    d_down = wide_product(d_inner.T, given.flatten(0, -2)) if of_down else None
+    d_dropped = d_inner @ down if of_dropped else None
+    d_tensor = rows @ _of_4_bits(weight, call.state).to(rows.dtype) if call.learns else None
+    if d_tensor is not None and not call.drops:
+        d_tensor.addmm_(d_inner, down)
+    parts = [_handed(*each) for each in zip((d_down, d_up), call.totals, dtypes, strict=True)]
+    shape = gradient.shape[:-1]
+    return [*(None if part is None else part.view(*shape, part.shape[-1]) for part in (d_tensor, d_dropped)), *parts]
 
 
 def _handed(gradient: Tensor | None, total: Total | None, dtype: torch.dtype) -> Tensor | None:

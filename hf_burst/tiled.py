@@ -22,6 +22,7 @@ from .collectives import refuse_second_derivative
 from .errors import KernelError
 
 Forward = Callable[..., Tensor]
+Casts = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
 
 
 @torch.compiler.disable
@@ -108,7 +109,7 @@ class _Call:
 
     def compute(self, inputs: Sequence[Tensor]) -> Tensor:
         """The output."""
-        casts: dict[int, tuple[Tensor, Tensor]] = {}
+        casts: Casts = {}
         out: Tensor | None = None
         for start, tile in self._tiles(inputs):
             with _Linears(casts) as linears:
@@ -125,7 +126,7 @@ class _Call:
     ) -> list[Tensor | None]:
         """The gradients of inputs that `learn`, and of the weights."""
         whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]
-        sums, casts = {id(weight): _Sum() for weight in weights}, dict[int, tuple[Tensor, Tensor]]()
+        sums, casts = {id(weight): _Sum() for weight in weights}, Casts()
         skipped = self.products if self.ends_in_product else 0
         with ExitStack() as stack:
             for surrounding in self.surroundings:
@@ -160,14 +161,12 @@ class _Linears(TorchFunctionMode):
     of the one that is `skipped` is not computed, and gradients of weights go into their `sums`.
 
     Args:
-        casts (`dict` from `int` to two `torch.Tensor`): Weights, and what they are cast to, by the id of the weight.
+        casts (`dict`): Weights, and what they are cast to, by the id of the weight and the dtype.
         sums (mapping from `int` to `_Sum`, *optional*): By the id of the weight.
         skipped (`int`, defaults to 0): The place of a layer among them, from 1 on; 0 for none.
     """
 
-    def __init__(
-        self, casts: dict[int, tuple[Tensor, Tensor]], sums: Mapping[int, "_Sum"] | None = None, skipped: int = 0
-    ) -> None:
+    def __init__(self, casts: "Casts", sums: Mapping[int, "_Sum"] | None = None, skipped: int = 0) -> None:
         super().__init__()
         self.casts, self.sums, self.skipped = casts, sums, skipped
         self.count = 0
@@ -214,9 +213,10 @@ class _Linears(TorchFunctionMode):
         return out
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if id(weight) not in self.casts:  # the weight stays, or another might get its id
-            self.casts[id(weight)] = weight, plain_weight(weight, dtype)
-        return self.casts[id(weight)][1]
+        key = id(weight), dtype
+        if key not in self.casts:  # the weight stays, or another might get its id
+            self.casts[key] = weight, plain_weight(weight, dtype)
+        return self.casts[key][1]
 
     def _sum(self, weight: Tensor) -> "_Sum | None":
         """That of the gradients of a weight; `None` for one that does not learn."""

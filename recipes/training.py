@@ -79,20 +79,23 @@ def sft_trainer(arguments: list[str], defaults: dict[str, Any]) -> "tuple[SFTTra
 def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] | None = None) -> None:
     """Trains, evaluates where there is something to evaluate on, and writes the checkpoint and its log.
 
-    The adapters are merged by one process, when the others are done. All processes call `measure` after the training.
+    The adapters are merged by one process, when the others are done. Those of fp32 leave their inputs in bf16, to which
+    autocast would take them back. All processes call `measure` after the training.
     """
     import models
     import report
+    from peft.helpers import disable_input_dtype_casting
 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
-    resuming.train(trainer)
-    last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
-    done = last == [trainer.state.global_step] and not training.load_best_model_at_end
-    if trainer.eval_dataset is not None and not done:
-        trainer.evaluate()
-    if measure is not None:
-        measure()
+    with disable_input_dtype_casting(trainer.model, active=training.bf16):
+        resuming.train(trainer)
+        last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
+        done = last == [trainer.state.global_step] and not training.load_best_model_at_end
+        if trainer.eval_dataset is not None and not done:
+            trainer.evaluate()
+        if measure is not None:
+            measure()
     trainer.save_model()
     if first:
         report.write_log(trainer)

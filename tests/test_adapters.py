@@ -1,6 +1,9 @@
 """Adapters beside frozen layers: outputs and gradients are peft's, in fewer products and passes."""
 
+import gc
+import pickle
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -12,6 +15,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +27,7 @@ from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.tiles import TiledMLP
 from hf_burst.tiled import tiled
 from tests import models
+from tests.ranks import RankPool
 from tests.test_patch import part_of
 from tests.test_tiled import HIDDEN, PRODUCTS, TILE, gated
 
@@ -94,13 +101,13 @@ def test_all_is_as_peft_computes_it(tiles: bool, checkpoints: bool, shape: tuple
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_dropout_before_an_adapter(checkpoints: bool, calls: list[float]) -> None:
+@pytest.mark.parametrize(("tiles", "checkpoints"), [(False, False), (False, True), (True, True)])
+def test_dropout_before_an_adapter(tiles: bool, checkpoints: bool, calls: list[float]) -> None:
     module = adapted_mlp(lora_dropout=0.4).double()
-    found, expected = (results(each, inputs(), checkpoints=checkpoints) for each in (joined(module), module))
+    found, expected = (results(each, inputs(), tiles, checkpoints) for each in (joined(module), module))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert len(calls) == 3 * (1 + checkpoints)
+    assert len(calls) >= 3 * (1 + checkpoints)
     module.eval()
     torch.testing.assert_close(joined(module)(inputs()), module(inputs()), rtol=1e-12, atol=1e-12)
 
@@ -227,7 +234,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
-    """Patched before and after; and everything is put back."""
+    """And everything is put back."""
     batch = models.make_batch("packed", 43)
     settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
 
@@ -252,15 +259,81 @@ def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def in_4_bits(dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+def test_no_tokens() -> None:
+    """As experts get them."""
+    for shape in ((0,), (2, 0)):
+        module, x = adapted_mlp().double(), inputs(shape=shape)
+        for one, other in zip(results(joined(module), x), results(module, x), strict=True):
+            assert torch.equal(one, other)
+
+
+class Exact(nn.Module):
+    """A module that computes without autocast."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            out: Tensor = self.inner(x.float())
+            return out
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_backward_pass_under_autocast(tiles: bool) -> None:
+    x, gradients = inputs(torch.float32), []
+    for module in (Exact(adapted_mlp(dtype=torch.float32)), joined(Exact(adapted_mlp(dtype=torch.float32)))):
+        with torch.autocast("cpu", torch.bfloat16, enabled=tiles):
+            out = tiled(module, module.forward, TILE, x) if tiles else module(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            out.sum().backward()
+        gradients.append([weight.grad for weight in module.parameters() if weight.requires_grad])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("tiles", [0, 7])
+def test_the_life_of_a_patched_model(tiles: int, calls: list[float]) -> None:
+    """It is copied, pickled, compiled and merged as others are, and its memory is given back when it goes."""
+    batch = models.make_batch("plain")
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(models.patch(models.make_model("llama"), hf_burst.BurstConfig(tiled_mlp=tiles)), settings)
+    expected = model(**batch).loss
+    mlp = model.get_base_model().model.layers[0].mlp
+    for other in (deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
+        assert vars(other.down_proj)["forward"].module is other.down_proj
+        assert ("forward" in vars(other)) == bool(tiles)
+    counted = len(calls)
+    with torch.no_grad():
+        mlp.up_proj(torch.zeros(1, 1, mlp.up_proj.in_features))
+    assert len(calls) == counted, "a token alone is decoded by peft"
+    Adapters().begin(SimpleNamespace(model=model, compiled=True))  # type: ignore[arg-type]
+    adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert not any("forward" in vars(layer) for layer in adapted)
+    torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-5, atol=1e-5)
+    assert all("forward" in vars(layer) for layer in adapted)
+    gone = [weakref.ref(layer) for layer in adapted]
+    del adapted, mlp, other
+    gc.disable()
+    try:
+        model = model.merge_and_unload()
+        assert not any(layer() is not None for layer in gone)
+    finally:
+        gc.enable()
+    torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-4, atol=1e-4)
+
+
+def in_4_bits(dtype: torch.dtype = torch.float32, device: str = "cpu", storage: torch.dtype = torch.uint8) -> Any:
     """An MLP of weights in 4 bits, with adapters."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     mlp = gated(dtype=dtype).requires_grad_(False)
     for name in NAMES:
         linear = getattr(mlp, name)
-        small = Linear4bit(linear.in_features, linear.out_features, bias=False, quant_type="nf4", device="meta")
-        small.weight = Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=small).to(device)
+        options: dict[str, Any] = {"quant_type": "nf4", "quant_storage": storage}
+        small = Linear4bit(linear.in_features, linear.out_features, bias=False, device="meta", **options)
+        small.weight = Params4bit(linear.weight.data, requires_grad=False, module=small, **options).to(device)
         setattr(mlp, name, small)
     settings = LoraConfig(r=4, lora_alpha=3, target_modules=NAMES, init_lora_weights=False)
     model = nn.ModuleDict({"mlp": mlp})
@@ -280,3 +353,43 @@ def test_weights_in_4_bits(tiles: bool, checkpoints: bool, autocast: bool, calls
     tolerance = 2e-2 if autocast else 1e-5
     for one, other in zip(found, results(module, x, autocast=autocast), strict=True):
         assert float((one - other).norm() / other.norm()) < tolerance
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_the_dtype_of_adapters_beside_4_bits(calls: list[float]) -> None:
+    """Without autocast, peft computes adapters in fp32 beside an input in bf16. With an input in fp32 bitsandbytes
+    computes in fp32, also under autocast."""
+    for storage in (torch.uint8, torch.bfloat16):
+        for adapters, x, autocast, ours in (
+            (torch.float32, torch.bfloat16, False, False),
+            (torch.bfloat16, torch.bfloat16, False, True),
+            (torch.float32, torch.bfloat16, True, True),
+            (torch.float32, torch.float32, True, False),
+        ):
+            module = in_4_bits(torch.bfloat16, storage=storage)
+            for name, weight in module.named_parameters():
+                weight.data = weight.data.to(adapters) if "lora" in name else weight.data
+            calls.clear()
+            results(joined(module), inputs(x), autocast=autocast)
+            assert bool(calls) == ours, (storage, adapters, x, autocast)
+
+
+def under_fsdp2(rank: int, size: int, storage: torch.dtype) -> list[float]:
+    """How far two steps are from those of one process. FSDP2 takes away what makes numbers of 4 bits, and the first
+    forward pass puts it back."""
+    alone, module = in_4_bits(storage=storage), joined(in_4_bits(storage=storage))
+    fully_shard(module, mesh=init_device_mesh("cpu", (size,)))
+    x, errors = inputs(torch.float32), list[float]()
+    for _ in range(2):
+        found, expected = results(module, x, checkpoints=True), results(alone, x)
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+        errors += [float((one - other).norm() / other.norm()) for one, other in zip(whole, expected, strict=True)]
+    return errors
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32], ids=str)
+def test_4_bits_under_fsdp2(ranks: Callable[[int], RankPool], storage: torch.dtype) -> None:
+    for errors in ranks(2).run(under_fsdp2, storage):
+        assert len(errors) == 16
+        assert max(errors) < 1e-5

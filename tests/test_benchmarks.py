@@ -986,7 +986,7 @@ def test_the_results_of_training_are_what_was_measured() -> None:
         assert len(result["git_commit"]) == 40
         for row in result["results"]:
             first = next(earlier for earlier in result["results"] if earlier["length"] == row["length"])
-            assert row["check"] == pytest.approx(first["check"], rel=2e-2)
+            assert row["status"] == "failed" or row["check"] == pytest.approx(first["check"], rel=2e-2)
             if row["steps"]:  # the time of a run may be up before
                 assert row["median_s"] == statistics.median(step["seconds"] for step in row["steps"])
 

@@ -109,7 +109,7 @@ ADAPTERS = [(weights, settings) for weights in ("bf16", "fp32") for settings in 
     ("weights", "settings"), some(ADAPTERS, lambda case: case[0] == "fp32" or not case[1]), ids=str
 )
 def test_the_peak_of_adapters_is_as_planned(weights, settings):
-    """Peft makes them in fp32, which casts their inputs, or in the dtype of the model."""
+    """Peft makes them in fp32, or in the dtype of the model."""
     model, tokens = made("llama", 6), torch.randint(0, 64, (1, LENGTH))
     model.enable_input_require_grads()
     lora = LoraConfig(r=16, target_modules="all-linear")

@@ -57,9 +57,8 @@ def test_all_measured_steps_are_predicted() -> None:
     assert len(steps) >= 33
     for step in steps:
         lowest = -0.11 if step.plain else -0.065
-        highest = 0.015 if step.gpus == 1 else 0
-        assert step.by_peft or lowest < step.time_error < highest, step
-        assert abs(step.memory_error) < (0.06 if "hybrid" in step.model else 0.05) or step.compiled, step
+        assert step.by_peft or lowest < step.time_error < 0, step
+        assert abs(step.memory_error) < 0.05 or step.compiled, step
 
 
 def test_cudnn_takes_gradients_of_keys_for_every_query_head() -> None:
@@ -100,7 +99,10 @@ def test_the_page_has_these_numbers() -> None:
 
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) -> None:
+def test_operations_are_those_that_torch_counts(
+    checkpointing: bool, lora: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.modules.module, "_has_any_global_hook", lambda: False)  # there are the counter's
     model = base = LlamaForCausalLM(SMALL).train()
     if lora:
         peft = pytest.importorskip("peft")
@@ -363,12 +365,9 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
 def test_projections_of_recurrent_layers_are_those_that_torch_counts(name: str) -> None:
     model = models.make_model(name).train()
     ids = torch.randint(0, model.config.vocab_size, (1, 64))
-    added = torch.ops.aten.addmm_
-    in_place = {added: lambda out, left, right, *_, **__: 2 * left[0] * left[1] * right[1]}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    counts = counter.get_flop_counts()["Global"]
-    counted = counts[torch.ops.aten.mm] + counts.get(added, 0)
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     tolerance = 0.07 if name == "zamba" else 0.03  # decays count too, which are many in so small a layer
     if name == "zamba":  # its mixers have heads, of which each has projections of its own
         counted += 6 * 64 * sum(weight.numel() for path, weight in model.named_parameters() if "proj_weight" in path)

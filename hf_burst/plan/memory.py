@@ -162,9 +162,9 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
     row = kept_by_layer(model, fused, mixing) + model.hidden
     inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
-    if training.tiles:  # a tile, the gradient of all of its input, and gradients of weights in fp32
+    if training.tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
-        one += 0 if training.lora else 4 * model.mlp
+        one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     if laid.attention:

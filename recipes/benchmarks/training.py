@@ -387,7 +387,7 @@ def main() -> int:
         "layers": arguments.layers,
         "document": arguments.document,
         "lora": lora,
-        "adapters": "hf_burst" if lora else None,  # who computes them in rows of hf_burst
+        "adapters": "hf_burst" if lora and not arguments.compile else None,  # who computes them in its rows
         "four_bits": arguments.qlora,
         "gpu_memory_gib": arguments.gpu_memory,
         "allocator": os.environ.get("PYTORCH_ALLOC_CONF"),

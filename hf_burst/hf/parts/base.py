@@ -1,11 +1,14 @@
 """The life cycle of a part, and the forward pass that the parts prepare together."""
 
+import weakref
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -105,3 +108,26 @@ class Part:
 
     def remove(self, model: PreTrainedModel) -> None:
         """Puts back what `install`, or a pass, changed."""
+
+
+class StandIn:
+    """Stands for the `forward` of a module that has it as an attribute, and does not keep this module alive."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "it holds this one"
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StandIn":
+        return type(self)(*(deepcopy(given, memo) for given in self._given()))
+
+    def __reduce__(self) -> Any:
+        return type(self), self._given()
+
+    def _given(self) -> tuple[Any, ...]:
+        """What one like it is made of."""
+        return (self.module,)

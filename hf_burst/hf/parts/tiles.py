@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...tiled import tiled
 from ..cutting import language_model_of
 from ..head import is_partitioned
-from .base import ForwardPass, Part
+from .base import ForwardPass, Part, StandIn
 from .replicas import has_fsdp1
 
 _NAMES = ("MLP", "Mlp", "FeedForward", "FFN")
@@ -84,26 +84,31 @@ class TiledMLP(Part):
                     module.forward = forward.own
 
 
-class _TiledForward:
-    """Stands for the `forward` of a module: its own one, of some tokens at a time."""
+class _TiledForward(StandIn):
+    """A module's own forward, of some tokens at a time."""
 
-    def __init__(self, module: Any, own: Any, tile: "Tile") -> None:
-        self.module, self.own, self.tile = module, own, tile
+    def __init__(self, module: nn.Module, own: Any, tile: "Tile") -> None:
+        super().__init__(module)
+        self.own, self.tile = own, tile
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        module: Any = self.module
         count, names = len(args), tuple(kwargs)  # the function lives as long as the layer, and its inputs must not
 
         def forward(*inputs: Tensor) -> Tensor:
             named = dict(zip(names, inputs[count:], strict=True))
             out: Tensor = (
-                type(self.module).forward(self.module, *inputs[:count], **named)
+                type(module).forward(module, *inputs[:count], **named)
                 if self.own is None
                 else self.own(*inputs[:count], **named)
             )
             return out
 
         inputs = *args, *kwargs.values()
-        return tiled(self.module, forward, self.tile.tokens, *inputs) if self.tile.tokens else forward(*inputs)
+        return tiled(module, forward, self.tile.tokens, *inputs) if self.tile.tokens else forward(*inputs)
+
+    def _given(self) -> tuple[Any, ...]:
+        return self.module, self.own, self.tile
 
 
 def tokenwise_modules(model: nn.Module) -> list[Any]:
