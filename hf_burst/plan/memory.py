@@ -1,9 +1,11 @@
 """Memory of a GPU in a training step, by what takes it."""
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
 
 from .machine import Machine
-from .model import ModelSize, Training
+from .model import ModelSize, Training, keeping
 from .step import LaidOut, lay_out
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
@@ -44,7 +46,7 @@ class MemoryEstimate:
     @property
     def items(self) -> dict[str, float]:
         """The bytes of the GPU by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("host", "moment")}
+        return {name: getattr(self, name) for name in _ITEMS}
 
     @property
     def held(self) -> float:
@@ -57,9 +59,18 @@ class MemoryEstimate:
         return float(sum(self.items.values()))
 
 
+_ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in ("host", "moment"))
+
+
 def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> MemoryEstimate:
     """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`]."""
-    return max(memory_of_step(model, training, machine), key=lambda estimate: estimate.total)
+    at_loss, moments = _moments(model, training, machine)
+
+    def more(changes: dict[str, Any]) -> float:
+        """Bytes beyond those at the loss."""
+        return sum(value - getattr(at_loss, name) for name, value in changes.items() if name != "moment")
+
+    return replace(at_loss, **max(moments, key=more))
 
 
 def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
@@ -71,6 +82,12 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
         training ([`Training`]): How.
         machine ([`Machine`]): On what; it decides how blocks travel.
     """
+    at_loss, moments = _moments(model, training, machine)
+    return [replace(at_loss, **changes) for changes in moments]
+
+
+def _moments(model: ModelSize, training: Training, machine: Machine) -> tuple[MemoryEstimate, list[dict[str, Any]]]:
+    """The memory at the loss, and what is other at each moment, that one first."""
     number, trained, tokens = training.number, training.trained(model), training.tokens
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
@@ -104,54 +121,59 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
         host=training.inputs(leaving, model) * kept_input + leaving * attending * kept_attention,
         moment="the loss",
     )
-    moments, first = [at_loss], table * number / shards if learns else 0.0
+    moments: list[dict[str, Any]] = [{}]
+    first = table * number / shards if learns else 0.0
     between = gradients - first * (1 if model.tied else 2)  # those of the embeddings come behind those of all layers
+    counts = _by_layer(layers, leaving, training.layers_per_checkpoint) if layers else ((0, 0, 0),) * model.layers
     for layer in range(model.layers, 0, -1):
         done = (model.layers - layer) / max(1, model.layers - 1)  # of the backward pass
-        inputs, attentions, again = _at_layer(layer, model, training) if layers else (0, 0, 0)
+        inputs, attentions, again = counts[layer - 1]
         names = {model.layers: "of the last layer", 1: "of the first layer"}
         moments.append(
-            replace(
-                at_loss,
-                gradients=buckets + first + done * between,
+            {
+                "gradients": buckets + first + done * between,
                 # layers that were computed again for the input of the next one are still together
-                gathered=2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
-                layer_inputs=inputs * kept_input,
-                attention=attentions * attending * kept_attention,
-                activations=every * layer / model.layers + one,
-                loss=0.0,
-                moment=f"the backward pass {names.get(layer, f'of layer {layer}')}",
-            )
+                "gathered": 2 * unit * (1 + learns + again) + 2 * table if sharded else 0.0,
+                "layer_inputs": inputs * kept_input,
+                "attention": attentions * attending * kept_attention,
+                "activations": every * layer / model.layers + one,
+                "loss": 0.0,
+                "moment": f"the backward pass {names.get(layer, f'of layer {layer}')}",
+            }
         )
-    if learns:
-        everything = replace(at_loss, gradients=buckets + gradients, gathered=4.0 * table if sharded else 0.0)
-        moments.append(_at_embeddings(everything, activations=2.0 * states))
-    return moments
+    if learns:  # when all layers are behind
+        moments.append(
+            {
+                **dict.fromkeys(("layer_inputs", "attention", "loss", "states"), 0.0),
+                "gradients": buckets + gradients,
+                "gathered": 4.0 * table if sharded else 0.0,
+                "activations": 2.0 * states,
+                "moment": "the backward pass of the embeddings",
+            }
+        )
+    return at_loss, moments
 
 
-def _at_embeddings(estimate: MemoryEstimate, activations: float) -> MemoryEstimate:
-    """What is left when all layers are behind."""
-    gone = dict.fromkeys(("layer_inputs", "attention", "loss", "states"), 0.0)
-    return replace(estimate, **gone, activations=activations, moment="the backward pass of the embeddings")
-
-
-def _at_layer(layer: int, model: ModelSize, training: Training) -> tuple[int, int, int]:
-    """How many inputs of layers, and attentions, the GPU has when so many layers are left, and how many of the inputs
-    were computed again. What the host keeps of this layer is there, too, and of the one that comes next."""
-    leaving, last = training.offloaded(model), layer - 1
+@lru_cache(maxsize=1024)
+def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int, int, int], ...]:
+    """How many inputs of layers, and attentions, the GPU has when one layer is left, or two, or more, and how many of
+    the inputs were computed again. What the host keeps of this layer is there, too, and of the one that comes next."""
+    kept = [keeping(first, layers, per_checkpoint) for first in range(layers + 1)]
 
     def start(index: int) -> int:
         """The layer whose input that of another one is computed from."""
-        while training.inputs(index + 1, model) == training.inputs(index, model):
+        while kept[index + 1] == kept[index]:
             index -= 1
         return index
 
-    again = last - start(last)
-    ahead = -1 if last == 0 else last - 1 if again else start(last - 1)
-    stay = training.inputs(layer, model) - training.inputs(min(leaving, layer), model)
-    inputs = stay + again + (last < leaving and not again) + (0 <= ahead < leaving and start(ahead) == ahead)
-    attentions = max(0, layer - leaving) + (last < leaving) + (0 <= ahead < leaving)
-    return inputs, attentions, again
+    counts = []
+    for last in range(layers):
+        again = last - start(last)
+        ahead = -1 if last == 0 else last - 1 if again else start(last - 1)
+        stay = kept[last + 1] - kept[min(leaving, last + 1)]
+        inputs = stay + again + (last < leaving and not again) + (0 <= ahead < leaving and start(ahead) == ahead)
+        counts.append((inputs, max(0, last + 1 - leaving) + (last < leaving) + (0 <= ahead < leaving), again))
+    return tuple(counts)
 
 
 def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> tuple[float, float]:
