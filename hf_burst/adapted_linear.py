@@ -111,13 +111,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """A product of matrices that is not rounded to their dtype."""
-    dtype, kind = wide(left.dtype), left.device.type
-    with torch.autocast(kind, enabled=False):
-        if left.dtype == dtype or kind != "cuda":  # elsewhere products have the dtype of their factors
-            return left.to(dtype) @ right.to(dtype)
-        product: Tensor = torch.mm(left, right, out_dtype=dtype)
-        return product
+    """A product of matrices that is not rounded to their dtype. Autocast must be off, which would round it."""
+    dtype = wide(left.dtype)
+    if left.dtype == dtype or left.device.type != "cuda":  # elsewhere products have the dtype of their factors
+        return left.to(dtype) @ right.to(dtype)
+    product: Tensor = torch.mm(left, right, out_dtype=dtype)
+    return product
 
 
 def _product(

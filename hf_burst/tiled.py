@@ -166,7 +166,7 @@ class _Linears(TorchFunctionMode):
         skipped (`int`, defaults to 0): The place of a layer among them, from 1 on; 0 for none.
     """
 
-    def __init__(self, casts: "Casts", sums: Mapping[int, "_Sum"] | None = None, skipped: int = 0) -> None:
+    def __init__(self, casts: Casts, sums: Mapping[int, "_Sum"] | None = None, skipped: int = 0) -> None:
         super().__init__()
         self.casts, self.sums, self.skipped = casts, sums, skipped
         self.count = 0
@@ -255,11 +255,12 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight = ctx.saved_tensors
         (of_weight, of_bias), rows = ctx.sums, gradient.flatten(0, -2)
-        if of_weight is not None:
-            of_weight.add_product(rows.T, tensor.flatten(0, -2))
-        if of_bias is not None:
-            of_bias.add(rows.sum(0, dtype=wide(rows.dtype)))
-        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None, None
+        with torch.autocast(gradient.device.type, enabled=False):  # all have the dtype of the product by now
+            if of_weight is not None:
+                of_weight.add_product(rows.T, tensor.flatten(0, -2))
+            if of_bias is not None:
+                of_bias.add(rows.sum(0, dtype=wide(rows.dtype)))
+            return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None, None
 
 
 class _Sum:

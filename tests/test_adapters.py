@@ -6,6 +6,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import hf_burst
 from hf_burst.errors import KernelError
@@ -259,6 +261,23 @@ def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("counted", ["forward", "backward", "both"])
+def test_a_counter_around_one_of_the_passes(counted: str, calls: list[float]) -> None:
+    """Its hooks are on all modules. A layer is computed again as it was, if they come or go in between."""
+    model = get_peft_model(models.patch(models.make_model("llama")), LoraConfig(r=2, target_modules="all-linear"))
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    with FlopCounterMode(display=False) if counted != "backward" else nullcontext():
+        loss = model.train()(**models.make_batch("plain")).loss
+        if counted == "both":
+            loss.backward()
+    assert bool(calls) == (counted == "backward")
+    if counted != "both":
+        with FlopCounterMode(display=False) if counted == "backward" else nullcontext():
+            loss.backward()
+    assert all(weight.grad is not None for name, weight in model.named_parameters() if "lora_B" in name)
+
+
 def test_no_tokens() -> None:
     """As experts get them."""
     for shape in ((0,), (2, 0)):
@@ -306,8 +325,9 @@ def test_the_life_of_a_patched_model(tiles: int, calls: list[float]) -> None:
         assert ("forward" in vars(other)) == bool(tiles)
     counted = len(calls)
     with torch.no_grad():
-        mlp.up_proj(torch.zeros(1, 1, mlp.up_proj.in_features))
+        mlp.up_proj.eval()(torch.zeros(1, 1, mlp.up_proj.in_features))
     assert len(calls) == counted, "a token alone is decoded by peft"
+    mlp.up_proj.train()
     Adapters().begin(SimpleNamespace(model=model, compiled=True))  # type: ignore[arg-type]
     adapted = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert not any("forward" in vars(layer) for layer in adapted)

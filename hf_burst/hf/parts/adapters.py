@@ -17,7 +17,9 @@ class Adapters(Part):
     """Gives the LoRA layers of a model a forward of their own, see [`adapted_linear`]."""
 
     def begin(self, run: ForwardPass) -> None:
-        if run.compiled:  # the compiler joins these passes itself
+        # a compiler joins these passes over memory itself; hooks on all modules, such as a counter, see those of peft;
+        # asked once for each pass of the model, as a layer that is computed again does what it did before
+        if run.compiled or nn.modules.module._has_any_global_hook():
             self.remove(run.model)
             return
         for layer in _layers(run.model):  # added at any time
@@ -31,13 +33,13 @@ class Adapters(Part):
 
 
 class _AdaptedForward(StandIn):
-    """That of a LoRA layer. What it does not know is left to the layer's own one: several adapters at once, merged
-    ones, variants such as DoRA, layers that somebody hooks, and tokens that are generated one by one."""
+    """Stands for the forward of a LoRA layer. What it does not know is left to the layer's own one: several adapters at
+    once, merged ones, variants such as DoRA, layers that somebody hooks, and tokens that are generated one by one."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self.module
         name = None if args or kwargs else _adapter(layer)
-        if name is None or _is_left_alone(x) or not _is_plain(layer, x, name):
+        if name is None or _is_left_alone(layer, x) or not _is_plain(layer, x, name):
             own: Tensor = type(layer).forward(layer, x, *args, **kwargs)
             return own
         base, dropout = layer.base_layer, layer.lora_dropout[name]
@@ -65,11 +67,11 @@ def _adapter(layer: Any) -> str | None:
     return active[0] if len(active) == 1 and active[0] not in layer.lora_variant else None
 
 
-def _is_left_alone(x: Tensor) -> bool:
-    """Whether a call is compiled, of one token that is generated, or followed by somebody's hooks or transforms."""
-    if torch.compiler.is_compiling() or x.dim() < 2 or (x.shape[-2] == 1 and not torch.is_grad_enabled()):
+def _is_left_alone(layer: Any, x: Tensor) -> bool:
+    """Whether a call is compiled, transformed by torch.func, of a vector, or of one token that is generated."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or x.dim() < 2:
         return True
-    return bool(nn.modules.module._has_any_global_hook()) or torch._C._are_functorch_transforms_active()
+    return x.shape[-2] == 1 and not layer.training and not torch.is_grad_enabled()
 
 
 def _is_plain(layer: Any, x: Tensor, name: str) -> bool:

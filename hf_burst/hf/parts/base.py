@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...config import BurstConfig
+from ...errors import ConfigError
 from ...layout import SequenceLayout
 from ...mesh import ContextGroup
 from ...plan import Hybrid
@@ -119,7 +120,8 @@ class StandIn:
     @property
     def module(self) -> nn.Module:
         module = self._module()
-        assert module is not None, "it holds this one"
+        if module is None:
+            raise ConfigError("The module of this forward is gone. Keep the module, or the model, and call that.")
         return module
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StandIn":
