@@ -33,7 +33,7 @@ from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, row_products
-from recipes.benchmarks import attention, host_copies, reach, recurrent, training_plan
+from recipes.benchmarks import attention, host_copies, reach, recurrent, training_contenders, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native, exact_attention
@@ -533,19 +533,22 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"
     options = ["--device", "cpu", "--shape", "tiny", "--layers", "3", "--lora", "--lengths", "131", "--rounds", "1"]
     options += ["--warmup", "0", "--no-limits", "--contenders", "Transformers, cuDNN", "hf_burst, chosen"]
-    options += ["--give-back"]
+    options += [training_contenders.BY_PEFT, "--give-back"]
     script = [sys.executable, "recipes/benchmarks/training.py", *options, "--hf-burst", words, "--out", str(out)]
     subprocess.run(script, cwd=ROOT, check=True, timeout=120)
     result = json.loads(out.read_text())
-    theirs, chosen, ours = result["results"]
+    theirs, chosen, by_peft, ours = result["results"]
     assert result["layers"] == 3
     assert result["limits"] == {}
     assert theirs["settings"] is None
-    assert chosen["settings"] == {"memory": "auto"}
+    assert chosen["settings"] == by_peft["settings"] == {"memory": "auto"}
+    assert "predicted" in chosen
+    assert "predicted" not in by_peft
     assert ours["settings"] == {"tiled_mlp": 16, "activation_offloading": 1.0, "head_groups": 2}
     assert ours["contender"] == "hf_burst, tiled_mlp=16, activation_offloading=1.0, head_groups=2"
-    assert ours["check"] == pytest.approx(theirs["check"], rel=1e-5)
-    assert ours["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
+    for row in (chosen, by_peft, ours):
+        assert row["check"] == pytest.approx(theirs["check"], rel=1e-5)
+        assert row["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
     assert ours["predicted"]["host_memory_gib"] > ours["predicted_of_all_layers"]["host_memory_gib"] > 0
     assert training_plan.settings_of(ours) == ours["settings"]
     assert training_plan.settings_of(chosen) == {}
@@ -554,7 +557,7 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
 
 def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a model that stays patched: later steps have the settings of the first."""
-    from recipes.benchmarks import training_contenders, training_job
+    from recipes.benchmarks import training_job
 
     job, asked = training_job.make_job("tiny", 512, Ranks("cpu"), False, "all", False), list[Any]()
 
@@ -569,6 +572,21 @@ def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) 
         with training_contenders.burst(job, {"memory": "auto"}) as loss:
             loss(job)
     assert asked == [("auto", 0), ("auto", 0), ("named", 16)]
+
+
+@pytest.mark.parametrize(("name", "by_peft"), [("hf_burst, chosen", False), (training_contenders.BY_PEFT, True)])
+def test_who_computes_adapters(name: str, by_peft: bool) -> None:
+    from recipes.benchmarks import training_job
+
+    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
+    job.tokens = torch.randint(512, (1, 70))
+    adapted = [module for module in job.model.modules() if hasattr(module, "lora_A")]
+    with training_contenders.REACH[name].way(job) as loss:
+        loss(job).backward()
+        assert [("forward" in vars(layer)) for layer in adapted] == [not by_peft] * 14
+    with training_contenders.burst(job, {}) as loss:
+        loss(job)
+        assert all("forward" in vars(layer) for layer in adapted)
 
 
 def test_the_longest_sequence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -881,7 +899,6 @@ def test_what_is_no_result_of_training_is_not_drawn(tmp_path: Path, monkeypatch:
 def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from recipes.benchmarks import training_contenders
     from tests import models
 
     def exchanged() -> None: ...

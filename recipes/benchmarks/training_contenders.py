@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from types import MethodType
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 import hf_burst
@@ -198,6 +199,17 @@ def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
         checkpoint_layers(job.base)
 
 
+@contextmanager
+def by_peft(job: Job, way: Way) -> Iterator[Loss]:
+    """Trains in another way, while peft computes adapters: hf_burst leaves them to it beside hooks on all modules."""
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        with way(job) as loss:
+            yield loss
+    finally:
+        handle.remove()
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to train the model of a job.
@@ -240,6 +252,8 @@ def read_settings(text: str) -> tuple[str, Contender]:
     return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
 
 
+BY_PEFT = "hf_burst, chosen, peft's adapters"
+CHOSEN = {"memory": "auto"}
 OFFLOADED, TILED, GROUPED = {"activation_offloading": 1.0}, {"tiled_mlp": 16384}, {"head_groups": 4}
 HALF, RECOMPUTED = {"attention_keep": 0.5}, {"attention_keep": 0.0}
 BURST = {
@@ -257,7 +271,8 @@ REACH = {
     "hf_burst, heads in groups": by_settings(GROUPED),
     "hf_burst, everything on": by_settings({**TILED, **OFFLOADED, **GROUPED}),
     "hf_burst, everything on, attention recomputed": by_settings({**TILED, **OFFLOADED, **GROUPED, **RECOMPUTED}),
-    "hf_burst, chosen": by_settings({"memory": "auto"}),
+    "hf_burst, chosen": by_settings(CHOSEN),
+    BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, way=partial(burst, settings=CHOSEN))),
 }
 CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
 ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")

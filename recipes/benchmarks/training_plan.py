@@ -6,6 +6,7 @@ from typing import Any
 from hf_burst.hf.model_size import model_size
 from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step
 from hf_burst.plan.machine import Machine, by_data_sheet, cpu, data_sheet
+from recipes.benchmarks.training_contenders import BY_PEFT
 from recipes.benchmarks.training_job import SHAPES
 
 GIB = 2**30
@@ -23,7 +24,7 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
     """What a row of a result was trained with, as [`Training`] has it; `None` if it cannot be predicted."""
     if row["contender"] in NAMED:
         return NAMED[row["contender"]]
-    settings = row.get("settings")
+    settings = None if row["contender"] == BY_PEFT else row.get("settings")
     return None if settings is None else {name: settings[name] for name in SETTINGS if name in settings}
 
 
