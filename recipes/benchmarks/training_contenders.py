@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 import hf_burst
 from hf_burst.errors import ConfigError
 from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import Memory
 from hf_burst.plan import SETTINGS
@@ -200,14 +200,12 @@ def everything_saved(job: Job, way: Way) -> Iterator[Loss]:
 
 
 @contextmanager
-def by_peft(job: Job, way: Way) -> Iterator[Loss]:
-    """Trains in another way, while peft computes adapters: hf_burst leaves them to it beside hooks on all modules."""
-    handle = register_module_forward_hook(lambda *_: None)
-    try:
-        with way(job) as loss:
-            yield loss
-    finally:
-        handle.remove()
+def by_peft(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
+    """Trains by hf_burst without the part that computes adapters, so that peft does."""
+    with burst(job, settings) as loss:
+        patch = getattr(job.base, PATCH)
+        patch.parts = tuple(part for part in patch.parts if not isinstance(part, Adapters))
+        yield loss
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,7 @@ REACH = {
     "hf_burst, everything on": by_settings({**TILED, **OFFLOADED, **GROUPED}),
     "hf_burst, everything on, attention recomputed": by_settings({**TILED, **OFFLOADED, **GROUPED, **RECOMPUTED}),
     "hf_burst, chosen": by_settings(CHOSEN),
-    BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, way=partial(burst, settings=CHOSEN))),
+    BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, settings=CHOSEN)),
 }
 CUDNN, FLASH_4 = partial(stock, kernel="sdpa"), partial(deepspeed, kernel="flash_attention_4")
 ZIGZAG = partial(axolotl, kernel="flash_attention_2", backend="ring", load_balance="head_tail")
