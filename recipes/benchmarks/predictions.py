@@ -52,7 +52,8 @@ class Step(NamedTuple):
     model: str
     length: int
     kept: str
-    seconds: float
+    seconds: float  # without the host's waits for page-locked memory, once a run
+    waited: float  # such waits; the GPU may have computed meanwhile
     predicted_seconds: float
     gib: float
     predicted_gib: float
@@ -63,8 +64,9 @@ class Step(NamedTuple):
 
     @property
     def time_error(self) -> float:
-        """How far the prediction is above the measured seconds."""
-        return self.predicted_seconds / self.seconds - 1
+        """How far the prediction is above the measured seconds; of a range, above its nearer end, or not at all."""
+        nearest = min(max(self.predicted_seconds, self.seconds), self.seconds + self.waited)
+        return self.predicted_seconds / nearest - 1
 
     @property
     def memory_error(self) -> float:
@@ -73,9 +75,8 @@ class Step(NamedTuple):
 
 
 def training_steps() -> Iterator[Step]:
-    """All measured steps of hf_burst, without the page-locking of host memory, once a run. Their memory is that of
-    torch's allocator: symmetric buffers lie beside it, and the first step of a run ends before the optimizer has its
-    states."""
+    """All measured steps of hf_burst. Their memory is that of torch's allocator: symmetric buffers lie beside it, and
+    the first step of a run ends before the optimizer has its states."""
     for file in sorted(RESULTS.glob("training_*.json")):
         result = json.loads(file.read_text())
         layers, adapters = result.get("layers"), ", QLoRA" if result.get("four_bits") else ", LoRA"
@@ -83,6 +84,7 @@ def training_steps() -> Iterator[Step]:
         for row in rows:
             if (settings := settings_of(row)) is None:
                 continue
+            waits = [step.get("page_locking_s", 0.0) for step in row["steps"]]
             first = row is rows[0] and len(row["steps"]) == 1 and "--warmup 0" in result["command"]
             predicted = predict(result, row, layers, first)
             if settings.get("activation_offloading"):
@@ -96,7 +98,10 @@ def training_steps() -> Iterator[Step]:
                 length=row["length"],
                 kept=row["contender"].removeprefix("hf_burst, ")
                 + (", packed documents" if result.get("document") else ""),
-                seconds=statistics.median(step["seconds"] - step.get("page_locking_s", 0) for step in row["steps"]),
+                seconds=statistics.median(
+                    step["seconds"] - wait for step, wait in zip(row["steps"], waits, strict=True)
+                ),
+                waited=statistics.median(waits),
                 predicted_seconds=predicted["seconds"],
                 gib=row["peak_memory_gib"],
                 predicted_gib=predicted["peak_memory_gib"],
@@ -129,6 +134,7 @@ def recipe_steps() -> Iterator[Step]:
             length=length,
             kept="attention saved, sft.py: fp32, FSDP2",
             seconds=length / statistics.median(speeds),
+            waited=0.0,
             predicted_seconds=estimate_step(model, training, machine).total_s,
             gib=max(step.get("memory_gib") or step["peak_memory_gib"] for step in timed),
             predicted_gib=(memory.total - memory.exchange) / GIB,
@@ -189,7 +195,8 @@ def markdown() -> str:
         notes += ["first step"] if step.first else []
         kept = ", ".join([step.kept, *notes])
         predicted = "" if step.by_peft else f"{step.predicted_seconds:.2f} ({step.time_error:+.0%})"
-        seconds = f"{step.seconds:.2f} | {predicted}"
+        longest = f" to {step.seconds + step.waited:.2f}" if step.waited > 0.01 * step.seconds else ""
+        seconds = f"{step.seconds:.2f}{longest} | {predicted}"
         memory = f"{step.gib:.1f} | {step.predicted_gib:.1f} ({step.memory_error:+.0%})"
         lines.append(f"| {step.model} | {step.gpus} | {step.length:,} | {kept} | {seconds} | {memory} |")
     kinds: dict[str, list[float]] = {}
