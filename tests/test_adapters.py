@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_burst
@@ -276,6 +277,32 @@ def test_a_counter_around_one_of_the_passes(counted: str, calls: list[float]) ->
         with FlopCounterMode(display=False) if counted == "backward" else nullcontext():
             loss.backward()
     assert all(weight.grad is not None for name, weight in model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("tiled_mlp", [0, 7])
+def test_checkpoints_that_keep_products(tiled_mlp: int, calls: list[float]) -> None:
+    """Selective checkpoints keep outputs of operators that peft calls, and nothing may change these in place."""
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(models.make_model("llama", torch.float64), settings).double().train()
+    batch, learned = models.make_batch("plain"), [weight for weight in model.parameters() if weight.requires_grad]
+    models.plain_loss(model, batch).backward()
+    expected = [weight.grad for weight in learned]
+    model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=tiled_mlp))
+    kept = Counter[str]()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        products = "mm" in str(operator)
+        kept[str(operator)] += products and not context.is_recompute
+        return CheckpointPolicy.MUST_SAVE if products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    model(**batch).loss.backward()
+    assert not calls
+    assert kept["aten.mm.default"] >= 2 * 3 * 7  # layers, products, adapted linear layers; more of them in tiles
+    for weight, gradient in zip(learned, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-10, atol=1e-10)
 
 
 def test_no_tokens() -> None:

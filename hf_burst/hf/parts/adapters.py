@@ -18,8 +18,9 @@ class Adapters(Part):
 
     def begin(self, run: ForwardPass) -> None:
         # a compiler joins these passes over memory itself; hooks on all modules, such as a counter, see those of peft;
-        # asked once for each pass of the model, as a layer that is computed again does what it did before
-        if run.compiled or nn.modules.module._has_any_global_hook():
+        # selective checkpoints keep outputs of peft's operators; asked once for each pass of the model, as a layer that
+        # is computed again does what it did before
+        if run.compiled or run.selective or nn.modules.module._has_any_global_hook():
             self.remove(run.model)
             return
         for layer in _layers(run.model):  # added at any time

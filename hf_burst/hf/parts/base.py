@@ -42,6 +42,7 @@ class ForwardPass:
     settings: BurstConfig = field(init=False)  # the config, with what was chosen for this batch; from `begin` on
     compiled: bool = False  # whether torch.compile runs it, or a module in it
     repeatable: bool = False  # whether all layers checkpoint so that they can run again for their output alone
+    selective: bool = False  # whether layers checkpoint by a context_fn of the user's, which may keep some outputs
     hybrid: Hybrid | None = None  # of a model with recurrent layers over several ranks
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks, see `ContextGroup.agree`
     checksums: dict[str, torch.Tensor] = field(default_factory=dict)  # scalars that must be equal, too

@@ -90,6 +90,7 @@ class Checkpointing(Part):
             )
         run.repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
         run.repeatable &= _checkpoint_all_layers(run.model, wrapped)
+        run.selective = any("context_fn" in function.options for function in wrapped)
         if again and not run.repeatable and trains:
             raise ConfigError(
                 f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) is for layers that all "
