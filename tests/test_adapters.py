@@ -49,7 +49,7 @@ def adapted_mlp(bias: bool = False, dtype: torch.dtype = torch.float64, **option
 def joined(module: nn.Module) -> nn.Module:
     """A copy of a module, whose adapters have the forward of a patched model."""
     module = deepcopy(module)
-    Adapters().begin(SimpleNamespace(model=module, compiled=False))  # type: ignore[arg-type]
+    Adapters().begin(SimpleNamespace(model=module, compiled=False, selective=False))  # type: ignore[arg-type]
     return module
 
 
