@@ -104,7 +104,7 @@ def test_operations_are_those_that_torch_counts(checkpointing: bool, lora: int) 
     if lora:
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(base, peft.LoraConfig(r=lora, target_modules="all-linear"))
-        Adapters().begin(SimpleNamespace(model=model, compiled=False))  # type: ignore[arg-type]
+        Adapters().begin(SimpleNamespace(model=model, compiled=False, selective=False))  # type: ignore[arg-type]
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
         base.enable_input_require_grads()
