@@ -1,11 +1,19 @@
-"""Counts the bytes of the tensors that are alive, on any device."""
+"""Counts the bytes of the tensors that are alive, on any device, and has them computed fast."""
 
 import weakref
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+
+_PRODUCTS = (
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.addmm_,
+    torch.ops.aten.bmm,
+    torch.ops.aten._grouped_mm,
+)
 
 
 class LiveMemory(TorchDispatchMode):
@@ -43,3 +51,21 @@ class LiveMemory(TorchDispatchMode):
             if isinstance(result, torch.Tensor):
                 self._count(result)
         return results
+
+
+def _wide(factor: Any) -> Any:
+    return factor.float() if isinstance(factor, torch.Tensor) and factor.dtype == torch.bfloat16 else factor
+
+
+class FastProducts(TorchDispatchMode):
+    """While it is active, products of bf16 are computed in fp32. CPUs without instructions for bf16 take many times as
+    long else."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        into = kwargs.get("out", args[0] if function.overloadpacket is torch.ops.aten.addmm_ else None)
+        if function.overloadpacket not in _PRODUCTS or args[0].dtype != torch.bfloat16:
+            return function(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "out"}
+        product = getattr(torch, function.overloadpacket.__name__.rstrip("_"))(*tree_map(_wide, args), **options)
+        return product.bfloat16() if into is None else into.copy_(product)

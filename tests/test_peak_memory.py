@@ -29,7 +29,7 @@ from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.plan import Training, estimate_memory
 from hf_burst.plan.machine import Machine, cpu
 from tests import models
-from tests.live_memory import LiveMemory
+from tests.live_memory import FastProducts, LiveMemory
 
 LENGTH = 2048
 SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": LENGTH}
@@ -56,7 +56,7 @@ def bytes_of_step(
 ) -> tuple[int, int]:
     """Bytes beside the weights, of a step that is not the first: those kept behind the forward pass, and the most."""
     hf_burst.patch_model(model, hf_burst.BurstConfig(memory="named", gradients="averaged_by_hand", **settings))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with FastProducts(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**batch).loss.backward()
         model.zero_grad()
         with LiveMemory(*model.parameters()) as live:
