@@ -64,7 +64,8 @@ class FastProducts(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         into = kwargs.get("out", args[0] if function.overloadpacket is torch.ops.aten.addmm_ else None)
-        if function.overloadpacket not in _PRODUCTS or args[0].dtype != torch.bfloat16:
+        named = function._overloadname == "dtype" or kwargs.get("out_dtype") is not None
+        if named or function.overloadpacket not in _PRODUCTS or args[0].dtype != torch.bfloat16:
             return function(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "out"}
         product = getattr(torch, function.overloadpacket.__name__.rstrip("_"))(*tree_map(_wide, args), **options)

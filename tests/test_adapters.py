@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -303,6 +304,16 @@ def test_checkpoints_that_keep_products(tiled_mlp: int, calls: list[float]) -> N
     assert kept["aten.mm.default"] >= 2 * 3 * 7  # layers, products, adapted linear layers; more of them in tiles
     for weight, gradient in zip(learned, expected, strict=True):
         torch.testing.assert_close(weight.grad, gradient, rtol=1e-10, atol=1e-10)
+
+
+def test_a_selective_checkpoint_inside_of_a_layer_that_checkpoints(calls: list[float]) -> None:
+    model = get_peft_model(models.patch(models.make_model("llama")), LoraConfig(r=2, target_modules="all-linear"))
+    base = model.get_base_model()
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    base.model.layers[0].mlp = checkpoint_wrapper(base.model.layers[0].mlp, context_fn=contexts)
+    model.train()(**models.make_batch("plain")).loss.backward()
+    assert not calls
 
 
 def test_no_tokens() -> None:

@@ -84,7 +84,8 @@ def training_steps() -> Iterator[Step]:
         for row in rows:
             if (settings := settings_of(row)) is None:
                 continue
-            waits = [step.get("page_locking_s", 0.0) for step in row["steps"]]
+            shortest = statistics.median(step["seconds"] - step.get("page_locking_s", 0.0) for step in row["steps"])
+            waited = statistics.median(step["seconds"] for step in row["steps"]) - shortest
             first = row is rows[0] and len(row["steps"]) == 1 and "--warmup 0" in result["command"]
             predicted = predict(result, row, layers, first)
             if settings.get("activation_offloading"):
@@ -98,10 +99,8 @@ def training_steps() -> Iterator[Step]:
                 length=row["length"],
                 kept=row["contender"].removeprefix("hf_burst, ")
                 + (", packed documents" if result.get("document") else ""),
-                seconds=statistics.median(
-                    step["seconds"] - wait for step, wait in zip(row["steps"], waits, strict=True)
-                ),
-                waited=statistics.median(waits),
+                seconds=shortest,
+                waited=waited if waited > 0.01 * shortest else 0.0,
                 predicted_seconds=predicted["seconds"],
                 gib=row["peak_memory_gib"],
                 predicted_gib=predicted["peak_memory_gib"],
@@ -194,8 +193,12 @@ def markdown() -> str:
         notes = [word for word, holds in (("compiled", step.compiled), ("without Liger", step.plain)) if holds]
         notes += ["first step"] if step.first else []
         kept = ", ".join([step.kept, *notes])
-        predicted = "" if step.by_peft else f"{step.predicted_seconds:.2f} ({step.time_error:+.0%})"
-        longest = f" to {step.seconds + step.waited:.2f}" if step.waited > 0.01 * step.seconds else ""
+        predicted = (
+            ""
+            if step.by_peft
+            else f"{step.predicted_seconds:.2f} ({f'{step.time_error:+.0%}' if step.time_error else 'within'})"
+        )
+        longest = f" to {step.seconds + step.waited:.2f}" if step.waited else ""
         seconds = f"{step.seconds:.2f}{longest} | {predicted}"
         memory = f"{step.gib:.1f} | {step.predicted_gib:.1f} ({step.memory_error:+.0%})"
         lines.append(f"| {step.model} | {step.gpus} | {step.length:,} | {kept} | {seconds} | {memory} |")

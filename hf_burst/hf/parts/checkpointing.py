@@ -53,6 +53,7 @@ class Checkpointing(Part):
         self.reserved = 0  # bytes of the host, on all ranks
         self.layers = self.leaving = self.begun = 0  # that checkpoint; that offload in this pass; that ran
         self.per_checkpoint = 1
+        self.selective = False  # whether a module checkpoints by a context_fn of the user's
         self.latest: LayerRun | None = None
         # of the latest, until the next layer runs: its address is not given away meanwhile
         self.output: tuple[torch.Tensor, Place] | None = None
@@ -90,7 +91,7 @@ class Checkpointing(Part):
             )
         run.repeatable = bool(wrapped) and not run.compiled and all(function.repeatable for function in wrapped)
         run.repeatable &= _checkpoint_all_layers(run.model, wrapped)
-        run.selective = any("context_fn" in function.options for function in wrapped)
+        run.selective = self.selective
         if again and not run.repeatable and trains:
             raise ConfigError(
                 f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) is for layers that all "
@@ -136,6 +137,7 @@ class Checkpointing(Part):
                     functions.append(own[name])
                     if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
                         of_layers.append(own[name])
+        self.selective = any("context_fn" in function.options for function in functions)
         outermost, inside = [], set[int]()
         for function in of_layers:  # from the outside on
             if id(function.module) not in inside:
