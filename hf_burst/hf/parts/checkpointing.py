@@ -137,7 +137,8 @@ class Checkpointing(Part):
                     functions.append(own[name])
                     if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
                         of_layers.append(own[name])
-        self.selective = any("context_fn" in function.options for function in functions)
+        if functions or model.training:  # an evaluation may come before the backward pass of a step
+            self.selective = any("context_fn" in function.options for function in functions)
         outermost, inside = [], set[int]()
         for function in of_layers:  # from the outside on
             if id(function.module) not in inside:
