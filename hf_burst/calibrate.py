@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .cache import cache_file, write_whole
 from .errors import RankMismatchError
 from .host import host_id
-from .host_memory import host_memory
+from .host_limits import host_memory
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in

@@ -1,7 +1,8 @@
 """Page-locked host memory of one device: made ahead by threads, used again, and given back.
 
 An operating system makes a page of memory when it is first written, and virtual machines may ask their own host for it.
-That takes longer than the copy of an activation, so threads write blocks of memory before they are needed.
+That takes longer than the copy of an activation, so threads write and page-lock blocks of memory before they are
+needed, in pages of 2 MiB where the system has them.
 """
 
 import contextlib
@@ -10,20 +11,18 @@ import os
 import sys
 import time
 import weakref
-from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread, main_thread
+from queue import Empty, SimpleQueue
+from threading import RLock, Thread, main_thread
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from .errors import ConfigError, KernelError
+from .host_limits import host_memory, processes
 
-_MAKERS = 8  # threads of a host that make blocks
+_MAKERS = 12  # threads of a host that make blocks
 _PIECE = 2**25  # bytes that are written by one call of torch, which has no threads of its own for so few
-_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
 class Page:
@@ -64,6 +63,13 @@ class HostMemory:
         """The stream on which the device computes."""
         return self.module.current_stream(self.device)
 
+    @property
+    def most(self) -> int:
+        """Bytes that there are or were asked for, and those that the host has beside them for this process."""
+        ahead = self._ahead
+        left = host_memory()[1] // processes() - ahead.unmade * self.block_bytes
+        return self.size + ahead.pending * self.block_bytes + max(0, left)
+
     def reserve(self, size: int) -> None:
         """Sees to it that so many bytes are there in all, or will be when they are taken.
 
@@ -71,16 +77,14 @@ class HostMemory:
             ConfigError: If the host has not as many.
             KernelError: If the driver refuses to page-lock.
         """
-        coming, processes = self._ahead.pending * self.block_bytes, _processes()
-        missing = size - self.size - coming
-        room = max(0, host_memory()[1] // processes - self._ahead.unmade * self.block_bytes)
-        if missing > room:
+        taken, most = self.size + self._ahead.pending * self.block_bytes, self.most
+        if size > most:
             raise ConfigError(
-                f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes} processes, "
-                f"of which {(self.size + coming) / 2**30:.1f} are taken and {room / 2**30:.1f} are left. Lower "
+                f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes()} "
+                f"processes, of which {taken / 2**30:.1f} are taken and {(most - taken) / 2**30:.1f} are left. Lower "
                 "BurstConfig(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
             )
-        self._ahead.ask(-(-missing // self.block_bytes))
+        self._ahead.ask(-(-(size - taken) // self.block_bytes))
         if self.size < size:
             self._lock(1)  # a driver that page-locks nothing refuses here, where all ranks can be told
 
@@ -110,14 +114,12 @@ class HostMemory:
         weakref.finalize(self, self._ahead.end)
 
     def _lock(self, blocks: int) -> None:
-        """Page-locks blocks that were asked for, and waits for them."""
+        """Takes blocks that were asked for, and waits for them."""
         start = time.perf_counter()
         try:
             for _ in range(blocks):
                 memory = self._ahead.take()
-                if _locks(self.device):
-                    _page_lock(memory, self.device)
-                    weakref.finalize(self, _unlock, memory, self.device).atexit = False
+                weakref.finalize(self, _unlock, memory, self.device).atexit = False
                 self.free.extend(Page(page) for page in memory.split(self.page_bytes))
                 self.size += len(memory)
         except BaseException:
@@ -141,7 +143,8 @@ class _Ahead:
         self.pending = 0  # blocks that were asked for, and not taken
         self._waiting = 0  # those that nobody has begun
         self._threads, self._ended = 0, False
-        self._lock, self._made = Lock(), SimpleQueue[Tensor | Exception]()
+        # taken again by the thread that holds it, if that collects garbage
+        self._lock, self._made = RLock(), SimpleQueue[Tensor | Exception]()
 
     @property
     def unmade(self) -> int:
@@ -152,7 +155,7 @@ class _Ahead:
         """Has so many blocks made, soon."""
         if blocks <= 0:
             return
-        most = max(1, min(_MAKERS, _cores() // _processes())) if _locks(self.device) else 0
+        most = max(1, min(_MAKERS, _cores() // processes())) if _locks(self.device) else 0
         with self._lock:
             self.pending += blocks
             self._waiting += blocks
@@ -179,6 +182,8 @@ class _Ahead:
             self._make_one()
         made = self._made.get()
         self.pending -= 1
+        if isinstance(made, KernelError):
+            raise made
         if isinstance(made, Exception):
             raise KernelError(
                 f"There are no {self.size / 2**20:.0f} MiB more of host memory for offloading: {made}. Lower "
@@ -187,8 +192,12 @@ class _Ahead:
         return made
 
     def end(self) -> None:
-        """No block is begun any more."""
-        self._ended = True
+        """No block is begun any more, and those that nobody took are given back."""
+        with self._lock:
+            self._ended = True
+        with contextlib.suppress(Empty):
+            while True:
+                self._give_back(self._made.get_nowait())
 
     def _begins(self) -> bool:
         """Whether a block waits, which the caller is to make."""
@@ -204,10 +213,21 @@ class _Ahead:
             self._threads -= 1
 
     def _make_one(self) -> None:
+        made: Tensor | Exception
         try:
-            self._made.put(_new_block(self.size, self.device))
+            made = _new_block(self.size, self.device)
+            _page_lock(made, self.device)
         except Exception as problem:  # who takes it is told
-            self._made.put(problem)
+            made = problem
+        with self._lock:
+            if not self._ended:
+                self._made.put(made)
+                return
+        self._give_back(made)
+
+    def _give_back(self, made: Tensor | Exception) -> None:
+        if isinstance(made, Tensor):
+            _unlock(made, self.device)
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
@@ -239,6 +259,8 @@ def _page_lock(memory: Tensor, device: torch.device) -> None:
     Raises:
         KernelError: If the driver refuses.
     """
+    if not _locks(device):
+        return
     driver: Any = torch.cuda.cudart()
     with torch.cuda.device(device):
         status = driver.cudaHostRegister(memory.data_ptr(), len(memory), 0)
@@ -252,6 +274,8 @@ def _page_lock(memory: Tensor, device: torch.device) -> None:
 
 def _unlock(memory: Tensor, device: torch.device) -> None:
     """Gives memory that was page-locked back, after the copies that are under way."""
+    if not _locks(device):
+        return
     torch.cuda.synchronize(device)
     driver: Any = torch.cuda.cudart()
     driver.cudaHostUnregister(memory.data_ptr())
@@ -264,29 +288,3 @@ def _locks(device: torch.device) -> bool:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def _processes() -> int:
-    """How many processes share the host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes of host memory that there are, and that are available, also inside of a container."""
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
-    for limit, usage in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
-            most, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in (limit, usage))
-            total, available = min(total, most), min(available, most - used + _reclaimable())
-    return total, max(0, available)
-
-
-def _reclaimable() -> int:
-    """Bytes that a container counts as used for files, and gives back when they are needed."""
-    for place in ("memory.stat", "memory/memory.stat"):
-        with contextlib.suppress(OSError, ValueError):
-            rows = (line.split() for line in (Path("/sys/fs/cgroup") / place).read_text().splitlines())
-            counts = {name: int(count) for name, count in rows}
-            return counts.get("total_inactive_file", counts.get("inactive_file", 0))
-    return 0

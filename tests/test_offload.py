@@ -115,9 +115,11 @@ def test_memory_is_locked_until_nothing_needs_it() -> None:
     driver = torch.cuda.cudart()
     home = HostMemory(CPU)
     home.reserve(700)
-    assert driver.locked == [home.free[0].memory.data_ptr()], "where the driver refuses, all ranks are told before"
+    assert home.size == 256, "where the driver refuses, all ranks are told before"
+    ended()
+    assert len(driver.locked) == 3, "threads page-lock what they make"
+    assert home.free[0].memory.data_ptr() in driver.locked
     home.reserve(700)
-    assert len(driver.locked) == 2
     home.free.extend(home.take(700))
     assert len(driver.locked) == 3
     left = OffloadedTensor(torch.arange(64.0), home)
@@ -133,6 +135,13 @@ def test_memory_is_locked_until_nothing_needs_it() -> None:
     del left
     gc.collect()
     assert driver.locked == []
+    home = HostMemory(CPU)
+    home.reserve(700)
+    ended()
+    assert len(driver.locked) == 3
+    del home
+    gc.collect()
+    assert driver.locked == [], "also what nobody took"
 
 
 def test_pages_are_used_again(tiny_pages: None) -> None:

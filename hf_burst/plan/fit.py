@@ -1,47 +1,61 @@
-"""Which settings let a training fit into memory and take the least time: tiles, groups of heads, offloading, and
-attention that is computed again."""
+"""Which settings let a training step fit into memory: the rule behind `BurstConfig(memory="auto")`.
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
+A step that fits as it is stays as it is. Otherwise settings are added, one after another, until it fits: checkpointed
+layers wait on the host, as many as its memory takes; then MLPs are computed in tiles and attention in groups of heads;
+then layers share checkpoints; then attention is computed again. Sequences of less than 32K tokens a GPU begin with the
+tiles, since copies to the host would take longer than the layers that they hide behind.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from ..config import BurstConfig
 from .machine import Machine
-from .memory import MemoryEstimate, estimate_memory
+from .memory import MemoryEstimate, estimate_memory, host_bytes
 from .model import ModelSize, Training
-from .step import StepEstimate, estimate_step
 
-ROOM = 0.92  # of a GPU's memory; the rest is for the allocator, NCCL and what CUDA itself takes
-HOST_ROOM = 0.85  # of the memory that its host has for it; data loaders and caches need some, too
-TILE = 16384  # tokens of a tile: products of matrices run at full speed, and little is there of it
-# of BurstConfig
-SETTINGS = ("tiled_mlp", "head_groups", "activation_offloading", "layers_per_checkpoint", "attention_keep")
-KEEPS = (1.0, 0.75, 0.5, 0.25, 0.0)  # of causal attention
-_CHECKPOINTS = (1, 2, 4)  # layers that share one; more of them keep little less, and compute as much again
-_GROUPS = (1, 4, 8)  # of the heads: less and less of what attention needs inside, and calls that are long enough
-_STEP = 1024  # tokens by which lengths differ
-
-
-def keeps_of(model: ModelSize) -> tuple[float, ...]:
-    """The shares of its attention that a model can keep: an encoder all or nothing."""
-    return KEEPS if all(pattern.causal for pattern, _ in model.patterns) else (1.0, 0.0)
+# of BurstConfig, in the order of the columns of `hf-burst plan`
+SETTINGS = ("activation_offloading", "tiled_mlp", "head_groups", "layers_per_checkpoint", "attention_keep")
+HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
+COPIES_HIDE_FROM = 32768  # tokens of a GPU; below, a layer's copy to the host takes longer than the layer
+TILE, SHORT_TILE = 16384, 4096  # tokens of a tile: products of matrices run at full speed
+_STEP = 1024  # tokens by which the lengths differ that `longest` tries
+_BUCKETS = 16  # between a power of two and the next one
+_DEFAULTS = {setting.name: setting.default for setting in fields(BurstConfig) if setting.name in SETTINGS}
 
 
 class Fit(NamedTuple):
-    """Settings, and what a step with them is predicted to take."""
+    """A level of the rule, and what a step is predicted to take with its settings.
 
+    Args:
+        level (`int`): How many settings were added, 0 for none.
+        training ([`Training`]): With the settings.
+        memory ([`MemoryEstimate`]): What it takes.
+        fits (`bool`): Whether the GPU and its host have it.
+    """
+
+    level: int
     training: Training
-    step: StepEstimate
     memory: MemoryEstimate
     fits: bool
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of [`BurstConfig`], by name."""
+        return {name: getattr(self.training, name) for name in SETTINGS}
 
-def fits(memory: MemoryEstimate, machine: Machine, held: float | None = None) -> bool:
-    """Whether a GPU has room for it, and its host for what is offloaded. `held` are bytes of weights, of the
-    optimizer and of all else that stays from step to step, if they are known better than by the estimate."""
-    total = memory.total if held is None else memory.total - memory.held + held
-    return total <= ROOM * machine.memory and memory.host <= HOST_ROOM * machine.host_memory
+
+def bucket(tokens: int) -> int:
+    """Up to how many tokens settings hold that were chosen for so many: a sixteenth of a power of two further at most,
+    so that batches of similar lengths are trained alike."""
+    unit = max(1, 2 ** (max(0, tokens - 1).bit_length() - 1) // _BUCKETS)
+    return -(-tokens // unit) * unit
+
+
+def fits(memory: MemoryEstimate, machine: Machine) -> bool:
+    """Whether a GPU has room for a step, and its host for what is offloaded."""
+    return memory.total <= machine.memory and memory.host <= HOST_ROOM * machine.host_memory
 
 
 def fit(
@@ -49,25 +63,26 @@ def fit(
     training: Training,
     machine: Machine,
     fixed: Collection[str] = (),
-    keeps: Sequence[float] = KEEPS,
     held: float | None = None,
+    least: int = 0,
 ) -> Fit:
-    """The settings with which a step fits and takes the least time, or those that take the least memory if none fits.
+    """The first level of the rule that fits, or the last one if none does.
 
     Args:
         model ([`ModelSize`]): What is trained.
         training ([`Training`]): How. Its [`SETTINGS`] are chosen.
         machine ([`Machine`]): On what.
         fixed (collection of `str`): Settings that stay as they are.
-        keeps (sequence of `float`): What `attention_keep` may become.
-        held (`float`, *optional*): As in [`fits`].
+        held (`float`, *optional*): As in [`estimate_memory`].
+        least (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
     """
-    candidates = dict.fromkeys(_candidates(model, training, machine, fixed, keeps, held))
-    estimates = [(how, estimate_memory(model, how, machine)) for how in candidates]
-    able = [(how, memory) for how, memory in estimates if fits(memory, machine, held)]
-    least = min(estimates, key=lambda entry: (entry[1].host > HOST_ROOM * machine.host_memory, entry[1].total))
-    rows = [Fit(how, estimate_step(model, how, machine), memory, bool(able)) for how, memory in able or [least]]
-    return min(rows, key=lambda row: row.step.total_s)  # the first of equals, which changes the least
+    steps = levels(model, training, machine, fixed)
+    for level, how in enumerate(steps):
+        memory = estimate_memory(model, how, machine, held)
+        able = fits(memory, machine)
+        if level >= min(least, len(steps) - 1) and (able or level == len(steps) - 1):
+            return Fit(level, how, memory, able)
+    raise AssertionError("the last level is returned")
 
 
 def longest(
@@ -75,7 +90,6 @@ def longest(
     training: Training,
     machine: Machine,
     fixed: Collection[str] = (),
-    keeps: Sequence[float] = KEEPS,
     held: float | None = None,
 ) -> int:
     """Tokens of the longest sequence that fits, to 1,024 tokens a GPU; 0 if none does. Arguments as in [`fit`]."""
@@ -83,7 +97,7 @@ def longest(
 
     def has_room(units: int) -> bool:
         longer = replace(training, length=units * unit, documents=())
-        return fit(model, longer, machine, fixed, keeps, held).fits
+        return fit(model, longer, machine, fixed, held).fits
 
     low, high = 0, 1
     while high < 2**20 and has_room(high):
@@ -94,39 +108,43 @@ def longest(
     return low * unit
 
 
-def _candidates(
-    model: ModelSize,
-    training: Training,
-    machine: Machine,
-    fixed: Collection[str],
-    keeps: Sequence[float],
-    held: float | None,
-) -> Iterator[Training]:
-    """Settings in the order of what they change: as it is; MLPs in tiles, heads in groups, as many layers offloaded as
-    need be, fewer inputs of layers kept; then with less and less of the attention kept."""
+def levels(model: ModelSize, training: Training, machine: Machine, fixed: Collection[str] = ()) -> tuple[Training, ...]:
+    """The settings of every level, from none to all of them. Levels have the same number for any length, so that ranks
+    with other batches can agree on one; a level that has nothing to change is like the one before it."""
     stays = {name: getattr(training, name) for name in fixed}
-    defaults = BurstConfig()
-    plain = replace(training, **{name: getattr(defaults, name) for name in SETTINGS})
-    yield replace(plain, **stays)
-    tile = TILE if training.tokens > TILE else 0
-    for keep in keeps if training.checkpointing else (1.0,):
-        for groups, layers in product(sorted({min(count, max(1, model.kv_heads)) for count in _GROUPS}), _CHECKPOINTS):
-            changed = {"tiled_mlp": tile, "head_groups": groups, "layers_per_checkpoint": layers}
-            part = replace(plain, **{**changed, "attention_keep": keep, **stays})
-            yield part
-            if "activation_offloading" not in fixed:
-                yield _offloaded(model, part, machine, held)
+    how, steps = replace(training, **{**_DEFAULTS, **stays}), []
+    for changes in ({}, *_additions(model, training)):
+        wanted = {name: value for name, value in changes.items() if name not in fixed}
+        offloads = "activation_offloading" in wanted or how.activation_offloading > 0
+        how = replace(how, **wanted)
+        if offloads and "activation_offloading" not in fixed:
+            how = replace(how, activation_offloading=_offloaded(model, how, machine))
+        steps.append(how)
+    return tuple(steps)
 
 
-def _offloaded(model: ModelSize, training: Training, machine: Machine, held: float | None) -> Training:
-    """With the fewest layers on the host with which the GPU has room, or as many as the host has room for."""
-    chosen = training
-    for layer in range(1, model.layers if training.checkpointing else 1):
-        more = replace(training, activation_offloading=layer / model.layers)
-        memory = estimate_memory(model, more, machine)
-        if memory.host > HOST_ROOM * machine.host_memory:
-            break
-        chosen = more
-        if fits(memory, machine, held):
-            break
-    return chosen
+def _additions(model: ModelSize, training: Training) -> Iterator[dict[str, Any]]:
+    """What each level adds to the one before it."""
+    hides = training.tokens >= COPIES_HIDE_FROM
+    tile = TILE if hides else SHORT_TILE
+    groups = min(4, max(1, model.kv_heads))
+    host: dict[str, Any] = {"activation_offloading": 1.0}
+    tiles: list[dict[str, Any]] = [{"tiled_mlp": tile if training.tokens > tile else 0}, {"head_groups": groups}]
+    if not training.checkpointing:
+        yield from tiles
+        return
+    yield from [host, *tiles] if hides else [*tiles, host]
+    yield from ({"layers_per_checkpoint": count} for count in (2, 4))
+    parts = all(pattern.causal for pattern, _ in model.patterns)  # of an encoder's attention none can be kept
+    yield from ({"attention_keep": share} for share in ((0.5, 0.0) if parts else (0.0,)))
+    yield {"head_groups": min(8, max(1, model.kv_heads))}
+
+
+def _offloaded(model: ModelSize, training: Training, machine: Machine) -> float:
+    """The share of the layers that the host holds: all but the last one, which never leaves, if it has room."""
+    layers = model.layers
+    for count in range(layers, 0, -1):
+        how = replace(training, activation_offloading=count / layers)
+        if host_bytes(model, how) <= HOST_ROOM * machine.host_memory:
+            return count / layers
+    return 0.0

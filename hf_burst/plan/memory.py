@@ -11,6 +11,11 @@ from .step import LaidOut, lay_out
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
 _ON_CPUS = ("cpu_flash", "reference")
+# bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; NCCL; and the local memory of
+# kernels that spill registers, for which the driver provides while Triton tunes those of recurrent layers
+_CONTEXT, _NCCL, _TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
+# of what comes and goes in a step: the gaps that torch's allocator leaves between blocks, and what formulas miss
+_GAPS, _GAPS_EXPANDABLE = 0.2, 0.06
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class MemoryEstimate:
         loss (`float`): Logits that are there at a time, and the gradients of the head in fp32.
         states (`float`): States of recurrent layers, of the runs of all ranks.
         exchange (`float`): Buffers through which ranks exchange blocks.
+        gaps (`float`): What torch's allocator holds beyond its tensors, and what these formulas may miss.
+        outside (`float`): What CUDA, NCCL, and kernels that are being tuned take outside of the allocator.
         host (`float`): Bytes of the host's memory, beside those of the GPU.
         moment (`str`): When that is.
     """
@@ -40,6 +47,8 @@ class MemoryEstimate:
     loss: float = 0.0
     states: float = 0.0
     exchange: float = 0.0
+    gaps: float = 0.0
+    outside: float = 0.0
     host: float = 0.0
     moment: str = ""
 
@@ -55,22 +64,45 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All that is taken of the GPU."""
         return float(sum(self.items.values()))
+
+    @property
+    def tensors(self) -> float:
+        """What torch's allocator counts as allocated; symmetric buffers lie beside it."""
+        return self.total - self.exchange - self.gaps - self.outside
 
 
 _ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in ("host", "moment"))
 
 
-def estimate_memory(model: ModelSize, training: Training, machine: Machine) -> MemoryEstimate:
-    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`]."""
+def estimate_memory(
+    model: ModelSize, training: Training, machine: Machine, held: float | None = None
+) -> MemoryEstimate:
+    """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what is taken beside tensors.
+
+    Args:
+        model ([`ModelSize`]): What is trained.
+        training ([`Training`]): How.
+        machine ([`Machine`]): On what.
+        held (`float`, *optional*): Bytes of a GPU that stay from step to step, if they are known better than by the
+            sizes: weights, the optimizer, and what CUDA takes.
+    """
     at_loss, moments = _moments(model, training, machine)
 
     def more(changes: dict[str, Any]) -> float:
         """Bytes beyond those at the loss."""
         return sum(value - getattr(at_loss, name) for name, value in changes.items() if name != "moment")
 
-    return replace(at_loss, **max(moments, key=more))
+    most = replace(at_loss, **max(moments, key=more))
+    if machine.kernel in _ON_CPUS:
+        return most
+    share = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+    outside = _CONTEXT + (_NCCL if training.gpus > 1 else 0.0) + (_TUNING if model.recurrent else 0.0)
+    gaps = share * (most.tensors - most.held)
+    if held is not None:
+        most = replace(most, weights=max(0.0, held), optimizer=0.0)
+    return replace(most, gaps=gaps, outside=outside)
 
 
 def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
@@ -84,6 +116,12 @@ def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> li
     """
     at_loss, moments = _moments(model, training, machine)
     return [replace(at_loss, **changes) for changes in moments]
+
+
+def host_bytes(model: ModelSize, training: Training) -> float:
+    """Bytes of the host that offloaded layers take for one GPU: inputs, and attention that is kept."""
+    leaving, (kept_input, kept_attention) = training.offloaded(model), training.kept(model)
+    return training.inputs(leaving, model) * kept_input + leaving * model.attending / model.layers * kept_attention
 
 
 def _moments(model: ModelSize, training: Training, machine: Machine) -> tuple[MemoryEstimate, list[dict[str, Any]]]:
@@ -118,7 +156,7 @@ def _moments(model: ModelSize, training: Training, machine: Machine) -> tuple[Me
                 *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
             ]
         ),
-        host=training.inputs(leaving, model) * kept_input + leaving * attending * kept_attention,
+        host=host_bytes(model, training),
         moment="the loss",
     )
     moments: list[dict[str, Any]] = [{}]

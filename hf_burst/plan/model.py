@@ -128,6 +128,8 @@ class Training:
         attention_keep, activation_offloading, layers_per_checkpoint, tiled_mlp, head_groups: As in [`BurstConfig`].
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
             Liger's are.
+        expandable_segments (`bool`, defaults to `False`): Whether torch's allocator has them, which leave smaller gaps
+            (`PYTORCH_ALLOC_CONF=expandable_segments:True`).
     """
 
     length: int
@@ -144,6 +146,7 @@ class Training:
     tiled_mlp: int = 0
     head_groups: int = 1
     fused: bool = True
+    expandable_segments: bool = False
 
     def __post_init__(self) -> None:
         sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}

@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -57,6 +59,35 @@ class ForwardPass:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @cached_property
+    def sharing(self) -> tuple[dist.ProcessGroup, ...]:
+        """Process groups of other ranks than those of the batch, over which FSDP2 shards weights. Their collectives
+        must come in one order on all of these ranks, whatever batch a rank has."""
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == self.group.size:
+            return ()
+        meshes = {weight.device_mesh for weight in self.model.parameters() if isinstance(weight, DTensor)}
+        groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
+        members = set(self.group.members) or {dist.get_rank()}
+        return tuple(group for group in groups.values() if not set(dist.get_process_group_ranks(group)) <= members)
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of the numbers of the ranks that share the batch, which all call it at the same time."""
+        return self._largest(numbers, () if self.group.size == 1 else (self.group.process_group,))
+
+    def largest_of_all(self, numbers: Sequence[float]) -> list[float]:
+        """The largest of the numbers of the ranks that share the batch, or `sharing` weights, at the same time."""
+        own = () if self.group.size == 1 else (self.group.process_group,)
+        return self._largest(numbers, (*own, *self.sharing))
+
+    def _largest(self, numbers: Sequence[float], groups: Sequence[dist.ProcessGroup]) -> list[float]:
+        if not groups:
+            return [float(number) for number in numbers]
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        for group in groups:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        most: list[float] = tensor.tolist()
+        return most
 
     @cached_property
     def way(self) -> Way:

@@ -5,6 +5,7 @@ first output, and one number a row and head, are kept instead: `torch.utils.chec
 is given contexts for both runs. Hooks on saved tensors offload them and the inputs of layers.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -31,6 +32,8 @@ from .base import ForwardPass, Part
 from .memory import advise_on_memory
 from .tiles import Tile, takes_weights_apart
 
+logger = logging.getLogger(__name__)
+
 # under which names the layers of Transformers, and torch's CheckpointWrapper, keep the function that checkpoints them
 _OF_LAYERS, _OF_WRAPPERS = "_gradient_checkpointing_func", "checkpoint_fn"
 # of `torch.utils.checkpoint.checkpoint`, beside what a layer is called with
@@ -51,6 +54,8 @@ class Checkpointing(Part):
         self.under_way: dict[int, AttentionCache] = {}
         self.home: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
+        self.most: int | None = None  # bytes that the host of some rank had left when they did not suffice
+        self.told: int | None = None
         self.layers = self.leaving = self.begun = 0  # that checkpoint; that offload in this pass; that ran
         self.per_checkpoint = 1
         self.selective = False  # whether a module checkpoints by a context_fn of the user's
@@ -175,21 +180,45 @@ class Checkpointing(Part):
         return _Run(self, cache, None, first), _Run(self, cache, 0, again)
 
     def _prepare_host(self, run: ForwardPass) -> None:
-        """Makes room on the host for what layers keep, or raises on all ranks. The last layer keeps it: it is asked for
-        at once."""
+        """Makes room on the host for what layers keep. Where the host has less of it than layers were to have by the
+        config, all ranks raise. Layers that were chosen to leave stay on the GPU, as many as need be. The last layer
+        keeps what it keeps: it is asked for at once."""
         self.leaving = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
         if self.home is None or self.home.device != run.device:
-            self.home, self.reserved = HostMemory(run.device), 0
-        inputs, attention = _kept_bytes(run, self.share)
-        needed = round(keeping(self.leaving, self.layers, self.per_checkpoint) * inputs + self.leaving * attention)
-        error = None
+            self.home, self.reserved, self.most = HostMemory(run.device), 0, None
+        sizes = _kept_bytes(run, self.share)
+        if run.settings.activation_offloading != run.config.activation_offloading:
+            self._stay_within(run, sizes)
+        needed = self._bytes_of_host(self.leaving, sizes)
         if needed > self.reserved:
+            error = None
             try:
                 self.home.reserve(needed)
             except Exception as problem:  # whatever it is, the other ranks must not wait for this one
                 error = problem
             run.group.agree({}, error, run.device)
             self.reserved = needed
+
+    def _stay_within(self, run: ForwardPass, sizes: tuple[float, float]) -> None:
+        """Has fewer layers leave where others have taken the host's memory since it was chosen how many do."""
+        assert self.home is not None, "made before"
+        wanted, needed = self.leaving, self._bytes_of_host(self.leaving, sizes)
+        if needed > self.reserved and (self.most is None or needed > self.most):
+            self.most = max(self.reserved, int(-run.largest([-self.home.most])[0]))
+        while self.most is not None and self.leaving and self._bytes_of_host(self.leaving, sizes) > self.most:
+            self.leaving -= 1
+        if self.leaving < wanted and self.most != self.told and run.group.rank == 0:
+            self.told = self.most
+            logger.warning(
+                "The host has %.1f GiB left for each process, so %d instead of %d layers are offloaded, and the GPU "
+                "may run out of memory. Give the host more memory, or run fewer jobs on it.",
+                *((self.most or 0) / 2**30, self.leaving, wanted),
+            )
+
+    def _bytes_of_host(self, leaving: int, sizes: tuple[float, float]) -> int:
+        """What so many first layers take there, by the bytes of a layer's input and of what is kept of attention."""
+        inputs, attention = sizes
+        return round(keeping(leaving, self.layers, self.per_checkpoint) * inputs + leaving * attention)
 
 
 def _let_go(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:

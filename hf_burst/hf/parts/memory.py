@@ -2,7 +2,9 @@
 
 import logging
 import os
+import zlib
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,100 +12,155 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...config import BurstConfig
-from ...errors import OUT_OF_MEMORY, BurstError
-from ...host_memory import host_memory
-from ...plan import SETTINGS, Fit, ModelSize, Training, fit, keeps_of, longest
+from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
+from ...host_limits import share_of_host
+from ...plan import HOST_ROOM, SETTINGS, Fit, Machine, ModelSize, Training, bucket, fit, longest
 from ...resources import resources_of
 from ..model_size import model_size
+from ..optimizers import bytes_to_come
 from .base import ForwardPass, Part
 from .tiles import takes_weights_apart
 
 logger = logging.getLogger(__name__)
-Keeps = tuple[float, ...]
 
-_ADAM = 2  # numbers of an optimizer for each weight
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_EXPANDABLE = (
+    "Set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts: the gaps that torch's allocator leaves are "
+    "then smaller, and longer sequences fit."
+)
 
 
 class Memory(Part):
-    """Chooses, for every size of a batch that is trained on, what `BurstConfig(memory="auto")` leaves open: by the
-    plan, from what the GPUs of all ranks hold when the first batch comes."""
+    """Chooses what `BurstConfig(memory="auto")` leaves open, by the rule of `plan/fit.py`, from what the GPUs of all
+    ranks hold when the first batch comes. Batches of similar lengths have the same settings.
+
+    Where weights are sharded over several groups, layers must be gathered in the same order in all of them. So all of
+    these ranks take the highest level of the rule that one of them needs.
+    """
 
     def __init__(self, model: PreTrainedModel, config: BurstConfig) -> None:
         self.model_class = type(model)  # FSDP2 changes it
         defaults = {setting.name: setting.default for setting in fields(BurstConfig)}
-        self.fixed = [name for name in SETTINGS if getattr(config, name) != defaults[name]]
+        self.fixed = {name for name in SETTINGS if getattr(config, name) != defaults[name]}
         self.chooses = config.memory == "auto" and len(self.fixed) < len(SETTINGS)
+        self.compared = False  # whether all ranks have this config
         self.size: ModelSize | None = None
-        self.held: float | None = None
+        self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
         self.host = 0  # bytes of host memory that each process may take
-        self.compiled: float = 0  # whether any rank is
-        self.chosen: dict[tuple[Training, Keeps], BurstConfig] = {}
+        self.compiled = False  # whether any rank is
+        self.chosen: dict[tuple[int, int], Fit] = {}  # by how many tokens there are at most, and the level
+        self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
+        self.latest: tuple[int, Fit] | None = None  # of the latest step: its tokens, and what was chosen for it
+        self.short = 0  # how often the allocator had run out of memory before it
 
     def begin(self, run: ForwardPass) -> None:
+        self._compare(run)
         if not self.chooses:
             return
         if run.model.training and torch.is_grad_enabled():
             run.settings = self._settings(run)
         elif self.chosen:  # an evaluation is to take no more than training
-            latest = [*self.chosen.values()][-1]
-            run.settings = replace(run.config, tiled_mlp=latest.tiled_mlp, head_groups=latest.head_groups)
+            most = max(self.chosen.values(), key=lambda choice: choice.level).training
+            run.settings = replace(run.config, tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
         run.call = replace(run.call, config=run.settings)
 
+    def _compare(self, run: ForwardPass) -> None:
+        """Raises on all ranks over which weights are sharded if some of them have another config: each group would
+        gather layers in an order of its own, and wait for the others for ever."""
+        if self.compared or not run.sharing:
+            return
+        self.compared = True
+        own = zlib.crc32(str(run.config).encode())
+        largest, smallest = run.largest_of_all([own, -own])
+        if largest != -smallest:
+            raise ConfigError(
+                f"Weights are sharded over ranks that were patched with different settings; this one has {run.config}. "
+                "Layers would be gathered in different orders. Give patch_model the same BurstConfig on all ranks."
+            )
+
     def _settings(self, run: ForwardPass) -> BurstConfig:
-        if self.held is None:
-            own = held_bytes(run.model, run.device)
-            if own is None:
-                self.chooses = False
-                return run.config
-            available = host_memory()[1] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            apart = takes_weights_apart(run.model)
-            # what one rank cannot do, none does
-            limits = [own, -available, apart, apart or not run.repeatable, run.compiled]
-            self.held, host, tiles, once, self.compiled = _most(limits, run)
-            self.host = int(-host)
-            kept = ["tiled_mlp"] * int(tiles) + ["layers_per_checkpoint"] * int(once)
-            kept += ["activation_offloading"] * int(self.compiled)
-            self.fixed = list(dict.fromkeys([*self.fixed, *kept]))
-            try:
-                self.size = model_size(self.model_class, run.model.config)
-            except BurstError as problem:
-                self.chooses = False
-                logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
+        if self.size is None:
+            self._look(run)
         if self.size is None:
             return run.config
-        training, keeps = _training_of(run, self.size), _keeps(run, self.size, bool(self.compiled))
-        if (training, keeps) not in self.chosen:
-            self.chosen[training, keeps] = self._choose(run, self.size, training, keeps)
-        return self.chosen[training, keeps]
-
-    def _choose(self, run: ForwardPass, size: ModelSize, training: Training, keeps: Keeps) -> BurstConfig:
-        known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
-        machine = replace(known, host_memory=min(self.host, known.host_memory))
-        choice = fit(size, training, machine, self.fixed, keeps, self.held)
-        settings = {name: getattr(choice.training, name) for name in SETTINGS}
-        if run.group.rank == 0:
-            batch = f"{run.layout.batch_size} x {run.layout.length:,} tokens"
-            changed = {name: value for name, value in settings.items() if value != getattr(run.config, name)}
-            named = ", ".join(f"{name}={value:g}" for name, value in changed.items())
-            needs = _described(choice, self.held or 0.0, machine.memory)
-            if not choice.fits:
-                most = longest(size, training, machine, self.fixed, keeps, self.held)
-                logger.warning(
-                    "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
-                    "Shard the sequence over more GPUs, train adapters (LoRA), or%s shorten it.",
-                    *(batch, needs, named or "what is named", f"{most:,}"),
-                    "" if training.checkpointing else " set gradient_checkpointing=True, or",
-                )
-            elif changed:
-                logger.info("hf_burst trains %s with %s: predicted are %s", batch, named, needs)
+        tokens = run.layout.batch_size * run.layout.length
+        most = bucket(tokens)
+        training = replace(training_of(run, self.size), length=most)
+        own = self._fit(run, training, self._after_the_last(run))
+        level = int(run.largest_of_all([own.level])[0]) if run.sharing else own.level
+        if (most, level) not in self.chosen:
+            choice = own if own.level == level else self._fit(run, training, level)
+            self.chosen[most, level] = choice
+            self._tell(run, choice, tokens)
+        choice = self.chosen[most, level]
+        self.latest = most, choice
+        settings = choice.settings
+        if 0 < settings["attention_keep"] < 1 and run.layout.beginning(1 - settings["attention_keep"]) is None:
+            settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
         return replace(run.config, **settings)
 
+    def _look(self, run: ForwardPass) -> None:
+        """Finds out, once, what the step has for itself on all ranks."""
+        own = held_bytes(run.model, run.device)
+        if own is None:
+            self.chooses = False
+            return
+        apart = takes_weights_apart(run.model)
+        # what one rank cannot do, none does
+        limits = [own, -share_of_host(run.device), apart, apart or not run.repeatable, run.compiled]
+        self.held, host, tiles, once, compiled = run.largest_of_all(limits)
+        self.host, self.compiled = int(-host), bool(compiled)
+        kept = {"tiled_mlp": tiles, "layers_per_checkpoint": once, "activation_offloading": compiled}
+        self.fixed |= {name for name, impossible in kept.items() if impossible}
+        try:
+            self.size = model_size(self.model_class, run.model.config)
+        except BurstError as problem:
+            self.chooses = False
+            logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
 
-def _keeps(run: ForwardPass, size: ModelSize, compiled: bool) -> Keeps:
-    """The shares of attention that can be kept of a batch: parts, if every rank has as much of them."""
-    parts = [keep for keep in keeps_of(size) if 0 < keep < 1]
-    even = [keep for keep in parts if not compiled and run.layout.beginning(1 - keep) is not None]
-    return (1.0, *even, 0.0)
+    def _machine(self, run: ForwardPass) -> Machine:
+        known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
+        return replace(known, host_memory=min(int(self.host / HOST_ROOM), known.host_memory))
+
+    def _fit(self, run: ForwardPass, training: Training, least: int) -> Fit:
+        assert self.size is not None, "looked at"
+        return fit(self.size, training, self._machine(run), self.fixed, self.held, least)
+
+    def _after_the_last(self, run: ForwardPass) -> int:
+        """The level to begin with: one higher, from as many tokens on, if the latest step ran out of memory."""
+        short = out_of_memory(run.device)
+        if self.latest is not None and short > self.short:
+            tokens, choice = self.latest
+            self.least[tokens] = max(self.least.get(tokens, 0), choice.level + 1)
+            logger.warning(
+                "The latest step ran out of memory with %s. Batches of as many tokens are trained with what follows "
+                "in the rule of memory='auto'.",
+                named(choice),
+            )
+        self.short = short
+        length = bucket(run.layout.batch_size * run.layout.length)
+        return max((level for tokens, level in self.least.items() if tokens <= length), default=0)
+
+    def _tell(self, run: ForwardPass, choice: Fit, tokens: int) -> None:
+        """Says what was chosen, or that nothing fits."""
+        if run.group.rank:
+            return
+        assert self.size is not None, "looked at"
+        machine = self._machine(run)
+        batch, needs = f"{run.layout.batch_size} x {run.layout.length:,} tokens", described(choice, machine.memory)
+        exactly = self._fit(run, replace(choice.training, length=tokens), choice.level)
+        if not (choice.fits or exactly.fits):
+            most = longest(self.size, choice.training, machine, self.fixed, self.held)
+            logger.warning(
+                "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
+                "Shard the sequence over more GPUs, train adapters (LoRA), or%s shorten it.",
+                *(batch, needs, named(choice), f"{most:,}"),
+                "" if choice.training.checkpointing else " set gradient_checkpointing=True, or",
+            )
+        elif choice.level:
+            logger.info("hf_burst trains %s with %s: predicted are %s", batch, named(choice), needs)
+        if choice.level and not choice.training.expandable_segments:
+            logger.info(_EXPANDABLE)
 
 
 def advise_on_memory(problem: BaseException | None) -> None:
@@ -113,28 +170,26 @@ def advise_on_memory(problem: BaseException | None) -> None:
 
 
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
-    """Bytes of a GPU that do not follow from the batch: all that it holds before the first one, and an optimizer like
-    Adam that is still to come. `None` for devices whose memory is not counted."""
+    """Bytes of a GPU that do not follow from the batch: all that it holds before the first one, and states of an
+    optimizer that are still to come. `None` for devices whose memory is not counted."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
     taken = total - free - torch.cuda.memory_reserved(device) + torch.cuda.memory_allocated(device)
-    trained = (weight for weight in model.parameters() if weight.requires_grad)
-    local = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
-    return float(taken + _ADAM * sum(weight.nbytes for weight in local if weight.device == device))
+    return float(taken + bytes_to_come(model, device))
 
 
-def _most(numbers: list[float], run: ForwardPass) -> list[float]:
-    """The largest of all ranks' numbers."""
-    if run.group.size == 1:
-        return numbers
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=run.device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=run.group.process_group)
-    most: list[float] = tensor.tolist()
-    return most
+def out_of_memory(device: torch.device) -> int:
+    """How often torch's allocator has run out of a device's memory so far."""
+    return int(torch.cuda.memory_stats(device).get("num_ooms", 0)) if device.type == "cuda" else 0
 
 
-def _training_of(run: ForwardPass, size: ModelSize) -> Training:
+def expandable_segments() -> bool:
+    """Whether torch's allocator was asked for expandable segments."""
+    return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in _ALLOCATOR)
+
+
+def training_of(run: ForwardPass, size: ModelSize) -> Training:
     """How a model is trained, as far as a forward pass shows it."""
     rows, length = run.layout.batch_size, run.layout.length
     weights = list(run.model.parameters())
@@ -152,16 +207,22 @@ def _training_of(run: ForwardPass, size: ModelSize) -> Training:
         weights="4bit" if quantised else "fp32" if wide else "bf16",
         lora=lora,
         checkpointing=run.facts["activation checkpointing"] is not None,
-        attention_keep=run.config.attention_keep,
-        activation_offloading=run.config.activation_offloading,
-        layers_per_checkpoint=run.config.layers_per_checkpoint,
-        tiled_mlp=run.config.tiled_mlp,
-        head_groups=run.config.head_groups,
         fused=any(name.startswith("liger_kernel.") for name in modules),
+        expandable_segments=expandable_segments(),
+        **{name: getattr(run.config, name) for name in SETTINGS},
     )
 
 
-def _described(choice: Fit, held: float, memory: int) -> str:
-    total = choice.memory.total - choice.memory.held + held
+def named(choice: Fit) -> str:
+    """What it changes, as it reads in a config."""
+    defaults = BurstConfig()
+    changed: dict[str, Any] = {
+        name: value for name, value in choice.settings.items() if value != getattr(defaults, name)
+    }
+    return ", ".join(f"{name}={value:g}" for name, value in changed.items()) or "nothing changed"
+
+
+def described(choice: Fit, memory: int) -> str:
+    """What a step is predicted to take."""
     host = f" and {choice.memory.host / 2**30:.1f} GiB of its host" if choice.memory.host else ""
-    return f"{total / 2**30:.1f} of {memory / 2**30:.0f} GiB of a GPU{host}"
+    return f"{choice.memory.total / 2**30:.1f} of {memory / 2**30:.0f} GiB of a GPU{host}"

@@ -46,6 +46,9 @@ class Outputs(Part):
         run.facts |= {"logits to keep": self.kept, "logits": self.logits, "hidden states": hidden_states}
 
     def begin(self, run: ForwardPass) -> None:
+        if run.sharing and not run.model.training:  # groups with other lengths gather the head at another time
+            drops = run.largest_of_all([self.logits == "drop"])[0] > 0
+            self.logits = "drop" if drops and self.logits == "gather" else self.logits
         self.head = lazy_head(run.model, self.head)
         if self.head is not None:
             self.head.under_way = self.logits == "drop" and not run.inputs.get("fused_lm_head")
