@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Collection
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -14,7 +14,6 @@ from ..errors import ConfigError, ShardingError
 from ..plan import (
     DATA_SHEETS,
     HOST_ROOM,
-    ROOM,
     SETTINGS,
     SHAPES,
     Fit,
@@ -22,8 +21,8 @@ from ..plan import (
     ModelSize,
     StepEstimate,
     Training,
+    estimate_step,
     fit,
-    keeps_of,
     longest,
     name_of,
     named,
@@ -61,11 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
     )
-    chosen = "as in BurstConfig (default: what fits and takes the least time)"
+    chosen = "as in BurstConfig (default: by the rule of memory='auto')"
     for name in SETTINGS:
         kind = type(getattr(BurstConfig, name))
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
     group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
+    expandable = "torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it"
+    group.add_argument("--expandable-segments", action="store_true", help=expandable)
     plain = "norms, rotary positions and SwiGLU without Liger"
     group.add_argument("--plain-kernels", dest="fused", action="store_false", help=plain)
     group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -82,15 +83,15 @@ def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) 
     machine, gpus = find_machine(arguments)
     model = find_model(arguments.model, arguments.trust_remote_code)
     weights: Weights = "4bit" if arguments.qlora else arguments.weights or "bf16"
-    options = {name: getattr(arguments, name) for name in ("sharded", "checkpointing", "fused")}
+    options = {name: getattr(arguments, name) for name in ("sharded", "checkpointing", "fused", "expandable_segments")}
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = Training(length, gpus, gpus, documents, weights=weights, lora=rank or 0, **options, **settings)
     rows = divisions(model, training, machine, settings)
-    fitting = [row for row in rows if row.fits]
+    fitting = [row for row in rows if row.fit.fits]
     best = max(fitting, key=lambda row: row.step.tokens_per_second, default=None)
     lines = _table(model, machine, rows, best)
     if not documents[2:]:
-        most = longest(model, rows[0].training, machine, settings, keeps_of(model))
+        most = longest(model, rows[0].fit.training, machine, settings)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
     print("\n".join(lines))
     return 0 if best else 1
@@ -131,15 +132,23 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, int]:
     return machine, gpus
 
 
-def divisions(model: ModelSize, training: Training, machine: Machine, fixed: Collection[str]) -> list[Fit]:
+class Division(NamedTuple):
+    """One way to divide the GPUs into groups, the settings that the rule takes for it, and its seconds."""
+
+    fit: Fit
+    step: StepEstimate
+
+
+def divisions(model: ModelSize, training: Training, machine: Machine, fixed: Collection[str]) -> list[Division]:
     """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost:
-    each with the settings that suit it best, beside those that are `fixed`."""
+    each with the settings of the rule, beside those that are `fixed`."""
     rows = []
     for size in range(training.gpus, 0, -1):
         if training.gpus % size == 0:
             divided = replace(training, burst_size=size)
             try:
-                rows.append(fit(model, divided, machine, fixed, keeps_of(model)))
+                chosen = fit(model, divided, machine, fixed)
+                rows.append(Division(chosen, estimate_step(model, chosen.training, machine)))
             except ShardingError:  # too short for so many
                 continue
     if not rows:
@@ -147,9 +156,9 @@ def divisions(model: ModelSize, training: Training, machine: Machine, fixed: Col
     return rows
 
 
-def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None) -> list[str]:
+def _table(model: ModelSize, machine: Machine, rows: list[Division], best: Division | None) -> list[str]:
     """What is predicted, in lines."""
-    training, room = rows[0].training, machine.memory / 2**30
+    training, room = rows[0].fit.training, machine.memory / 2**30
     spread = training.sharded if training.shards > 1 else "ddp"
     what = f"all {training.weights}"
     if training.lora:
@@ -160,13 +169,13 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
         ["burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", ""]
     ]
     for row in rows:
-        how, step, memory, able = row
+        (_, how, memory, able), step = row
         cells.append([_division(how), f"{step.total_s:.2f}"])
         cells[-1] += [f"{step.tokens_per_second:,.0f}", f"{step.mfu(machine):.0%}", f"{memory.total / 2**30:.1f}"]
         cells[-1] += [_schedule(how, step), _settings(how)]
         cells[-1] += ["fastest that fits" if row is best else "" if able else "does not fit"]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    how, step, memory, _ = best or rows[0]
+    (_, how, memory, _), step = best or rows[0]
     shared = rows[0] if how.burst_size == 1 else (best or rows[0])
     seconds = {name.removesuffix("_s"): value for name, value in vars(step).items() if name.endswith("_s")}
     offloaded = f"{memory.host / 2**30:.2f} of the {machine.host_memory / 2**30:.0f} of its host"
@@ -179,14 +188,14 @@ def _table(model: ModelSize, machine: Machine, rows: list[Fit], best: Fit | None
         *("  ".join(map(str.rjust, line, widths)).rstrip() for line in cells),
         *_LEGEND,
         *(_reasons(rows, best, machine) if best else ()),
-        *describe_laid_out(shared.step.laid, shared.training.burst_size),
+        *describe_laid_out(shared.step.laid, shared.fit.training.burst_size),
         "",
         f"burst_size {how.burst_size}, seconds: {_listed(seconds, 1.0)}",
         f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}" + (f"; {offloaded}" if memory.host else ""),
     ]
     if best is None:
         host = f"{HOST_ROOM:.0%} of the host's {machine.host_memory / 2**30:.0f}"
-        limits = f"{ROOM:.0%} of {room:.0f} GiB and {host}"
+        limits = f"{room:.0f} GiB and {host}"
         less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
         lines.append(f"None fits into {limits}. Give more --gpus, fewer tokens{less}.")
     return lines
@@ -210,14 +219,14 @@ def _division(training: Training) -> str:
     return f"{training.burst_size} x {training.gpus // training.burst_size}"
 
 
-def _reasons(rows: list[Fit], best: Fit, machine: Machine) -> list[str]:
+def _reasons(rows: list[Division], best: Division, machine: Machine) -> list[str]:
     """Why the best division is not another one, in lines."""
     ours, lines = best.step, []
-    for how, step, memory, able in (row for row in rows if row is not best):
+    for (_, how, memory, able), step in (row for row in rows if row is not best):
         change = f"{abs(step.tokens_per_second / ours.tokens_per_second - 1):.1%}"
         if not able:
-            room = f"{memory.total / 2**30:.1f} of {machine.memory / 2**30:.0f} GiB"
-            lines.append(f"Not {_division(how)}: it needs {room}, of which {ROOM:.0%} may be taken.")
+            needs, room = memory.total / 2**30, machine.memory / 2**30
+            lines.append(f"Not {_division(how)}: it needs {needs:.1f} GiB of {room:.0f}.")
         else:
             losses = {name: vars(step)[name] / step.tokens - vars(ours)[name] / ours.tokens for name in _PARTS}
             part = max(losses, key=losses.__getitem__).removesuffix("_s")

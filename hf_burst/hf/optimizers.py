@@ -17,9 +17,8 @@ def bytes_to_come(model: nn.Module, device: torch.device) -> int:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
     known = {id(weight) for optimizer in _optimizers() for weight in optimizer.state if optimizer.state[weight]}
-    return _ADAM * sum(
-        own.nbytes for weight, own in zip(trained, local, strict=True) if own.device == device and id(weight) not in known
-    )
+    pairs = zip(trained, local, strict=True)
+    return _ADAM * sum(own.nbytes for weight, own in pairs if own.device == device and id(weight) not in known)
 
 
 def _optimizers() -> Iterator[Optimizer]:

@@ -1,42 +1,48 @@
-"""Does a step fit, with the memory that the plan promises? Trains some steps as a user does: accelerate, `Trainer`.
+"""Does a step fit, in the memory that the plan promises? Trains some steps as a user does: accelerate and `Trainer`.
 
     python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --out outputs/fits.json
-    accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 recipes/benchmarks/fits.py \\
-        --model llama-3-8b --weights all --length 65536 --document 0 --out outputs/fits.json
-    python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --list    # what the plan promises, on this GPU
+    accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 \\
+        recipes/benchmarks/fits.py --model llama-3-8b --length 65536 --document 0 --out outputs/fits.json
+    python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --steps 0    # what the plan promises, on this GPU
 
 Without `--length` the sequence is the longest that `hf-burst plan` promises for these GPUs. A result has for every step
 the peaks of torch's allocator, and of all that is taken of the GPU, as a thread sees it that asks the driver every 20
-milliseconds: what kernels take while they are tuned is in it. Each run is a row of the file `--out`.
+milliseconds: what kernels take while they are tuned is in it. Each run adds a row to the file `--out`.
 """
 
 import argparse
+import ast
 import json
+import logging
 import os
 import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
-from hf_burst.hf.model_size import model_size, shape_named
-from hf_burst.plan import SHAPES, Training, estimate_memory, longest
-from hf_burst.plan.machine import by_data_sheet, data_sheet
-from recipes.benchmarks.provenance import environment
-from recipes.benchmarks.ranks import Ranks
+from hf_burst.calibrate import machine_of
+from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.model_size import model_size
+from hf_burst.hf.parts.memory import Memory, expandable_segments
+from hf_burst.plan import SHAPES, Fit, Training, fit, longest
+from hf_burst.plan.machine import named
+from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 from recipes.benchmarks.training_job import quantise
 
 GIB = 2**30
+# sizes of a config on which no buffer depends
+FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
 # shapes of checkpoints that the plan has no name for: their sizes as their config.json has them
 MORE: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": {
@@ -155,80 +161,228 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def make_model(name: str, weights: str, dtype: torch.dtype, longest: int, layers: int | None) -> PreTrainedModel:
-    """A model with weights that repeat some random numbers: made in seconds on a CPU, as if they were loaded."""
-    sizes = SHAPES.get(name) or MORE[name]
-    changes = {} if layers is None else {"num_hidden_layers": layers}
-    config = AutoConfig.for_model(**{**sizes, **changes}, max_position_embeddings=max(longest, 4096))
+def config_of(arguments: argparse.Namespace, length: int = 4096) -> Any:
+    """The config of the model that is named."""
+    changes: dict[str, Any] = {"max_position_embeddings": max(length, 4096)}
+    if arguments.layers is not None:
+        changes["num_hidden_layers"] = arguments.layers
+    return AutoConfig.for_model(**{**(SHAPES.get(arguments.model) or MORE[arguments.model]), **changes})
+
+
+def make_model(arguments: argparse.Namespace, length: int, device: torch.device) -> PreTrainedModel:
+    """A model whose weights repeat some random numbers: made on the CPU in seconds, as if they were loaded. Weights
+    that learn are in fp32, as accelerate's mixed precision wants them, frozen ones in bf16, or in 4 bits."""
+    config = config_of(arguments, length)
+    dtype = torch.float32 if arguments.weights == "all" else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(0)
-    noise = (torch.randn(2**22 + 1, generator=generator) * 0.02).to(dtype)
-    with torch.device("meta"):
-        layers_of = model.model.layers
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    for layer in layers_of:
+        known = {id(buffer): name for name, buffer in model.named_buffers()}
+    few = {name: min(value, 8) for name, value in vars(config).items() if name in FEW and isinstance(value, int)}
+    sizes = SHAPES.get(arguments.model) or MORE[arguments.model]
+    small = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **few}))  # its buffers are as large
+    noise = (torch.randn(2**22 + 1, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+    for layer in model.model.layers:
         fill(layer, noise)
-        if weights == "qlora":
-            layer.to(device)
-            quantise_one(layer)
+        if arguments.weights == "qlora":
+            quantise_layer(layer.to(device))
     fill(model, noise)
-    model.tie_weights()
-    for module in model.modules():  # what is computed, and not stored: frequencies
-        for key, buffer in list(module._buffers.items()):
+    for module in model.modules():  # what is computed, and not stored: frequencies, scales
+        for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                fresh = type(module)(config).to("cpu") if "Rotary" in type(module).__name__ else None
-                module._buffers[key] = fresh._buffers[key] if fresh is not None else torch.ones(buffer.shape)
-    if weights == "qlora":
-        model.is_loaded_in_4bit = True
-    return model.to(device) if weights == "qlora" else model
+                module._buffers[key] = small.get_buffer(known[id(buffer)]).clone()
+    model.tie_weights()
+    model.is_loaded_in_4bit = arguments.weights == "qlora"
+    return model
 
 
-def quantise_one(layer: nn.Module) -> None:
+def quantise_layer(layer: nn.Module) -> None:
     """Puts the weights of one layer into 4 bits."""
-
-    class _Model:
-        model = nn.Module()
-
-    holder = _Model()
+    holder, holder.model = nn.Module(), nn.Module()
     holder.model.layers = nn.ModuleList([layer])
     quantise(holder)  # type: ignore[arg-type]
 
 
 def fill(module: nn.Module, noise: torch.Tensor) -> None:
-    """Gives weights that have no memory some: norms ones, biases zeros, matrices the numbers of `noise` again and
+    """Gives weights that have no memory some: ones for norms, zeros for biases, and for matrices `noise` again and
     again."""
     for owner in module.modules():
         for key, weight in list(owner._parameters.items()):
             if weight is None or not weight.is_meta:
                 continue
             fresh = torch.empty(weight.shape, dtype=weight.dtype)
-            flat = fresh.view(-1)
             if weight.dim() < 2:
-                flat.fill_(0.0 if "bias" in key or "log" in key else 1.0)
+                fresh.fill_(float("bias" not in key))
             else:
-                for part in flat.split(len(noise)):
+                for part in fresh.view(-1).split(len(noise)):
                     part.copy_(noise[: len(part)])
             owner._parameters[key] = nn.Parameter(fresh, requires_grad=weight.requires_grad)
 
 
-def rows(length: int, document: int, vocabulary: int) -> Iterator[dict[str, list[int]]]:
-    """One sequence, packed of documents of one size."""
-    tokens = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    positions = [index % document if document else index for index in range(length)]
-    yield {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The same sequence for every step, packed of documents of one size, or whole."""
+
+    def __init__(self, length: int, document: int, vocabulary: int, steps: int) -> None:
+        tokens = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(length))
+        positions = torch.arange(length) % (document or length)
+        self.row, self.steps = {"input_ids": tokens, "labels": tokens, "position_ids": positions}, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.row
 
 
-def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, dict[str, float]]:
-    """The longest sequence by the plan, or the one that is named, and what the plan says of it in GiB."""
-    sizes = SHAPES.get(arguments.model) or MORE[arguments.model]
-    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
-    config = shape_named(arguments.model) if not changes and arguments.model in SHAPES else None
-    config = config or AutoConfig.for_model(**{**sizes, **changes})
-    model = model_size(type(model_on_meta(config)), config, arguments.model)
-    raise NotImplementedError
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def model_on_meta(config: Any) -> PreTrainedModel:
+def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
+    """The longest sequence by the plan, unless one is named, and what the plan says of it."""
+    config = config_of(arguments)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        kind = type(AutoModelForCausalLM.from_config(config))
+    model = model_size(kind, config, arguments.model)
+    cuda = torch.cuda.is_available()
+    machine = machine_of(torch.device("cuda", 0), gpus, gpus) if cuda else named(arguments.machine)
+    weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
+    lora = 0 if arguments.weights == "all" else 16
+    expandable = expandable_segments()
+    training = Training(1, gpus, gpus, weights=weights, lora=lora, expandable_segments=expandable)
+    most = arguments.length or longest(model, training, machine)
+    documents = (*range(0, most, arguments.document), most) if arguments.document else ()
+    how = Training(most, gpus, gpus, documents, weights=weights, lora=lora, expandable_segments=expandable)
+    return most, fit(model, how, machine)
+
+
+def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, args: TrainingArguments) -> Trainer:
+    """A trainer as users make it."""
+    model: Any = make_model(arguments, length, args.device)
+    if arguments.weights != "all":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+    if arguments.contender == "hf_burst":
+        hf_burst.patch_model(model, hf_burst.BurstConfig(**arguments.settings))
+    rows = Rows(length, arguments.document, model.config.get_text_config().vocab_size, arguments.steps)
+    return Trainer(model, args, train_dataset=rows, data_collator=collate, callbacks=[measure])
+
+
+def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArguments:
+    """The settings of the trainer: bf16, every layer checkpointed, Liger's kernels, AdamW."""
+    if arguments.contender == "hf_burst":
+        shared: Any = hf_burst.BurstParallelismConfig() if gpus > 1 else None
+    else:
+        from accelerate import ParallelismConfig
+
+        shared = ParallelismConfig(cp_size=gpus) if gpus > 1 else None
+    fused = arguments.contender != "hf_burst"
+    return TrainingArguments(
+        output_dir=arguments.folder,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=1,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        use_liger_kernel=torch.cuda.is_available(),
+        liger_kernel_config={"fused_linear_cross_entropy": fused, "cross_entropy": False},
+        learning_rate=1e-6,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        parallelism_config=shared,
+    )
+
+
+def described(choice: Fit) -> dict[str, Any]:
+    """A prediction, in GiB."""
+    memory = choice.memory
+    parts = {name: round(value / GIB, 2) for name, value in memory.items.items() if value}
+    return {
+        "fits": choice.fits,
+        "settings": choice.settings,
+        "tensors_gib": memory.tensors / GIB,
+        "taken_gib": memory.total / GIB,
+        "host_gib": memory.host / GIB,
+        "moment": memory.moment,
+        "parts": parts,
+    }
+
+
+def chosen_of(model: Any) -> dict[str, Any] | None:
+    """What a patched model chose for its steps."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, Memory)]
+    return described(parts[0].latest[1]) if parts and parts[0].latest else None
+
+
+def main() -> None:
+    """Trains, and writes a row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, choices=(*SHAPES, *MORE))
+    parser.add_argument("--layers", type=int, help="(default those of the shape)")
+    parser.add_argument("--weights", choices=("all", "lora", "qlora"), default="all", help="(default %(default)s)")
+    parser.add_argument("--length", type=int, help="tokens (default the longest that the plan promises)")
+    parser.add_argument("--document", type=int, default=4096, help="tokens of a packed document, 0 for one")
+    parser.add_argument("--steps", type=int, default=3, help="(default %(default)s)")
+    parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
+    parser.add_argument("--contender", choices=("hf_burst", "stock"), default="hf_burst")
+    parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
+    parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
+    parser.add_argument("--out", type=Path, help="a JSON file, to which the row is added")
+    parser.add_argument("--commit", help="of the measured code, where there is no checkout")
+    arguments = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_burst").setLevel(logging.INFO)
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    length, promise = promised(arguments, gpus)
+    row: dict[str, Any] = {
+        "schema": SCHEMA_VERSION,
+        "command": " ".join(sys.argv),
+        "git_commit": arguments.commit or git_commit(Path(__file__).parent),
+        "model": arguments.model,
+        "layers": arguments.layers,
+        "weights": arguments.weights,
+        "contender": arguments.contender,
+        "length": length,
+        "document": arguments.document,
+        "expandable_segments": expandable_segments(),
+        "promised": described(promise),
+    }
+    say(json.dumps(row["promised"]))
+    if arguments.steps:
+        row |= run(arguments, length, gpus)
+    if arguments.out is not None and not int(os.environ.get("RANK", "0")):
+        rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
+
+
+def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]:
+    """Trains some steps, and tells what they took, or how they ended."""
+    args = training_arguments(arguments, gpus)
+    start, measure, status, reason, chosen = time.perf_counter(), Measure(args.device), "ok", None, None
+    try:
+        trainer = make_trainer(arguments, length, measure, args)
+        say(f"made after {time.perf_counter() - start:.0f} s")
+        trainer.train()
+        chosen = chosen_of(trainer.accelerator.unwrap_model(trainer.model)) if arguments.contender != "stock" else None
+    except Exception as problem:  # whatever ends it is a result
+        status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
+        say(reason)
+    about = {"hardware": hardware(args.device, gpus, 1), "versions": versions(cuda=args.device.type == "cuda")}
+    if dist.is_initialized() and status == "ok":
+        every: list[Any] = [None] * gpus
+        dist.all_gather_object(every, measure.steps)
+        measure.steps = [
+            {name: max(each[name] for each in steps) for name in steps[0]} for steps in zip(*every, strict=True)
+        ]
+    return about | {"status": status, "reason": reason, "chosen": chosen, "steps": measure.steps}
+
+
+if __name__ == "__main__":
+    main()
