@@ -3,7 +3,7 @@
     python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --out outputs/fits.json
     accelerate launch --config_file recipes/configs/accelerate_fsdp2.yaml --num_processes 2 \\
         recipes/benchmarks/fits.py --model llama-3-8b --length 65536 --document 0 --out outputs/fits.json
-    python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --steps 0    # what the plan promises, on this GPU
+    python recipes/benchmarks/fits.py --model llama-3-8b --weights lora --steps 0  # only the promise, for this GPU
 
 Without `--length` the sequence is the longest that `hf-burst plan` promises for these GPUs. A result has for every step
 the peaks of torch's allocator, and of all that is taken of the GPU, as a thread sees it that asks the driver every 20
