@@ -31,7 +31,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
-from .parts.memory import Memory, advise_on_memory
+from .parts.memory import Memory
 from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
@@ -138,15 +138,15 @@ def make_parts(
     model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
-    tile = Tile()
+    tile, memory = Tile(), Memory(model, config)
     return (
         Request(),
         Replicas(config),
         Attention(model),
         Tokens(model, cut_point),
         LongestPosition(model),
-        Memory(model, config),
-        Checkpointing(tile),
+        memory,
+        Checkpointing(tile, memory.advise),
         TiledMLP(model, tile),
         Adapters(),
         Recurrence(model),  # when all is known of the pass
@@ -282,7 +282,10 @@ class _Patch:
     @torch.compiler.disable
     def end(self, *_: Any) -> None:
         """The forward hook that is called even if the pass failed."""
-        advise_on_memory(sys.exception())
+        problem = sys.exception()
+        for part in self.parts:
+            if isinstance(part, Memory):
+                part.advise(problem)
         self.run = None
         for part in self.parts:
             part.end()

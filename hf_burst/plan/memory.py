@@ -14,8 +14,9 @@ _ON_CPUS = ("cpu_flash", "reference")
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; NCCL; and the local memory of
 # kernels that spill registers, for which the driver provides while Triton tunes those of recurrent layers
 _CONTEXT, _NCCL, _TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
-# of what comes and goes in a step: the gaps that torch's allocator leaves between blocks, and what formulas miss
-_GAPS, _GAPS_EXPANDABLE = 0.2, 0.06
+# what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
+# of gradients that come where activations went, and of those under FSDP2; by default, and with expandable segments
+_GAPS, _GAPS_EXPANDABLE = (0.12, 0.35, 0.6), (0.09, 0.15, 0.15)
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,22 @@ def estimate_memory(
         return sum(value - getattr(at_loss, name) for name, value in changes.items() if name != "moment")
 
     most = replace(at_loss, **max(moments, key=more))
-    if machine.kernel in _ON_CPUS:
-        return most
-    share = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
-    outside = _CONTEXT + (_NCCL if training.gpus > 1 else 0.0) + (_TUNING if model.recurrent else 0.0)
-    gaps = share * (most.tensors - most.held)
-    if held is not None:
-        most = replace(most, weights=max(0.0, held), optimizer=0.0)
-    return replace(most, gaps=gaps, outside=outside)
+    if machine.kernel not in _ON_CPUS:
+        most = replace(most, gaps=_gaps(model, training, most), outside=_outside(model, training))
+    return most if held is None else replace(most, weights=held, optimizer=0.0)
+
+
+def _gaps(model: ModelSize, training: Training, memory: MemoryEstimate) -> float:
+    """Bytes that torch's allocator holds beyond its tensors, and that formulas miss."""
+    share, of_gradients, of_shards = _GAPS_EXPANDABLE if training.expandable_segments else _GAPS
+    gradients = training.trained(model) * training.number / training.shards
+    comes_and_goes = memory.tensors - memory.held
+    return share * comes_and_goes + gradients * (of_shards if training.shards > 1 else of_gradients)
+
+
+def _outside(model: ModelSize, training: Training) -> float:
+    """Bytes outside of torch's allocator."""
+    return _CONTEXT + (_NCCL if training.gpus > 1 else 0.0) + (_TUNING if model.recurrent else 0.0)
 
 
 def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
@@ -222,6 +231,8 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
     row = kept_by_layer(model, fused, mixing) + model.hidden
     inner = model.inner * (4 if fused else 6)  # of its MLP, with gradients
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
+    if training.wide_states:  # those of the layer in fp32, and its weights and their gradients cast to bf16
+        one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
     if training.tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
         one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp

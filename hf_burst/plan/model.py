@@ -178,6 +178,12 @@ class Training:
         return self.gpus if self.sharded == "fsdp2" and self.weights != "4bit" else 1
 
     @property
+    def wide_states(self) -> bool:
+        """Whether hidden states are in fp32: under autocast, embeddings in fp32 begin a residual stream that stays so.
+        FSDP2 casts what a layer is given."""
+        return self.weights == "fp32" and not self.lora and self.shards == 1
+
+    @property
     def tiles(self) -> bool:
         """Whether MLPs are computed some tokens at a time."""
         return 0 < self.tiled_mlp < self.tokens
@@ -198,7 +204,7 @@ class Training:
     def kept(self, model: ModelSize) -> tuple[float, float]:
         """Bytes that a checkpointed layer keeps: its input; and of its attention the output and the log-sum-exp."""
         attention = self.attention_keep * (2 * model.queries + 4 * model.q_heads)
-        return 2.0 * self.tokens * model.hidden, self.tokens * attention
+        return (4.0 if self.wide_states else 2.0) * self.tokens * model.hidden, self.tokens * attention
 
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""

@@ -29,7 +29,6 @@ from ...offload import KeptByLayer, kept_here, unheld
 from ...plan import keeping
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
-from .memory import advise_on_memory
 from .tiles import Tile, takes_weights_apart
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,9 @@ class Checkpointing(Part):
     some layers do not keep their input, see [`LayerRun`].
     """
 
-    def __init__(self, tile: Tile) -> None:
+    def __init__(self, tile: Tile, advise: Callable[[BaseException | None], None]) -> None:
         self.share, self.tile = 1.0, tile
+        self.advise = advise  # on memory that was short
         self.under_way: dict[int, AttentionCache] = {}
         self.home: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
@@ -266,7 +266,7 @@ class _Run:
         self.part.under_way[get_ident()] = self.cache
 
     def __exit__(self, *error: Any) -> Any:
-        advise_on_memory(error[1])
+        self.part.advise(error[1])
         before = self.before.pop()
         if before is None:
             del self.part.under_way[get_ident()]

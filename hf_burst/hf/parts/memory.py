@@ -48,9 +48,11 @@ class Memory(Part):
         self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
         self.host = 0  # bytes of host memory that each process may take
         self.compiled = False  # whether any rank is
-        self.chosen: dict[tuple[int, int], Fit] = {}  # by how many tokens there are at most, and the level
+        self.chosen: dict[tuple[int, int], Fit] = {}  # by how many tokens there are at most, and the least level
+        self.told = set[tuple[int, int]]()  # of which the log has read: tokens and level
         self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
-        self.latest: tuple[int, Fit] | None = None  # of the latest step: its tokens, and what was chosen for it
+        # of the latest step: how it is trained, on what, and what was chosen for it
+        self.latest: tuple[Training, Machine, Fit] | None = None
         self.short = 0  # how often the allocator had run out of memory before it
 
     def begin(self, run: ForwardPass) -> None:
@@ -63,6 +65,26 @@ class Memory(Part):
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
             run.settings = replace(run.config, tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
         run.call = replace(run.call, config=run.settings)
+
+    def advise(self, problem: BaseException | None) -> None:
+        """Adds to an error of memory that was short what follows by the rule, or what else can be turned."""
+        if not isinstance(problem, torch.OutOfMemoryError):
+            return
+        if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
+            return
+        if self.latest is None or self.size is None:
+            problem.add_note(OUT_OF_MEMORY)
+            return
+        training, machine, choice = self.latest
+        after = fit(self.size, choice.training, machine, self.fixed, self.held, choice.level + 1)
+        if after.settings == choice.settings:
+            problem.add_note(OUT_OF_MEMORY)
+        elif training.gpus == 1:
+            problem.add_note(f"hf_burst: run the step again, and it is trained with {named(after)}.")
+        else:
+            settings = ", ".join(f"{name}={value!r}" for name, value in after.settings.items())
+            more = "" if training.expandable_segments else f" {_EXPANDABLE}"
+            problem.add_note(f"hf_burst: start again with BurstConfig({settings}).{more}")
 
     def _compare(self, run: ForwardPass) -> None:
         """Raises on all ranks over which weights are sharded if some of them have another config: each group would
@@ -83,17 +105,22 @@ class Memory(Part):
             self._look(run)
         if self.size is None:
             return run.config
-        tokens = run.layout.batch_size * run.layout.length
-        most = bucket(tokens)
-        training = replace(training_of(run, self.size), length=most)
-        own = self._fit(run, training, self._after_the_last(run))
-        level = int(run.largest_of_all([own.level])[0]) if run.sharing else own.level
-        if (most, level) not in self.chosen:
-            choice = own if own.level == level else self._fit(run, training, level)
-            self.chosen[most, level] = choice
-            self._tell(run, choice, tokens)
-        choice = self.chosen[most, level]
-        self.latest = most, choice
+        tokens = bucket(run.layout.batch_size * run.layout.length)
+        training, machine = replace(training_of(run, self.size), length=tokens), self._machine(run)
+
+        def choose(least: int) -> Fit:
+            if (tokens, least) not in self.chosen:
+                assert self.size is not None, "looked at"
+                self.chosen[tokens, least] = fit(self.size, training, machine, self.fixed, self.held, least)
+            return self.chosen[tokens, least]
+
+        choice = choose(self._least(run, tokens))
+        if run.sharing:
+            choice = choose(int(run.largest_of_all([choice.level])[0]))
+        if (tokens, choice.level) not in self.told:
+            self.told.add((tokens, choice.level))
+            self._tell(run, choice, machine)
+        self.latest = training, machine, choice
         settings = choice.settings
         if 0 < settings["attention_keep"] < 1 and run.layout.beginning(1 - settings["attention_keep"]) is None:
             settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
@@ -122,34 +149,30 @@ class Memory(Part):
         known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
         return replace(known, host_memory=min(int(self.host / HOST_ROOM), known.host_memory))
 
-    def _fit(self, run: ForwardPass, training: Training, least: int) -> Fit:
-        assert self.size is not None, "looked at"
-        return fit(self.size, training, self._machine(run), self.fixed, self.held, least)
-
-    def _after_the_last(self, run: ForwardPass) -> int:
-        """The level to begin with: one higher, from as many tokens on, if the latest step ran out of memory."""
+    def _least(self, run: ForwardPass, tokens: int) -> int:
+        """The level to begin with for so many tokens: one higher than that of a step of as many, or fewer, that ran out
+        of memory. Torch counts this, wherever the error was raised and whoever caught it."""
         short = out_of_memory(run.device)
         if self.latest is not None and short > self.short:
-            tokens, choice = self.latest
-            self.least[tokens] = max(self.least.get(tokens, 0), choice.level + 1)
+            training, _, choice = self.latest
+            self.least[training.length] = choice.level + 1
             logger.warning(
-                "The latest step ran out of memory with %s. Batches of as many tokens are trained with what follows "
-                "in the rule of memory='auto'.",
+                "The latest step ran out of memory with %s. From now on, batches of as many tokens take the next "
+                "settings of memory='auto'.",
                 named(choice),
             )
         self.short = short
-        length = bucket(run.layout.batch_size * run.layout.length)
-        return max((level for tokens, level in self.least.items() if tokens <= length), default=0)
+        return max((level for known, level in self.least.items() if known <= tokens), default=0)
 
-    def _tell(self, run: ForwardPass, choice: Fit, tokens: int) -> None:
+    def _tell(self, run: ForwardPass, choice: Fit, machine: Machine) -> None:
         """Says what was chosen, or that nothing fits."""
-        if run.group.rank:
+        if run.group.rank or not choice.level:
             return
         assert self.size is not None, "looked at"
-        machine = self._machine(run)
+        tokens = run.layout.batch_size * run.layout.length
         batch, needs = f"{run.layout.batch_size} x {run.layout.length:,} tokens", described(choice, machine.memory)
-        exactly = self._fit(run, replace(choice.training, length=tokens), choice.level)
-        if not (choice.fits or exactly.fits):
+        exactly = fit(self.size, replace(choice.training, length=tokens), machine, SETTINGS, self.held)
+        if not exactly.fits:
             most = longest(self.size, choice.training, machine, self.fixed, self.held)
             logger.warning(
                 "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
@@ -157,16 +180,10 @@ class Memory(Part):
                 *(batch, needs, named(choice), f"{most:,}"),
                 "" if choice.training.checkpointing else " set gradient_checkpointing=True, or",
             )
-        elif choice.level:
+        else:
             logger.info("hf_burst trains %s with %s: predicted are %s", batch, named(choice), needs)
-        if choice.level and not choice.training.expandable_segments:
+        if not choice.training.expandable_segments:
             logger.info(_EXPANDABLE)
-
-
-def advise_on_memory(problem: BaseException | None) -> None:
-    """Adds to an error of memory that was short what can be turned."""
-    if isinstance(problem, torch.OutOfMemoryError) and OUT_OF_MEMORY not in getattr(problem, "__notes__", ()):
-        problem.add_note(OUT_OF_MEMORY)
 
 
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
