@@ -118,10 +118,11 @@ class BurstConfig:
             predicted to take less time by; where a layer has no price (MiniMax, RecurrentGemma, Zaya), states. Mamba1
             always exchanges channels, whatever is named: its kernels take no states.
         memory (`str`, defaults to `"auto"`):
-            By `"auto"`, a training step that is predicted not to fit into a GPU's memory is made to fit, at the least
-            cost of time: `tiled_mlp`, `head_groups`, `activation_offloading`, `layers_per_checkpoint` and
-            `attention_keep` are chosen for every size of a batch, as far as they are not named here. The log says how,
-            and warns if nothing fits. By `"named"` all of them stay as they are.
+            By `"auto"`, a training step that does not fit into a GPU's memory is made to fit: layers are offloaded,
+            then `tiled_mlp` and `head_groups` are set, then `layers_per_checkpoint`, then `attention_keep`, one after
+            another until the step is predicted to fit, as far as they are not named here. Below 32,768 tokens a GPU the
+            tiles come first. The log says what is set, and warns if nothing fits. By `"named"` all of them stay as they
+            are.
         attention_keep (`float`, defaults to `1.0`):
             The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
             0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.

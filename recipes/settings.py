@@ -21,6 +21,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NoReturn
 from zlib import crc32
 
+import allocator  # noqa: F401 (before torch)
 import resuming
 import yaml
 from huggingface_hub.errors import StrictDataclassError

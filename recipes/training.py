@@ -1,5 +1,6 @@
 """The way of every recipe from settings to a trainer, and from a trainer to a checkpoint."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ import settings
 from settings import BurstSettings, DataSettings, ModelSettings
 
 import hf_burst
+
+MOST_RETRIES = 8  # as many settings follow one another
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -88,6 +91,7 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
 
     first, training = trainer.is_world_process_zero(), trainer.args
     report.follow(trainer)
+    retry_when_short(trainer)
     with disable_input_dtype_casting(trainer.model, active=training.bf16):
         resuming.train(trainer)
         last = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry][-1:]
@@ -103,3 +107,30 @@ def train(trainer: "Trainer", burst: BurstSettings, measure: Callable[[], None] 
     if burst.merge_to is not None and first:
         models.merge_adapter(training.output_dir, burst.merge_to)
         print(f"the full model is in {Path(burst.merge_to)}")
+
+
+def retry_when_short(trainer: "Trainer") -> None:
+    """In one process a step that ran out of memory runs again, each time with the next settings of `memory="auto"`.
+
+    The gradients of such a step are dropped. Those of batches that were accumulated before it would be, too: then the
+    error stays.
+    """
+    import torch
+
+    if trainer.args.world_size > 1:
+        return
+    own = trainer.training_step
+
+    def training_step(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        accumulated = any(weight.grad is not None for weight in model.parameters())
+        for _ in range(0 if accumulated else MOST_RETRIES):
+            try:
+                return own(model, *args, **kwargs)
+            except torch.OutOfMemoryError as problem:
+                print(f"a step ran out of memory, and is tried again with less: {str(problem).splitlines()[0]}")
+            model.zero_grad()
+            gc.collect()
+            torch.cuda.empty_cache()
+        return own(model, *args, **kwargs)
+
+    trainer.training_step = training_step  # type: ignore[method-assign]

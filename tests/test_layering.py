@@ -11,6 +11,7 @@ ORDER = [
         "errors",
         "cache",
         "host",
+        "host_limits",
         "config",
         "plan",
         "watch",
@@ -76,7 +77,7 @@ WITHIN = {
     "check": ["__init__", "tiny", "compare", "ranks", "run"],
     "cli": ["launch", "tokens", "recurrence", "sizing", "check", "hosts", "doctor", "calibrate", "plan", "__init__"],
     "hf": [
-        *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
+        *("__init__", "accelerate", "task", "call", "optimizers", "documents", "cutting", "sharded", "collator"),
         *(
             "sizes",
             "verdicts",

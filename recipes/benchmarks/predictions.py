@@ -136,7 +136,7 @@ def recipe_steps() -> Iterator[Step]:
             waited=0.0,
             predicted_seconds=estimate_step(model, training, machine).total_s,
             gib=max(step.get("memory_gib") or step["peak_memory_gib"] for step in timed),
-            predicted_gib=(memory.total - memory.exchange) / GIB,
+            predicted_gib=memory.tensors / GIB,
             plain=False,
             compiled=False,
             first=False,

@@ -65,7 +65,7 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
     )
     machine = machine_of(result)
     memory = estimate_memory(model, training, machine)
-    allocated = memory.total - memory.exchange - (memory.optimizer if first else 0)
+    allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
         "seconds": estimate_step(model, training, machine).total_s,
         "peak_memory_gib": allocated / GIB,
