@@ -1,0 +1,70 @@
+"""Who called a model, as far as the stack of this thread tells: a `Trainer`, functions of its user, a checkpoint."""
+
+import dis
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.utils.checkpoint
+
+_ROUNDS = ("_run_epoch", "evaluation_loop")  # of Trainer, around its steps
+_THEIRS = ("transformers", "trl", "accelerate", "peft", "torch", "hf_burst")
+# the arguments of a trainer, by the attributes that hold them, which are given logits; in any pass, and in evaluation
+_LOSSES = {"label_smoother": "label_smoothing_factor", "compute_loss_func": "compute_loss_func"}
+_METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
+
+
+def frames() -> Iterator[FrameType]:
+    """The calls that are under way, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def trainer_under_way() -> Any | None:
+    """The `Trainer` that runs this pass, if one does."""
+    module = sys.modules.get("transformers.trainer")  # without which none runs
+    for frame in frames() if module is not None else ():
+        if frame.f_code.co_name in _ROUNDS and isinstance(trainer := frame.f_locals.get("self"), module.Trainer):
+            return trainer
+    return None
+
+
+def readers_of_logits() -> list[str]:
+    """What in the `Trainer` that runs this pass would meet `None` if its logits were not there: functions of the user's
+    that it is given, and such that called the model and read `logits` without asking whether they are there."""
+    own, found = [], []
+    for frame in frames():
+        name = frame.f_code.co_name
+        if name in _ROUNDS:
+            trainer = frame.f_locals.get("self")
+            return own + found if trainer_under_way() is trainer else []
+        if name == "prediction_step" and not frame.f_locals.get("prediction_loss_only", True):
+            found = [each for each in _METRICS if getattr(frame.f_locals.get("self"), each, None) is not None]
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _THEIRS and _reads_logits(frame.f_code):
+            own.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
+    return []
+
+
+def askers_for_logits(trainer: Any, training: bool) -> list[str]:
+    """The arguments of a trainer for which it wants logits."""
+    names = {**_LOSSES, **({} if training else {name: name for name in _METRICS})}
+    return [name for attribute, name in names.items() if getattr(trainer, attribute, None) is not None]
+
+
+@cache
+def _reads_logits(code: CodeType) -> bool:
+    if "logits" not in (*code.co_names, *code.co_consts):
+        return False
+    return not any("NONE" in step.opname or step.opname == "IS_OP" for step in dis.get_instructions(code))
+
+
+def is_checkpointed() -> bool:
+    """Whether torch's checkpoint that is not reentrant is to run the caller a second time, in the backward pass."""
+    inside = torch.utils.checkpoint.__file__
+    innermost = next((frame.f_code.co_name for frame in frames() if frame.f_code.co_filename == inside), None)
+    return innermost is not None and innermost not in ("forward", "backward")  # which are of the reentrant one
