@@ -79,6 +79,7 @@ WITHIN = {
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *(
             "sizes",
+            "callers",
             "verdicts",
             "attention",
             "recurrent",

@@ -26,23 +26,27 @@ def frames() -> Iterator[FrameType]:
 
 def trainer_under_way() -> Any | None:
     """The `Trainer` that runs this pass, if one does."""
-    module = sys.modules.get("transformers.trainer")  # without which none runs
-    for frame in frames() if module is not None else ():
-        if frame.f_code.co_name in _ROUNDS and isinstance(trainer := frame.f_locals.get("self"), module.Trainer):
-            return trainer
-    return None
+    return next(filter(None, map(_trainer_of, frames())), None)
+
+
+def _trainer_of(frame: FrameType) -> Any | None:
+    """The `Trainer` whose epoch or evaluation a frame is."""
+    module: Any = sys.modules.get("transformers.trainer")  # without which none runs
+    if module is None or frame.f_code.co_name not in _ROUNDS:
+        return None
+    own = frame.f_locals.get("self")
+    return own if isinstance(own, module.Trainer) else None
 
 
 def readers_of_logits() -> list[str]:
     """What in the `Trainer` that runs this pass would meet `None` if its logits were not there: functions of the user's
     that it is given, and such that called the model and read `logits` without asking whether they are there."""
-    own, found = [], []
+    own: list[str] = []
+    found: list[str] = []
     for frame in frames():
-        name = frame.f_code.co_name
-        if name in _ROUNDS:
-            trainer = frame.f_locals.get("self")
-            return own + found if trainer_under_way() is trainer else []
-        if name == "prediction_step" and not frame.f_locals.get("prediction_loss_only", True):
+        if _trainer_of(frame) is not None:
+            return own + found
+        if frame.f_code.co_name == "prediction_step" and not frame.f_locals.get("prediction_loss_only", True):
             found = [each for each in _METRICS if getattr(frame.f_locals.get("self"), each, None) is not None]
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _THEIRS and _reads_logits(frame.f_code):

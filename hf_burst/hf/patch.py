@@ -275,8 +275,8 @@ class _Patch:
         size = resolve_group(self.group).size
         if size > 1:
             raise UnsupportedModelError(
-                f"{type(module).__name__} was called by itself, past the hooks of its patched model that cut the batch, "
-                f"so each of {size} ranks would hold whole sequences. Call the model, not model.model or model.forward; "
+                f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
+                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model or model.forward; "
                 "with output_hidden_states=True it returns hidden states of the whole batch. "
                 "hf_burst.unpatch_model(model) gives the plain one back."
             )

@@ -118,10 +118,10 @@ def _check_unread(why: str) -> None:
     readers = readers_of_logits()
     if readers:
         raise BatchError(
-            f"{', '.join(readers)} would be given outputs.logits=None: logits {why}. A loss of your own calls the model "
-            "without labels (labels = inputs.pop('labels')), which gathers logits up to BurstConfig.logits_limit_gib. "
-            f"For metrics {_SMALLER}; prediction_loss_only=True evaluates without them, and hf_burst.token_losses "
-            "returns the loss of every token."
+            f"{', '.join(readers)} would be given outputs.logits=None: logits {why}. A loss of your own calls the "
+            "model without labels (labels = inputs.pop('labels')), which gathers logits up to "
+            f"BurstConfig.logits_limit_gib. For metrics {_SMALLER}; prediction_loss_only=True evaluates without them, "
+            "and hf_burst.token_losses returns the loss of every token."
         )
 
 
@@ -130,8 +130,8 @@ def _way_out(training: bool) -> str:
     trainer = trainer_under_way()
     if trainer is None:
         return (
-            "Pass logits_to_keep=1 (or as many as you need), take hf_burst.token_losses for the loss of every token, or "
-            "raise the limit."
+            "Pass logits_to_keep=1 (or as many as you need), take hf_burst.token_losses for the loss of every token, "
+            "or raise the limit."
         )
     askers = " and ".join(askers_for_logits(trainer, training)) or "what asks for them"
     return f"Trainer wants them for {askers}: {_SMALLER}, or leave that out."
