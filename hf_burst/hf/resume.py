@@ -141,11 +141,7 @@ def _cut_off(file: Path) -> str | None:
         return f"{file.name} is cut off"
     if file.name == "latest" and (file.parent / STATE).exists():  # DeepSpeed's: the folder to load from
         named = file.read_text().strip()
-        return (
-            None
-            if named and (file.parent / named).is_dir()
-            else "latest is cut off, or the folder that it names is missing"
-        )
+        return None if named and (file.parent / named).is_dir() else f"latest names {named!r}, which is missing"
     if file.name.endswith(INDICES):
         names = sorted(set(json.loads(file.read_text())["weight_map"].values()))
         return next((f"{name} is missing" for name in names if not (file.parent / name).exists()), None)
