@@ -4,6 +4,7 @@ import dis
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
@@ -40,7 +41,7 @@ def _trainer_of(frame: FrameType) -> Any | None:
 
 def readers_of_logits() -> list[str]:
     """What in the `Trainer` that runs this pass would meet `None` if its logits were not there: functions of the user's
-    that it is given, and such that called the model and read `logits` without asking whether they are there."""
+    that it is given, and such that called the model and will read `logits` without asking whether they are there."""
     own: list[str] = []
     found: list[str] = []
     for frame in frames():
@@ -49,7 +50,7 @@ def readers_of_logits() -> list[str]:
         if frame.f_code.co_name == "prediction_step" and not frame.f_locals.get("prediction_loss_only", True):
             found = [each for each in _METRICS if getattr(frame.f_locals.get("self"), each, None) is not None]
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _THEIRS and _reads_logits(frame.f_code):
+        if package not in _THEIRS and _will_read_logits(frame.f_code, frame.f_lasti):
             own.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
     return []
 
@@ -61,10 +62,35 @@ def askers_for_logits(trainer: Any, training: bool) -> list[str]:
 
 
 @cache
-def _reads_logits(code: CodeType) -> bool:
-    if "logits" not in (*code.co_names, *code.co_consts):
+def _will_read_logits(code: CodeType, offset: int) -> bool:
+    """Whether a function reads an attribute or an item `logits` whichever way it goes on from an instruction, and
+    compares nothing with `None`, as one would that asks whether logits are there."""
+    steps = list(dis.get_instructions(code))
+    reads = {index for index, pair in enumerate(pairwise(steps)) if _reads(*pair)}
+    if not reads or any("NONE" in step.opname or step.opname == "IS_OP" for step in steps):
         return False
-    return not any("NONE" in step.opname or step.opname == "IS_OP" for step in dis.get_instructions(code))
+    place = {step.offset: index for index, step in enumerate(steps)}
+    ways, gone = [max(index for start, index in place.items() if start <= offset) + 1], set(reads)
+    while ways:
+        index = ways.pop()
+        step = steps[index]
+        if index in gone or step.opname in ("RAISE_VARARGS", "RERAISE"):
+            continue
+        gone.add(index)
+        if step.opname in ("RETURN_VALUE", "RETURN_CONST"):
+            return False
+        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
+            ways.append(place[step.argval])
+        if not step.opname.startswith("JUMP_"):
+            ways.append(index + 1)
+    return True
+
+
+def _reads(step: dis.Instruction, following: dis.Instruction) -> bool:
+    """`outputs.logits`, `outputs["logits"]` or `outputs.get("logits")`."""
+    if step.opname == "LOAD_CONST":
+        return step.argval == "logits" and following.opname in ("BINARY_SUBSCR", "BINARY_OP", "PRECALL", "CALL")
+    return step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval == "logits"
 
 
 def is_checkpointed() -> bool:
