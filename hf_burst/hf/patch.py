@@ -276,9 +276,9 @@ class _Patch:
         if size > 1:
             raise UnsupportedModelError(
                 f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
-                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model or model.forward; "
-                "with output_hidden_states=True it returns hidden states of the whole batch. "
-                "hf_burst.unpatch_model(model) gives the plain one back."
+                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model; with "
+                "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
+                "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
             )
 
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
