@@ -169,10 +169,6 @@ def end_together(problem: str | None) -> None:
         raise SystemExit(told)
 
 
-class Finished(Exception):
-    """The checkpoint that was resumed from has all steps."""
-
-
 def remember(run: dict[str, Any]) -> "TrainerCallback":
     """A callback that writes the settings of the run, and where it began, into `output_dir` before each checkpoint."""
     from transformers import TrainerCallback
@@ -192,34 +188,10 @@ def remember(run: dict[str, Any]) -> "TrainerCallback":
     return Remember()
 
 
-def _end_if_finished() -> "TrainerCallback":
-    from transformers import TrainerCallback
-
-    class EndIfFinished(TrainerCallback):
-        """Transformers would take one step more. Weights are loaded by now, whichever way they are sharded."""
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step >= state.max_steps:
-                raise Finished
-
-    return EndIfFinished()
-
-
 def train(trainer: "Trainer") -> None:
     """Trains from the beginning or the checkpoint. Afterwards the model is that of the end, also of a run that was
-    killed while its end was written."""
-    args = trainer.args
-    if args.resume_from_checkpoint is not None:
-        trainer.accelerator.print(f"goes on from {args.resume_from_checkpoint}")
-        trainer.add_callback(_end_if_finished())
-    try:
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    except Finished:
-        state = trainer.state
-        trainer.accelerator.print(
-            f"{args.resume_from_checkpoint} has {state.global_step:,} steps, and max_steps is {state.max_steps:,}: the "
-            "training is done."
-        )
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            trainer._load_best_model()
-        trainer.control = trainer.callback_handler.on_train_end(args, state, trainer.control)
+    killed while its end was written: `BurstResume` trains no further."""
+    resume = trainer.args.resume_from_checkpoint
+    if resume is not None:
+        trainer.accelerator.print(f"goes on from {resume}")
+    trainer.train(resume_from_checkpoint=resume)

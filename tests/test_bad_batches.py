@@ -10,7 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from transformers import DynamicCache
 
 import hf_burst
 from hf_burst.errors import (
@@ -21,8 +24,10 @@ from hf_burst.errors import (
     RankMismatchError,
     UnsupportedModelError,
 )
+from hf_burst.hf.patch import patch_under_check
 from hf_burst.mesh import ContextGroup
 from hf_burst.resources import resources_of
+from recipes.tiny_wrappers import tiny_wrapper
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -370,6 +375,50 @@ def large_logits(rank: int, size: int) -> None:
     model(good(rank)["input_ids"])
 
 
+def checkpoint_of_the_model(rank: int, size: int) -> None:
+    model = models.patch(models.make_model("llama").train())
+    checkpoint(model, **good(rank), use_reentrant=False)
+
+
+def forward_derivatives(rank: int, size: int) -> None:
+    model = models.patch(models.make_model("llama").train())
+    batch = good(rank)
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    with forward_ad.dual_level():
+        model(inputs_embeds=embeddings, **batch)  # nothing is asked for
+        model(inputs_embeds=forward_ad.make_dual(embeddings, torch.ones_like(embeddings)), **batch)
+
+
+def transforms(rank: int, size: int, transform: str) -> None:
+    model = models.patch(models.make_model("llama").train())
+    batch = good(rank)
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=inputs, **batch).loss
+
+    if transform == "jvp":
+        torch.func.jvp(loss, (embeddings,), (torch.ones_like(embeddings),))
+    else:
+        getattr(torch.func, transform)(loss)(embeddings)
+
+
+def decoder_by_itself(rank: int, size: int) -> None:
+    """By the model, which generates, it is served, and with a cache."""
+    model, ids = models.patch(models.make_model("llama").eval()), good(rank)["input_ids"]
+    model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    model(**good(rank)).loss.backward()
+    with torch.no_grad():
+        model.model(ids, use_cache=True, past_key_values=DynamicCache())
+        model.model(ids)
+
+
+def language_model_by_itself(rank: int, size: int) -> None:
+    """What a wrapper hands to its language model, as well."""
+    model = patch_under_check(tiny_wrapper("Gemma3ForConditionalGeneration"))
+    model.model.language_model(good(rank)["input_ids"])
+
+
 def learned_positions_run_out(rank: int, size: int) -> None:
     models.patch(models.make_model("gpt2").train())(**models.make_batch("plain", length=520))
 
@@ -439,6 +488,12 @@ def two_groups(rank: int, size: int) -> None:
         ),
         (missing_kernel, KernelError, "torch_flash"),
         (large_logits, BatchError, "logits_to_keep"),
+        (checkpoint_of_the_model, UnsupportedModelError, "given the whole model.*gradient_checkpointing_enable"),
+        (forward_derivatives, UnsupportedModelError, "Forward-mode derivatives.*loss.backward"),
+        (partial(transforms, transform="grad"), UnsupportedModelError, "torch.func .*torch.autograd.grad"),
+        (partial(transforms, transform="jvp"), UnsupportedModelError, "torch.func .*torch.autograd.grad"),
+        (decoder_by_itself, UnsupportedModelError, "LlamaModel was called past the hooks.*2 ranks would hold whole"),
+        (language_model_by_itself, UnsupportedModelError, "Gemma3TextModel was called past the hooks"),
         (learned_positions_run_out, BurstError, "position_ids holds 512; this model takes 0 to 511"),
         (rows_that_do_not_exist, BatchError, "logits_to_keep is .*24 tokens"),
         (batches_drift_apart, RankMismatchError, "content"),

@@ -1,6 +1,7 @@
 """README.md and docs/: what they claim to run runs, what they name exists, and their sentences can be read."""
 
 import doctest
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -170,8 +172,8 @@ def arguments_of(script: str) -> list[str]:
     return ["modernbert" if "MaskedLM" in script else "llama", "first.txt", "second.txt", "third.txt", "fourth.txt"]
 
 
-def run_script(rank: int, size: int, folder: str, name: str, arguments: list[str]) -> None:
-    """Runs a script as a rank that is launched."""
+def run_script(rank: int, size: int, folder: str, name: str, arguments: list[str]) -> dict[str, Any]:
+    """Runs a script as a rank that is launched, and returns its variables."""
     import datasets
 
     reset_accelerate()
@@ -182,9 +184,13 @@ def run_script(rank: int, size: int, folder: str, name: str, arguments: list[str
             mock.patch.object(sys, "argv", [name, *arguments]),
             mock.patch.object(datasets.config, "HF_DATASETS_CACHE", f"{folder}/cache"),
         ):
-            runpy.run_path(name, run_name="__main__")
+            return runpy.run_path(name, run_name="__main__")
     finally:
         os.chdir(there)
+
+
+def launch(rank: int, size: int, folder: str, name: str, arguments: list[str]) -> None:
+    run_script(rank, size, folder, name, arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of the pool exchange CPU tensors")
@@ -193,8 +199,32 @@ def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], fo
     pytest.importorskip("trl")
     (folder / "script.py").write_text(block.source)
     ranks(1 if "save_pretrained" in block.source else 2).run(
-        run_script, str(folder), "script.py", arguments_of(block.source)
+        launch, str(folder), "script.py", arguments_of(block.source)
     )
+
+
+def run_loop(rank: int, size: int, folder: str, arguments: list[str]) -> tuple[list[float], bool]:
+    """The losses that a script logs, and whether its model ends in training. One process has a model that is not
+    patched."""
+    plain = mock.patch.object(hf_burst, "patch_model", lambda model: model)
+    with redirect_stdout(io.StringIO()) as printed, plain if size == 1 else nullcontext():
+        model = run_script(rank, size, folder, "script.py", arguments)["model"]
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())], model.training
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of the pool exchange CPU tensors")
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if ".backward(" in block.source], ids=str)
+def test_loops_of_the_pages(block: Block, ranks: Callable[[int], RankPool], folder: Path) -> None:
+    """They train, with dropout and checkpoints if there are any, and log the losses of one process."""
+    (folder / "script.py").write_text(block.source)
+    found = []
+    for size in (1, 2):
+        shutil.rmtree(folder / "outputs", ignore_errors=True)
+        found.append(ranks(size).run(run_loop, str(folder), arguments_of(block.source))[0])
+    (wanted, _), (losses, training) = found
+    assert len(wanted) > 1
+    assert losses == pytest.approx(wanted, abs=2e-4)
+    assert training
 
 
 def check_books(folder: Path, printed: str) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -99,6 +100,9 @@ def checkpoint(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model.safetensors", 0.0, "a file is cut off"),
         ("optimizer.pt", 0.9, "optimizer.pt is cut off"),
         ("scheduler.pt", 0.0, "scheduler.pt is cut off"),
+        ("config.json", 0.5, "config.json is cut off"),
+        ("config.json", 0.0, "config.json is cut off"),
+        ("generation_config.json", 0.9, "generation_config.json is cut off"),
         ("optimizer.pt", None, "it has weights alone, without the optimizer"),
         ("scheduler.pt", None, "scheduler.pt is missing"),
         ("model.safetensors", None, "it has no weights"),
@@ -160,6 +164,21 @@ def test_files_that_are_no_part_of_a_checkpoint_are_not_read(checkpoint: Path, t
     assert what_is_missing(folder) is None
     (folder / "model.safetensors.index.json").write_text("{}")
     assert "KeyError" in (what_is_missing(folder) or "")
+
+
+def test_other_files_that_resuming_reads(checkpoint: Path, tmp_path: Path) -> None:
+    """The configs of adapters that are not the default one, and the file by which DeepSpeed finds its folder."""
+    folder = Path(copy(checkpoint.parent, tmp_path, 1)) / "checkpoint-1"
+    (folder / "other").mkdir()
+    (folder / "other/adapter_config.json").write_bytes(bytes(40))  # a disk that lost power has zeros
+    assert what_is_missing(folder) == "adapter_config.json is cut off"
+    shutil.rmtree(folder / "other")
+    (folder / "latest").write_text("global_step1")
+    assert what_is_missing(folder) == "latest names 'global_step1', which is missing"
+    (folder / "global_step1").mkdir()
+    assert what_is_missing(folder) is None
+    (folder / "latest").write_text("")
+    assert what_is_missing(folder) == "latest names '', which is missing"
 
 
 def see(rank: int, size: int, folder: str, mine: str = "") -> str:
@@ -291,6 +310,28 @@ def test_other_ranks_go_on_with_the_same_losses(ranks: Ranks, tmp_path: Path, be
             assert found.pop("start") == "checkpoint-4"
             for key in KEYS:
                 assert found[key] == (wanted[key] if case is before else pytest.approx(wanted[key], rel=2e-5)), key
+
+
+def finished_again(rank: int, size: int, folder: str) -> None:
+    """The same command after the end, and then a longer training by the same trainer."""
+    trainer = make_trainer(Case(), folder, **{**EVERY, "max_steps": 2})
+    trainer.add_callback(hf_burst.BurstResume())
+    last = hf_burst.last_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=last)
+    assert trainer.state.global_step == 2
+    stored = load_file(f"{folder}/checkpoint-2/model.safetensors")
+    for name, value in trainer.model.state_dict().items():
+        assert name not in stored or torch.equal(value, stored[name]), name
+    assert get_last_checkpoint(folder) == f"{folder}/checkpoint-2"
+    trainer.args.max_steps = 3
+    trainer.train(resume_from_checkpoint=last)
+    assert trainer.state.global_step == 3
+
+
+def test_a_run_that_is_finished_trains_no_further(ranks: Ranks, tmp_path: Path) -> None:
+    """In the middle of an epoch Trainer would take a step more."""
+    ranks(2).run(resumed_with, str(tmp_path), Case(), {"max_steps": 2})
+    ranks(2).run(finished_again, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ WITHIN = {
         *("__init__", "accelerate", "task", "call", "optimizers", "documents", "cutting", "sharded", "collator"),
         *(
             "sizes",
+            "callers",
             "verdicts",
             "attention",
             "recurrent",

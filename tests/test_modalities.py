@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import Gemma4Config, PreTrainedModel
 
 import hf_burst
-from hf_burst.check.compare import KINDS, compare, make_batch
+from hf_burst.check.compare import KINDS, Double, compare, make_batch
 from hf_burst.check.run import find_target
 from hf_burst.errors import BatchError, UnsupportedModelError
 from hf_burst.hf.cutting import cut_targets
@@ -78,6 +79,37 @@ def test_what_is_cut_for_another_rank_is_seen(ranks: Ranks, name: str, broken: s
     for result, errors, note in ranks(2).run(compare_on_ranks, name, broken):
         assert result == "wrong", note
         assert max(errors.values()) > 1e-3, "far from the tolerance"
+
+
+def shard_weights(rank: int, size: int, name: str, policy: MixedPrecisionPolicy) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of a wrapper under FSDP2; of a plain one if there is one rank."""
+    with ExitStack() as settings:
+        torch.set_default_dtype(torch.float64)
+        settings.callback(torch.set_default_dtype, torch.float32)
+        settings.enter_context(Double())
+        model = tiny_wrapper(name).double().train()
+        if size > 1:
+            patch_under_check(model)
+            for layer in model.model.language_model.layers:
+                fully_shard(layer, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+        loss = model(**make_batch("one sequence", model)).loss
+        loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    found = {name: grad.full_tensor() if size > 1 else grad for name, grad in found.items()}
+    return {"loss": loss.detach(), **found}
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float64)], ids=["plain", "cast"])
+def test_fsdp2_looks_for_tensors_in_no_config(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    """That of Gemma 4 has another head size for some layers, and does not let all of its attributes be read."""
+    name = "Gemma4ForConditionalGeneration"
+    wanted = shard_weights(0, 1, name, policy)
+    assert len(wanted) > 20
+    for found in ranks(2).run(shard_weights, name, policy):
+        assert wanted.keys() == found.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-10)
 
 
 def forward(rank: int, size: int, name: str, more: Part, only: int | None = None) -> None:

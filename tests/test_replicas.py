@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_burst
@@ -103,6 +104,52 @@ def train_wrapped(rank: int, size: int, wrapper: str) -> float:
 @pytest.mark.parametrize("wrapper", ["ddp", "compiled ddp", "fsdp", "hook"])
 def test_whoever_averages_gradients_is_recognised(ranks: Ranks, wrapper: str) -> None:
     first, second = ranks(2).run(train_wrapped, wrapper)
+    assert first == second
+
+
+def train_unfrozen(rank: int, size: int, when: str) -> float:
+    """A layer is unfrozen by hand, as a callback does it, and the weights of all ranks."""
+    model = hf_burst.patch_model(models.make_model("llama").train())
+    first, second = model.model.layers[:2]
+    first.requires_grad_(when == "frozen afterwards")
+    wrapped: torch.nn.Module = model
+    if when == "fsdp":
+        fully_shard(model)
+    else:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    if when == "before the first pass":
+        first.requires_grad_(True)
+    elif when == "frozen afterwards":
+        first.requires_grad_(False)
+    step(wrapped, optimizer)
+    before = whole(first.self_attn.q_proj.weight).clone()
+    first.requires_grad_(True)
+    second.requires_grad_(when != "in turn")
+    for _ in range(2):
+        step(wrapped, optimizer)
+    assert not torch.equal(before, whole(first.self_attn.q_proj.weight))
+    wrapped(**models.make_batch("plain"))
+    return sum(float(whole(parameter).sum()) for parameter in model.parameters())
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+@pytest.mark.parametrize("when", ["before the first pass", "later", "in turn"])
+def test_layers_unfrozen_after_ddp_was_made_are_refused(ranks: Ranks, when: str) -> None:
+    """DDP does not average their gradients."""
+    for sentence in refused(ranks(2), train_unfrozen, when):
+        assert "of the 12 parameters that required one when it was made. By now 21 are or were trained" in sentence
+        assert (", such as model.layers.0.self_attn.q_proj.weight" in sentence) == (when != "before the first pass")
+        assert "unfrozen layers" in sentence
+        assert "ddp_find_unused_parameters=True" in sentence
+
+
+@pytest.mark.parametrize("when", ["frozen afterwards", "fsdp"])
+def test_the_ways_out_for_layers_that_are_unfrozen_later(ranks: Ranks, when: str) -> None:
+    first, second = ranks(2).run(train_unfrozen, when)
     assert first == second
 
 

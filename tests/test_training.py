@@ -4,7 +4,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,72 @@ def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: 
         ranks(2).run(train_otherwise, str(tmp_path), Case(trainer, explicit=True), loss)
     for error in caught.value.errors:
         assert pytest.RaisesExc(BatchError, match="labels were taken out of a sharded batch").matches(error)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def most_likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def read(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    """A loss of one's own, which leaves the labels where they are."""
+    outputs = model(**inputs)
+    loss = outputs.logits.float().logsumexp(-1).mean()
+    return (loss, outputs) if return_outputs else loss
+
+
+def ask(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+    assert outputs.logits is None
+    return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+AFTERWARDS = ("compute_loss", "compute_metrics", "preprocess_logits_for_metrics")
+WITHOUT_LOGITS: dict[str, tuple[dict[str, Any], str]] = {
+    "metrics": ({"compute_metrics": accuracy}, "compute_metrics would be given outputs.logits=None"),
+    "both": (
+        {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely},
+        "compute_metrics, preprocess_logits_for_metrics would be given .*per_device_eval_batch_size",
+    ),
+    "own loss": ({"compute_loss": read}, r"read \(.*test_training.py:\d+\) would be given .*inputs.pop\('labels'\)"),
+    "smoothing": ({"label_smoothing_factor": 0.2}, "wants them for label_smoothing_factor: raise the limit"),
+    "function": ({"compute_loss_func": squared}, "wants them for compute_loss_func: raise the limit"),
+}
+
+
+def without_logits(rank: int, size: int, folder: str, what: str, evaluate: bool) -> dict[str, float]:
+    """Logits are above the limit."""
+    given = dict(WITHOUT_LOGITS.get(what, ({"compute_loss": ask}, ""))[0])
+    later = {name: given.pop(name) for name in list(given) if name in AFTERWARDS}
+    model = hf_burst.patch_model(models.make_model("llama"), hf_burst.BurstConfig(logits_limit_gib=1e-9))
+    trainer = make_trainer(Case(), folder, model=model, eval_dataset=trainers.samples("padded", 4), **given)
+    for name, value in later.items():
+        setattr(trainer, name, partial(value, trainer) if name == "compute_loss" else value)
+    if evaluate:
+        return trainer.evaluate()
+    return trainer.train().metrics
+
+
+@pytest.mark.parametrize(
+    ("what", "evaluate"),
+    [(what, evaluate) for what in WITHOUT_LOGITS for evaluate in SWITCH if evaluate or what not in ("metrics", "both")],
+)
+def test_functions_that_would_meet_no_logits(ranks: Ranks, tmp_path: Path, what: str, evaluate: bool) -> None:
+    """An error before the pass, on all ranks, which says why and what its reader can do."""
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(without_logits, str(tmp_path), what, evaluate)
+    for error in caught.value.errors:
+        assert pytest.RaisesExc(BatchError, match=WITHOUT_LOGITS[what][1]).matches(error), error
+        assert "logits_to_keep" not in str(error)
+
+
+@pytest.mark.parametrize("evaluate", SWITCH)
+def test_a_loss_that_asks_for_logits_meets_none(ranks: Ranks, tmp_path: Path, evaluate: bool) -> None:
+    for metrics in ranks(2).run(without_logits, str(tmp_path), "asks", evaluate):
+        assert metrics["eval_loss" if evaluate else "train_loss"] > 0
 
 
 class Speaker(TrainerCallback):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -224,6 +225,38 @@ def test_a_reference_model_that_was_not_patched_is_refused(ranks: Ranks, tmp_pat
         ranks(2).run(own_reference, str(tmp_path), trainer)
     for error in caught.value.errors:
         assert pytest.RaisesExc(ConfigError, match="patch it too and pass it as ref_model").matches(error), error
+
+
+def train_rewards(rank: int, size: int, folder: str, what: str) -> None:
+    """Models without a language-model head are trained, or help."""
+    reset_accelerate()
+    config = LlamaConfig(
+        vocab_size=models.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = LlamaForSequenceClassification(config)
+    mesh = hf_burst.BurstParallelismConfig()
+    if what == "RewardTrainer":
+        from trl import RewardConfig, RewardTrainer
+
+        model.config.num_labels = 1
+        arguments = RewardConfig(output_dir=folder, use_cpu=True, bf16=False, max_steps=1, parallelism_config=mesh)
+        data = datasets.Dataset.from_list(trainers.preferences(4))
+        RewardTrainer(model, arguments, train_dataset=data, processing_class=trainers.tokenizer()).train()
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
+    accelerator.prepare_model(model, evaluation_mode=True)  # it gives rewards, and learns nothing
+    policy = hf_burst.patch_model(models.make_model("llama"))
+    accelerator.prepare(policy, torch.optim.SGD(policy.parameters()), model.requires_grad_(False))
+    if what == "in a wrapper":
+        accelerator.prepare(torch.nn.ModuleList([policy, model.requires_grad_(True)]))
+
+
+@pytest.mark.parametrize("what", ["RewardTrainer", "in a wrapper"])
+def test_models_that_are_trained_must_be_patched(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(train_rewards, str(tmp_path), what)
+    for error in caught.value.errors:
+        sentence = "LlamaForSequenceClassification is not patched.*refuses, such as RewardTrainer's, trains without"
+        assert pytest.RaisesExc(ConfigError, match=sentence).matches(error), error
 
 
 def learn_from_own_words(rank: int, size: int, folder: str, trainer: str, streamed: bool) -> None:

@@ -189,9 +189,11 @@ class _Shared:
             _check_patched(item, self.size)
         return Accelerator.prepare(self.accelerator, *args, **kwargs)
 
-    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _check_patched(model, self.size)
-        return Accelerator.prepare_model(self.accelerator, model, *args, **kwargs)
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        _check_patched(model, self.size, evaluation_mode)
+        return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         _check_data_loader(data_loader, self.accelerator.dispatch_batches)
@@ -276,18 +278,25 @@ def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check_patched(item: Any, size: int) -> None:
-    """Raises for a language model of Transformers that [`patch_model`] has not seen."""
+def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
+    """Raises for a model of Transformers that [`patch_model`] has not seen, if it is trained or a language model. Other
+    models that only help a training, such as one that gives rewards, may hold whole sequences."""
     mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
     entries = [names for mapping in mappings for names in mapping.values()]
     known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
-    for module in item.modules() if isinstance(item, nn.Module) else ():
-        served = isinstance(module, PreTrainedModel) and known & {cls.__name__ for cls in type(module).__mro__}
-        if served and not hasattr(module, PATCH):
+    modules = list(item.modules()) if isinstance(item, nn.Module) else []
+    patched = {id(part) for module in modules if hasattr(module, PATCH) for part in module.modules()}
+    for module in modules:
+        if not isinstance(module, PreTrainedModel) or id(module) in patched:
+            continue
+        language = known & {cls.__name__ for cls in type(module).__mro__}
+        trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
+        if language or (trained and patched.isdisjoint(map(id, module.modules()))):
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
-                "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model."
+                "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model. A "
+                "class that patch_model refuses, such as RewardTrainer's, trains without BurstParallelismConfig."
             )
 
 

@@ -57,13 +57,19 @@ class _NotBuiltError(UnsupportedModelError, AttributeError):
     """Also an AttributeError, so that `hasattr` is answered and not ended."""
 
 
-@dataclass
 class LazyMask:
-    """A mask that is not built. Sharded attention reads how far a query sees; only plain attention builds it."""
+    """A mask that is not built. Sharded attention reads how far a query sees; only plain attention builds it.
 
-    arguments: dict[str, Any]  # of a function of Transformers' `AttentionMaskInterface`
-    parts: frozenset[str]  # the functions of `transformers.masking_utils` that it is made of
-    call: ForwardCall | None = None  # told by the part `Attention`
+    No dataclass: FSDP2 looks for tensors in the fields of dataclasses, and the arguments hold the config of the model.
+
+    Args:
+        arguments (`dict`): Those of a function of Transformers' `AttentionMaskInterface`.
+        parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
+    """
+
+    def __init__(self, arguments: dict[str, Any], parts: frozenset[str]) -> None:
+        self.arguments, self.parts = arguments, parts
+        self.call: ForwardCall | None = None  # told by the part `Attention`
 
     def __getattr__(self, name: str) -> Any:
         raise _NotBuiltError(

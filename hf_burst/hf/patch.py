@@ -17,12 +17,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..config import BurstConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedModelError
 from ..mesh import ContextGroup
 from ..resources import resources_of
 from .accelerate import PATCH, check_joined, resolve_group
 from .attention import CALL_KEY
-from .cutting import CutPoint, bound_arguments, cut_point_of
+from .cutting import CutPoint, bound_arguments, cut_point_of, language_model_of
 from .hybrid import attention_shapes, hybrid_of, recurrent_sizes
 from .parts.adapters import Adapters
 from .parts.attention import Attention
@@ -158,7 +158,7 @@ def make_parts(
     )
 
 
-def _generates(model: PreTrainedModel, batch: Mapping[str, Any]) -> bool:
+def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether a pass is a step of `generate`, in which every rank holds the whole prompt, with Transformers' own
     attention."""
     learns = model.training and torch.is_grad_enabled()
@@ -197,12 +197,17 @@ class _Patch:
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.explicit = False  # whether the latest batch arrived sharded
+        self.entered = False  # whether the model is being called, sharded or to generate
         self.run: ForwardPass | None = None  # the pass under way
         self.passes = 0  # that came so far
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:
             self.handles += part.install(model)
+        inner = dict.fromkeys((model.base_model, language_model_of(model)))
+        self.handles += [
+            module.register_forward_pre_hook(self.within, with_kwargs=True) for module in inner if module is not model
+        ]
         self.handles += [
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, prepend=True, with_kwargs=True),
@@ -224,7 +229,13 @@ class _Patch:
                 "The model runs under torch.nn.DataParallel (one process with several GPUs), over which no sequence "
                 "can be sharded. Launch one process a GPU: accelerate launch --num_processes N script.py."
             )
+        if torch._C._are_functorch_transforms_active():  # the ranks cannot even agree on it
+            raise UnsupportedModelError(
+                "torch.func (grad, jvp, vmap) does not reach through attention over ranks. Take gradients by "
+                "loss.backward() or torch.autograd.grad, or unpatch the model (hf_burst.unpatch_model)."
+            )
         self.end()  # a pass that was interrupted does not come there
+        self.entered = True
         batch: dict[str, Any] = {}
         error: Exception | None = None
         try:
@@ -257,6 +268,19 @@ class _Patch:
             part.begin(run)
         return (), {**run.inputs, CALL_KEY: run.call}
 
+    def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre-hook of the decoder, which is called by itself if the model was not."""
+        if self.entered or CALL_KEY in kwargs or _generates(module, kwargs):
+            return
+        size = resolve_group(self.group).size
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} was called past the hooks of its patched model, which cut the batch, so each "
+                f"of {size} ranks would hold whole sequences. Call the model itself, not model.model; with "
+                "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
+                "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
+            )
+
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
         """At the first pass over a group all of its ranks have come so far, or none goes on to measure the machine."""
         if run.group.size == 1 or resources_of(run.group).knows(run.device, self.config.kernel):
@@ -286,6 +310,6 @@ class _Patch:
         for part in self.parts:
             if isinstance(part, Memory):
                 part.advise(problem)
-        self.run = None
+        self.run, self.entered = None, False
         for part in self.parts:
             part.end()

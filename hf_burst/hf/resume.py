@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 
 from ..errors import ConfigError
 from .accelerate import BurstParallelismConfig
+from .callers import frames
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ DEEPSPEED = "*_states.pt"  # both weights and optimizer
 WEIGHTS = ("model*.safetensors", "adapter_model.*", "pytorch_model*.bin", DEEPSPEED)
 OPTIMIZER = ("optimizer.pt", "optimizer.bin", DEEPSPEED)
 ARCHIVES = (*OPTIMIZER, "pytorch_model*.bin", "adapter_model.bin", "scheduler.pt", "scaler.pt", "training_args.bin")
+JSONS = ("config.json", "generation_config.json", "adapter_config.json")
 INDICES = (".safetensors.index.json", ".bin.index.json")
 UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError, UnpicklingError)
 
@@ -135,6 +137,11 @@ def _cut_off(file: Path) -> str | None:
             return None
     if any(fnmatch(file.name, pattern) for pattern in ARCHIVES) and file.is_file() and not zipfile.is_zipfile(file):
         return f"{file.name} is cut off"
+    if file.name in JSONS and not _is_json(file):
+        return f"{file.name} is cut off"
+    if file.name == "latest" and (file.parent / STATE).exists():  # DeepSpeed's: the folder to load from
+        named = file.read_text().strip()
+        return None if named and (file.parent / named).is_dir() else f"latest names {named!r}, which is missing"
     if file.name.endswith(INDICES):
         names = sorted(set(json.loads(file.read_text())["weight_map"].values()))
         return next((f"{name} is missing" for name in names if not (file.parent / name).exists()), None)
@@ -146,6 +153,13 @@ def _cut_off(file: Path) -> str | None:
             if not held.exists() or held.stat().st_size < part.offset + part.length:
                 return f"{file.parent.name}/{part.relative_path} is {'cut off' if held.exists() else 'missing'}"
     return None
+
+
+def _is_json(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_text()), dict)
+    except ValueError:
+        return False
 
 
 def _absent(files: Sequence[Path]) -> str | None:
@@ -210,7 +224,8 @@ class BurstResume(TrainerCallback, ExportableState):
     Another number of ranks or another `burst_size` changes the groups, and `Trainer` goes on without a word, on other
     rows at other learning rates. With this callback it is an error that names the accumulation to set.
 
-    A checkpoint of the same number, of an earlier run, is removed before it is written again.
+    A checkpoint of the same number, of an earlier run, is removed before it is written again. A run that has all its
+    steps trains no further when it is started again; `Trainer` would take a step more.
 
     Args:
         settings (mapping from `str` to values that JSON can hold, *optional*): What else to write into checkpoints.
@@ -228,6 +243,7 @@ class BurstResume(TrainerCallback, ExportableState):
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
         self.batch: dict[str, int] | None = None
+        self.finished: Any = None  # the trainer, while it has nothing to train
 
     def state(self) -> dict[str, Any]:
         """For the `trainer_state.json` of a checkpoint."""
@@ -249,6 +265,7 @@ class BurstResume(TrainerCallback, ExportableState):
                 f"The checkpoint of step {state.global_step:,} was trained with {_product(before)}, and this run has "
                 f"{_product(now)}: its data and its learning rates would be others. {_advice(before, now)}"
             )
+        self._end_if_finished(state)
         self.batch = now
         state.stateful_callbacks[type(self).__name__] = self.state()  # a checkpoint may be older than the callback
 
@@ -266,6 +283,26 @@ class BurstResume(TrainerCallback, ExportableState):
             dist.barrier()  # of the others none has written yet
 
     on_epoch_end = on_step_end
+
+    def _end_if_finished(self, state: Any) -> None:
+        """Lets a run that has all its steps come to its end, with the weights of its checkpoint."""
+        self.on_train_end()  # of a training that was interrupted
+        running = (frame.f_locals["self"] for frame in frames() if frame.f_code.co_name == "_inner_training_loop")
+        trainer: Any = next(running, None)
+        if trainer is None or not 0 < state.max_steps <= state.global_step:
+            return
+        _warn("%s steps are done, and max_steps is %s: there is nothing to train.", state.global_step, state.max_steps)
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            trainer.control.should_training_stop = True
+
+        self.finished, trainer._run_epoch = trainer, stop
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves the trainer as it was."""
+        if self.finished is not None:
+            del self.finished._run_epoch
+            self.finished = None
 
 
 def _sequences(batch: Mapping[str, int]) -> int:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...layout import SequenceLayout
 from ...loss import gather_kept, gather_tokens
+from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import ForwardPass, Part
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 KeptRows = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
 
+_SMALLER = "raise the limit, lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
@@ -91,7 +93,10 @@ class Outputs(Part):
                 "logits_to_keep is for full batches without labels; with labels the loss needs every token. Leave one "
                 "of them out."
             )
-        if labels and (run.model.training or (run.group.size > 1 and run.inputs.get("fused_lm_head"))):
+        fused = bool(run.inputs.get("fused_lm_head"))
+        if labels and run.model.training and not fused:
+            _check_unread("are never in memory while the model trains with labels")
+        if labels and (run.model.training or (run.group.size > 1 and fused)):
             return "drop"
         if run.explicit or run.group.size == 1:
             return "keep"
@@ -105,9 +110,34 @@ class Outputs(Part):
             f"BurstConfig.logits_limit_gib={run.config.logits_limit_gib}"
         )
         if not labels:
-            raise BatchError(f"{sentence}. Pass logits_to_keep=1 (or as many as you need), or raise the limit.")
+            raise BatchError(f"{sentence}. {_way_out(run.model.training)}")
+        _check_unread(f"are not gathered. {sentence}")
         logger.warning("%s, so they are not gathered and outputs.logits is None.", sentence)
         return "drop"
+
+
+def _check_unread(why: str) -> None:
+    """Raises if a function of a trainer's user would meet `None` in the place of logits."""
+    readers = readers_of_logits()
+    if readers:
+        raise BatchError(
+            f"{', '.join(readers)} would be given outputs.logits=None: logits {why}. A loss of your own calls the "
+            "model without labels (labels = inputs.pop('labels')), which gathers logits up to "
+            f"BurstConfig.logits_limit_gib. For metrics {_SMALLER}; prediction_loss_only=True evaluates without them, "
+            "and hf_burst.token_losses returns the loss of every token."
+        )
+
+
+def _way_out(training: bool) -> str:
+    """What to do where logits are wanted that are too large."""
+    trainer = trainer_under_way()
+    if trainer is None:
+        return (
+            "Pass logits_to_keep=1 (or as many as you need), take hf_burst.token_losses for the loss of every token, "
+            "or raise the limit."
+        )
+    askers = " and ".join(askers_for_logits(trainer, training)) or "what asks for them"
+    return f"Trainer wants them for {askers}: {_SMALLER}, or leave that out."
 
 
 def _gather_fused(run: ForwardPass, outputs: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from ...mesh import ContextGroup
 from ..sharded import sum_of_bits
 from .base import ForwardPass, Part
 
+_SEEN = "_hf_burst_trained"  # the attribute of a DDP that has the parameters that were trained under it
 PARAMETERS, WEIGHTS = "parameters", "weights (checksum)"
 _AT_FIRST = (
     "Every rank must begin with the same weights: load one checkpoint on all of them, or call "
@@ -25,7 +26,8 @@ _AT_FIRST = (
 )
 _UPDATED = (
     "The ranks began with the same weights, and differ after an update. Their gradients must be averaged and their "
-    "optimizers be alike: train what accelerator.prepare(model, optimizer) returns, as Trainer does."
+    "optimizers be alike: train what accelerator.prepare(model, optimizer) returns, as Trainer does. DDP averages what "
+    "required a gradient when it was made: layers that were unfrozen later, each rank trains by itself."
 )
 
 
@@ -54,6 +56,8 @@ class Replicas(Part):
             check_averaged(run.model, trained, run.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
+            if learns and run.model.training and not self.by_hand:
+                check_known_to_ddp(run.model)
             self.key, self.parameters, self.settled = key, "", False
         if self.settled or (self.parameters and not learns) or has_fsdp1(run.model):
             return
@@ -92,8 +96,7 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
                 "the wrapper that has these ranks."
             )
     # DeepSpeed's ZeRO is among those that hook
-    hooked = any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in trained)
-    if averaged or hooked or _leaves_no_mark() or has_fsdp1(model):
+    if averaged or any(map(_is_hooked, trained)) or _leaves_no_mark() or has_fsdp1(model):
         return
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
@@ -102,6 +105,36 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
             "what accelerator.prepare(model, optimizer) returns, as Trainer does. If you average gradients yourself, "
             "say so: patch_model(model, hf_burst.BurstConfig(gradients='averaged_by_hand'))."
         )
+
+
+def check_known_to_ddp(model: nn.Module) -> None:
+    """Raises a ConfigError if more parameters were trained under DDP than it averages: those that required a gradient
+    when it was made. It tells how many they are, and not which."""
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return
+    seen: dict[int, str] = vars(wrapper).setdefault(_SEEN, {})
+    new = {
+        id(parameter): name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not _is_hooked(parameter) and id(parameter) not in seen
+    }
+    averaged, trained = wrapper._get_ddp_logging_data()["num_parameter_tensors"], len(seen) + len(new)
+    if trained > averaged:
+        example = f", such as {next(iter(new.values()))}" if seen else ""
+        raise ConfigError(
+            f"DDP averages the gradients of the {averaged} parameters that required one when it was made. By now "
+            f"{trained} are or were trained{example}: each rank would train those that came later by itself. "
+            "A callback has probably unfrozen layers, or added an adapter. Let all that will be trained require a "
+            "gradient when the model is prepared (Trainer: when train() is called), and freeze it afterwards, with "
+            "ddp_find_unused_parameters=True. FSDP2 needs neither."
+        )
+    seen |= new
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether its gradient is given to a function, which may average it."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _leaves_no_mark() -> bool:

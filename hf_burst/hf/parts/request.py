@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch.autograd import forward_ad
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
 from ...loss import IGNORE_INDEX
+from ..callers import is_checkpointed
 from ..documents import batch_shape
 from ..support import check_adapters
 from .base import ForwardPass, Part
@@ -29,6 +31,7 @@ class Request(Part):
                     f"with {key}=0.0 (from_pretrained(..., {key}=0.0)), which is how long-context models are trained."
                 )
         _check_arguments(model, batch)
+        _check_backward(model, batch)
         check_adapters(model)
         noisy = model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
         if run.group.size > 1 and noisy:
@@ -46,6 +49,24 @@ class Request(Part):
             "BurstConfig": str(run.config),
             "transformers": transformers.__version__,
         }
+
+
+def _check_backward(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
+    """Raises for gradients that are computed in another way than by a backward pass behind this pass."""
+    if torch.is_grad_enabled() and is_checkpointed():
+        raise UnsupportedModelError(
+            "torch.utils.checkpoint was given the whole model, and would stop its second run in the middle. Checkpoint "
+            "its layers: model.gradient_checkpointing_enable(), or TrainingArguments(gradient_checkpointing=True)."
+        )
+    dual = forward_ad._current_level >= 0 and any(
+        isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+        for value in (*batch.values(), *model.parameters())
+    )
+    if dual:
+        raise UnsupportedModelError(
+            "Forward-mode derivatives (torch.autograd.forward_ad) are not computed by attention over ranks. Take "
+            "gradients by loss.backward() or torch.autograd.grad, or unpatch the model (hf_burst.unpatch_model)."
+        )
 
 
 def _check_arguments(model: PreTrainedModel, batch: Mapping[str, Any]) -> None:
