@@ -1,5 +1,6 @@
 """Wrappers around a patched model: FSDP2, mixed precision, torch.compile and peft, beside one unpatched process."""
 
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -509,6 +510,52 @@ def adapt(rank: int, size: int, folder: str, dora: bool, patch_first: bool) -> N
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_the_life_of_an_adapter(ranks: Ranks, tmp_path: Path, dora: bool, patch_first: bool) -> None:
     ranks(2).run(adapt, str(tmp_path), dora, patch_first)
+
+
+def deepen(kind: str) -> nn.Module:
+    """A model with more layers than it was made with: one of them twice, a copy of it, or copies by peft."""
+    model = models.make_model("llama", torch.float64)
+    layers = model.model.layers
+    if kind == "by peft":
+        from peft import LoraConfig, get_peft_model
+
+        options: dict[str, Any] = {"target_modules": "all-linear", "init_lora_weights": False}
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, layer_replication=[(0, 2), (0, 2)], **options)).double().train()
+    layers.append(layers[0] if kind == "shared" else copy.deepcopy(layers[0]))
+    model.config.num_hidden_layers = len(layers)
+    return model.train()
+
+
+def repeat_layers(rank: int, size: int, kind: str, settings: dict[str, Any]) -> None:
+    batch = models.make_batch("packed")
+    plain, model = deepen(kind), models.patch(deepen(kind), hf_burst.BurstConfig(**settings))
+    if kind == "copied":
+        for each, other in ((plain, models.make_model("llama", torch.float64)), (model, plain)):
+            each.model.layers.append(copy.deepcopy(other.model.layers[0]))
+            each.config.num_hidden_layers += 1
+    if settings:
+        base = model.get_base_model() if kind == "by peft" else model
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.enable_input_require_grads()
+    found, wanted = model(**batch).loss, models.plain_loss(plain, batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    found.backward()
+    wanted.backward()
+    mine, other = gradients_of(model, size), gradients_of(plain, 1)
+    assert mine.keys() == other.keys() != set()
+    for name, gradient in other.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-10, atol=1e-12)
+    hf_burst.unpatch_model(model)
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    assert not any("hf_burst" in str(config._attn_implementation) for config in configs if config is not None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers_per_checkpoint": 2, "tiled_mlp": 7}], ids=["", "checkpoints"])
+@pytest.mark.parametrize("kind", ["shared", "copied", "by peft"])
+def test_layers_that_are_copies(ranks: Ranks, kind: str, settings: dict[str, Any]) -> None:
+    """The config of a copied layer is a copy, too."""
+    ranks(2).run(repeat_layers, kind, settings)
 
 
 def learn_prompts(rank: int, size: int) -> None:
