@@ -78,6 +78,7 @@ WITHIN = {
     "hf": [
         *("__init__", "accelerate", "task", "call", "documents", "cutting", "sharded", "collator"),
         *(
+            "peft_methods",
             "sizes",
             "verdicts",
             "attention",
