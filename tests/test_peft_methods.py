@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_burst.errors import UnsupportedModelError
+from hf_burst.hf.parts.dropout import check_shared_dropout
 from hf_burst.hf.peft_methods import PEFT_METHODS, check_adapters
 from tests import models
 from tests.ranks import RankPool
@@ -95,8 +96,8 @@ SERVED: dict[str, list[dict[str, Any]]] = {
     ],
     "ROAD": [{"group_size": 4, "variant": f"road_{variant}"} for variant in (1, 2, 4)],
     "SUPERTUNING": [
-        {"sparsity": 0.9, "select_top": False, "save_precomputed_indices": False},
         {"r": 2, "lora_alpha": 4},
+        {"sparsity": 0.9, "select_top": False, "save_precomputed_indices": False},
     ],
     "TINYLORA": [
         {"r": 2, "u": 8, "projection_seed": 3, "save_projection": False, "init_v_bound": 0.1},
@@ -222,6 +223,33 @@ def test_a_mixture_of_adapters(ranks: Ranks, tmp_path: Path) -> None:
         get_peft_model(models.make_model("llama"), settings, str(index)).save_pretrained(str(tmp_path))
     for options in XLORA:
         ranks(2).run(mix_adapters, str(tmp_path), options)
+
+
+DROPOUTS = [
+    (method, name)
+    for method, options in PEFT_METHODS.items()
+    for name in sorted(options)
+    if "dropout" in name and "scale" not in name and method != "XLORA"  # whose classifier has layers of torch
+]
+
+
+@pytest.mark.parametrize(("method", "name"), DROPOUTS)
+def test_each_token_has_a_mask_of_its_own(method: str, name: str) -> None:
+    """Or the adapter is refused over several ranks: a mask for all tokens would differ between them."""
+    from peft import get_peft_model
+
+    batch, drawn = models.make_batch("plain"), list[torch.Size]()
+    model = get_peft_model(models.make_model("llama"), config_of(method, SERVED[method][0] | {name: 0.5})).train()
+    for module in model.modules():
+        if type(module) is nn.Dropout:
+            module.register_forward_pre_hook(lambda module, given: drawn.append(given[0].shape[:2]))
+    try:
+        check_shared_dropout(model)
+    except UnsupportedModelError as error:
+        assert "drops layers or weights for a whole sequence" in str(error)  # noqa: PT017, since it need not be raised
+        return
+    models.plain_loss(model, batch)
+    assert set(drawn) == {batch["input_ids"].shape}
 
 
 # method, options, and what the error names
