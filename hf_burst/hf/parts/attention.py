@@ -25,8 +25,14 @@ def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 def _configs_of(reader: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs that layers read their attention implementation from: copies of layers have copies of it."""
-    held = (vars(module).get("config") for module in reader.modules())
-    return list({id(config): config for config in held if type(config) is type(reader.config)}.values())
+    found, modules = dict[int, PreTrainedConfig](), list[nn.Module]([reader])
+    while modules:  # `model.modules()` takes several times as long, at every pass
+        module = modules.pop()
+        config = vars(module).get("config")
+        if type(config) is type(reader.config):
+            found[id(config)] = config
+        modules += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
 
 
 class Attention(Part):
