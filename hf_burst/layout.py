@@ -82,6 +82,8 @@ class SequenceLayout:
                 f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
                 "length. Pad them first."
             )
+        if ranks == 1:  # which holds as much of any part of the sequence, so that nothing is padded
+            stretches = 1
         each = chunks_per_rank(length, ranks, chunking, stretches) if isinstance(chunking, str) else 0
         chunks = ranks * each or len(chunking)
         padding = -length % max(1, chunks)

@@ -189,6 +189,17 @@ def test_nothing_is_computed_that_nobody_reads(tiles: bool) -> None:
     assert adapted.others == frozen.others, "passes over memory"
 
 
+def halved(module: nn.Module, given: tuple[Tensor]) -> Tensor:
+    return given[0] / 2
+
+
+class Halving(nn.Dropout):
+    """Does something in evaluation, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
 def test_what_it_does_not_know_is_left_to_peft(calls: list[float]) -> None:
     def with_two(module: Any) -> None:
         for name in NAMES:
@@ -205,20 +216,24 @@ def test_what_it_does_not_know_is_left_to_peft(calls: list[float]) -> None:
         "disabled": each(lambda layer: layer.enable_adapters(False)),
         "hooked": each(lambda layer: layer.base_layer.register_forward_hook(lambda *given: 2 * given[2])),
         "replaced": each(lambda layer: setattr(layer.lora_A["default"], "forward", lambda x: x[..., :4])),
+        "hooked dropout": each(lambda layer: layer.lora_dropout["default"].register_forward_pre_hook(halved)),
+        "other dropout": each(lambda layer: layer.lora_dropout.update({"default": Halving()})),
         "learning": each(lambda layer: layer.base_layer.weight.requires_grad_()),
         "mixed": each(lambda layer: layer.lora_A.float() and layer.lora_B.float()),
     }
     settings: dict[str, dict[str, Any]] = {"DoRA": {"use_dora": True}, "of its own": {"lora_bias": True}}
+    settings["hooked dropout"] = {"lora_dropout": 0.4}
     for name in (*changes, *settings):
         module = adapted_mlp(bias=name == "of its own", **settings.get(name, {})).double()
         ours = joined(module)
         for changed in (module, ours) if name in changes else ():
             torch.manual_seed(4)
             changes[name](changed)
-        found, expected = results(ours, inputs()), results(module, inputs())
-        assert calls == [], name
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other), name
+        for mode in (True, False):
+            found, expected = (results(each.train(mode), inputs()) for each in (ours, module))
+            assert calls == [], name
+            for one, other in zip(found, expected, strict=True):
+                assert torch.equal(one, other), name
 
 
 def test_hooks_of_weights_see_one_gradient() -> None:

@@ -70,11 +70,11 @@ def keep_parts(
                 model.zero_grad()
                 with counted() as queries:
                     loss = model(**given).loss
-                    whole = sum(queries)
+                    again = [round(rows * (1 - keep)) for rows in queries if keep < 1]
                     loss.backward()
                 torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=1e-10)
                 assert len(queries) == (2 if keep == 1 else 4)
-                assert sum(queries) - whole == whole * (1 - keep), (schedule, keep, queries)
+                assert queries[2:] == again, (schedule, keep, queries)
                 for found, gradient in zip(group_mean(model), wanted, strict=True):
                     torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
             assert not part_of(model, Checkpointing).under_way

@@ -194,13 +194,15 @@ def test_functional_dropout_is_seen(ranks: Ranks, name: str) -> None:
 
 
 def refuse_shared(rank: int, size: int) -> None:
-    from peft import LoHaConfig, OFTConfig, get_peft_model
+    from peft import BOFTConfig, LoHaConfig, LoKrConfig, OFTConfig, get_peft_model
 
     batch = models.make_batch("plain")
     for settings in (
         LoHaConfig(r=2, target_modules=["q_proj"], rank_dropout=0.5),
         LoHaConfig(r=2, target_modules=["q_proj"], module_dropout=0.5),
+        LoKrConfig(r=2, target_modules=["q_proj"], rank_dropout=0.5),
         OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], module_dropout=0.5),
+        BOFTConfig(boft_block_size=4, target_modules=["q_proj"], boft_dropout=0.5),
     ):
         model = get_peft_model(models.patch(models.make_model("llama")), settings)
         model.eval()(**batch)

@@ -79,6 +79,7 @@ WITHIN = {
     "hf": [
         *("__init__", "accelerate", "task", "call", "optimizers", "documents", "cutting", "sharded", "collator"),
         *(
+            "peft_methods",
             "sizes",
             "callers",
             "verdicts",

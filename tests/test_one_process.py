@@ -136,3 +136,41 @@ def test_the_launcher_of_notebooks(tmp_path: Path) -> None:
     assert list(found) == list(wanted)
     both = [torch.cat([weights.flatten() for weights in trained.values()]) for trained in (found, wanted)]
     assert (both[0] - both[1]).norm() <= 1e-6 * both[1].norm(), "a step of AdamW is 100 times as much"
+
+
+@pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("chunking", ["balanced", "zigzag"])
+def test_nothing_is_appended_to_outputs(keep: float, chunking: str) -> None:
+    """In one process there is nothing to cut, so no length is rounded up, and no cache holds what nobody wrote."""
+    config = hf_burst.BurstConfig(attention_keep=keep, chunking=chunking)
+    plain, model = (models.make_model("llama", torch.float64).eval() for _ in range(2))
+    models.patch(model, config)
+    for length in (1, 37):
+        batch = models.make_batch("plain", length)
+        batch["labels"] = batch["input_ids"]
+        tokens = {"input_ids": batch["input_ids"]}
+        embedded = {"inputs_embeds": plain.get_input_embeddings()(batch["input_ids"]).detach()}
+        wanted = plain(**batch, output_hidden_states=True)
+        for given in (batch, tokens, embedded, hf_burst.shard_batch(batch, config=config)):
+            found = model(**given, output_hidden_states=True)
+            torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found.hidden_states, wanted.hidden_states, rtol=1e-12, atol=1e-12)
+            assert found.past_key_values.get_seq_length() == length
+        last = model(**tokens, logits_to_keep=1).logits
+        torch.testing.assert_close(last, wanted.logits[:, -1:], rtol=1e-12, atol=1e-12)
+    next_token = wanted.logits[:, -1:].argmax(-1)
+    ahead = (each(next_token, past_key_values=each(**tokens).past_key_values).logits for each in (model, plain))
+    torch.testing.assert_close(*ahead, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 2, 37])
+def test_parts_of_attention_are_kept_of_any_length(length: int) -> None:
+    """Also of one that has no such parts, of which all is kept."""
+    tokens = models.make_batch("plain", length)["input_ids"]
+    plain, model = (models.make_model("llama", torch.float64).train() for _ in range(2))
+    models.patch(model, hf_burst.BurstConfig(attention_keep=0.75))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for each in (plain, model):
+        each(tokens, use_cache=False).logits.square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)

@@ -1,5 +1,6 @@
 """Wrappers around a patched model: FSDP2, mixed precision, torch.compile and peft, beside one unpatched process."""
 
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -22,8 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import Trainer, TrainingArguments
 
 import hf_burst
-from hf_burst.errors import BatchError, UnsupportedModelError
-from hf_burst.hf.support import PEFT_METHODS
+from hf_burst.errors import BatchError
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import collate, lora_config, samples
@@ -511,6 +511,52 @@ def test_the_life_of_an_adapter(ranks: Ranks, tmp_path: Path, dora: bool, patch_
     ranks(2).run(adapt, str(tmp_path), dora, patch_first)
 
 
+def deepen(kind: str) -> nn.Module:
+    """A model with more layers than it was made with: one of them twice, a copy of it, or copies by peft."""
+    model = models.make_model("llama", torch.float64)
+    layers = model.model.layers
+    if kind == "by peft":
+        from peft import LoraConfig, get_peft_model
+
+        options: dict[str, Any] = {"target_modules": "all-linear", "init_lora_weights": False}
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=2, layer_replication=[(0, 2), (0, 2)], **options)).double().train()
+    layers.append(layers[0] if kind == "shared" else copy.deepcopy(layers[0]))
+    model.config.num_hidden_layers = len(layers)
+    return model.train()
+
+
+def repeat_layers(rank: int, size: int, kind: str, settings: dict[str, Any]) -> None:
+    batch = models.make_batch("packed")
+    plain, model = deepen(kind), models.patch(deepen(kind), hf_burst.BurstConfig(**settings))
+    if kind == "copied":
+        for each, other in ((plain, models.make_model("llama", torch.float64)), (model, plain)):
+            each.model.layers.append(copy.deepcopy(other.model.layers[0]))
+            each.config.num_hidden_layers += 1
+    if settings:
+        base = model.get_base_model() if kind == "by peft" else model
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+        base.enable_input_require_grads()
+    found, wanted = model(**batch).loss, models.plain_loss(plain, batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    found.backward()
+    wanted.backward()
+    mine, other = gradients_of(model, size), gradients_of(plain, 1)
+    assert mine.keys() == other.keys() != set()
+    for name, gradient in other.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-10, atol=1e-12)
+    hf_burst.unpatch_model(model)
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    assert not any("hf_burst" in str(config._attn_implementation) for config in configs if config is not None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers_per_checkpoint": 2, "tiled_mlp": 7}], ids=["", "checkpoints"])
+@pytest.mark.parametrize("kind", ["shared", "copied", "by peft"])
+def test_layers_that_are_copies(ranks: Ranks, kind: str, settings: dict[str, Any]) -> None:
+    """The config of a copied layer is a copy, too."""
+    ranks(2).run(repeat_layers, kind, settings)
+
+
 def learn_prompts(rank: int, size: int) -> None:
     """RingKind a patched model: a prompt of embeddings is part of the full batch, a prefix of keys is refused."""
     from peft import PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
@@ -545,92 +591,3 @@ def learn_prompts(rank: int, size: int) -> None:
 
 def test_prompt_learning_around_a_patched_model(ranks: Ranks) -> None:
     ranks(2).run(learn_prompts)
-
-
-def peft_settings() -> dict[str, Any]:
-    """A small adapter of every method that is served, but those of several adapters."""
-    import peft
-
-    two = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    plain = {"task_type": "CAUSAL_LM"}
-    return {
-        "BEFT": peft.BeftConfig(target_modules=["v_proj"], **plain),
-        "C3A": peft.C3AConfig(block_size=8, **two),
-        "DELORA": peft.DeloraConfig(r=2, **two),
-        "FOURIERFT": peft.FourierFTConfig(n_frequency=10, **two),
-        "GLORA": peft.GloraConfig(r=2, **two),
-        "GRALORA": peft.GraloraConfig(r=4, **two),
-        "HIRA": peft.HiraConfig(r=2, **two),
-        "HRA": peft.HRAConfig(**two),
-        "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **plain),
-        "LN_TUNING": peft.LNTuningConfig(**plain),
-        "LOHA": peft.LoHaConfig(r=2, **two),
-        "LOKR": peft.LoKrConfig(r=2, **two),
-        "LORA": peft.LoraConfig(r=2, use_dora=True, bias="all", **two),
-        "MISS": peft.MissConfig(r=2, **two),
-        "OFT": peft.OFTConfig(r=0, oft_block_size=4, **two),
-        "OSF": peft.OSFConfig(**two),
-        "PSOFT": peft.PsoftConfig(r=4, **two),
-        "ROAD": peft.RoadConfig(group_size=4, **two),
-        "TINYLORA": peft.TinyLoraConfig(**two),
-        "TRAINABLE_TOKENS": peft.TrainableTokensConfig(token_indices=[1, 5, 9], **plain),
-        "VBLORA": peft.VBLoRAConfig(r=2, num_vectors=12, vector_length=8, topk=2, **two),
-        "VERA": peft.VeraConfig(r=4, **two),
-        "WAVEFT": peft.WaveFTConfig(n_frequency=10, **two),
-    }
-
-
-def adapt_by_every_method(rank: int, size: int) -> None:
-    """Adapters that are no longer what they begin as, so that each of them matters."""
-    from peft import get_peft_model
-
-    for method in peft_settings():
-        losses, gradients = [], []
-        for patched in (False, True):
-            model = models.make_model("llama")
-            if patched:
-                models.patch(model)
-            torch.manual_seed(3)
-            adapted = get_peft_model(model, peft_settings()[method]).train()
-            torch.manual_seed(4)
-            for parameter in adapted.parameters():
-                if parameter.requires_grad:
-                    parameter.data += 0.05 * torch.randn_like(parameter)
-            batches = [models.make_batch("right"), models.make_batch("packed")]
-            found = [adapted(**batch).loss if patched else models.plain_loss(adapted, batch) for batch in batches]
-            sum(found).backward()
-            losses.append(torch.stack(found).detach())
-            gradients.append(gradients_of(adapted, size if patched else 1))
-        assert losses[1].allclose(losses[0], rtol=1e-5, atol=1e-6), (method, losses)
-        assert gradients[0].keys() == gradients[1].keys() != set()
-        for name, gradient in gradients[0].items():
-            difference = (gradients[1][name] - gradient).norm()
-            assert difference <= 1e-4 * gradient.norm() + 1e-7, (method, name)
-
-
-def test_methods_of_peft_are_exact(ranks: Ranks) -> None:
-    assert set(peft_settings()) | {"XLORA"} == PEFT_METHODS
-    ranks(2).run(adapt_by_every_method)
-
-
-def adapt_otherwise(rank: int, size: int) -> None:
-    import peft
-
-    two = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    for settings, name in (
-        (peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, **two), "(?i)adalora"),  # which calls no hooks
-        (peft.LilyConfig(**two), "LILY"),
-        (peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM"), "ADAPTION_PROMPT"),
-        (peft.LoraConfig(r=2, alora_invocation_tokens=[7, 8], **two), "activated LoRA"),
-    ):
-        with pytest.raises(UnsupportedModelError, match=name):
-            models.patch(peft.get_peft_model(models.make_model("llama"), settings))
-        if name == "ADAPTION_PROMPT":  # leaves no sign of itself in the model that it adapts
-            continue
-        model = peft.get_peft_model(models.patch(models.make_model("llama")), settings).train()
-        with pytest.raises(UnsupportedModelError, match=name):
-            model(**models.make_batch("right"))
-
-
-def test_other_methods_of_peft_are_refused(ranks: Ranks) -> None:
-    ranks(2).run(adapt_otherwise)

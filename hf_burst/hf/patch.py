@@ -40,8 +40,9 @@ from .parts.rope import LongestPosition
 from .parts.tiles import Tile, TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
+from .peft_methods import check_adapters
 from .sharded import is_sharded
-from .support import base_model, check_adapters, check_model, verdict_on
+from .support import base_model, check_model, verdict_on
 from .task import task_of
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)

@@ -23,14 +23,6 @@ _WHOLE_IN_TRAINING = "reference_sliding_attention"  # whose window is of generat
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
 _NO_ATTENTION = {"RwkvSelfAttention"}  # but by its name
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
-# methods of peft whose layers treat each token by itself; tried as models are, see tests/test_wrappers.py
-PEFT_METHODS = frozenset(
-    {
-        *("BEFT", "C3A", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR"),
-        *("LORA", "MISS", "OFT", "OSF", "PSOFT", "ROAD", "TINYLORA", "TRAINABLE_TOKENS", "VBLORA", "VERA", "WAVEFT"),
-        "XLORA",
-    }
-)
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -51,18 +43,6 @@ def base_model(model: nn.Module) -> PreTrainedModel:
             f"{hint if hasattr(model, 'module') else ''}"
         )
     return inner
-
-
-def check_adapters(model: nn.Module) -> None:
-    """Raises for adapters of peft that are not served exactly; whether the model was patched before or after."""
-    for name, config in getattr(model, "peft_config", {}).items():
-        method = getattr(config.peft_type, "value", config.peft_type)
-        if method not in PEFT_METHODS or getattr(config, "alora_invocation_tokens", None):
-            kind = "activated LoRA (alora_invocation_tokens)" if method in PEFT_METHODS else method
-            raise UnsupportedModelError(
-                f"The adapter {name!r} is of the peft method {kind}, which has not been found exact where every rank "
-                f"holds a part of the tokens. Served are {', '.join(sorted(PEFT_METHODS))}."
-            )
 
 
 def check_model(model: PreTrainedModel) -> None:

@@ -77,7 +77,9 @@ def _is_left_alone(layer: Any, x: Tensor) -> bool:
 
 def _is_plain(layer: Any, x: Tensor, name: str) -> bool:
     """Whether the products are those of three linear layers, in one dtype and without anything beside them."""
-    base, down, up = layer.base_layer, layer.lora_A[name], layer.lora_B[name]
+    base, down, up, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+    if type(dropout) not in (nn.Dropout, nn.Identity) or _is_changed(dropout):
+        return False
     if not all(map(_is_bare, (base, down, up))) or down.bias is not None or up.bias is not None:
         return False
     if any(weight.requires_grad for weight in base.parameters()) or not isinstance(layer.scaling[name], float | int):
@@ -96,13 +98,18 @@ def _is_bare(linear: Any) -> bool:
     """Whether a module is a linear layer as it is in torch or bitsandbytes, its weights in place, and without hooks."""
     kind = type(linear)
     in_4_bits = (kind.__module__, kind.__name__) in _OF_4_BITS
-    hooks = linear._forward_pre_hooks or linear._forward_hooks or linear._backward_pre_hooks or linear._backward_hooks
-    if not (kind is nn.Linear or in_4_bits) or "forward" in vars(linear) or hooks:
+    if not (kind is nn.Linear or in_4_bits) or _is_changed(linear):
         return False
     plain = [linear.bias] if in_4_bits else [linear.weight, linear.bias]
     if any(weight is not None and type(weight) is not nn.Parameter for weight in plain):
         return False
     return not in_4_bits or _has_its_state(linear)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether somebody hooks a module, or gave it another forward."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 def _has_its_state(linear: Any) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
@@ -23,6 +23,18 @@ def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     return (other for other in list(_PATCHED) if other is not model and other.config is model.config)
 
 
+def _configs_of(reader: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs that layers read their attention implementation from: copies of layers have copies of it."""
+    found, modules = dict[int, PreTrainedConfig](), list[nn.Module]([reader])
+    while modules:  # `model.modules()` takes several times as long, at every pass
+        module = modules.pop()
+        config = vars(module).get("config")
+        if type(config) is type(reader.config):
+            found[id(config)] = config
+        modules += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
 class Attention(Part):
     """Sets the attention implementation, and sees to it that the call of a pass comes to the attention of every layer.
 
@@ -37,6 +49,7 @@ class Attention(Part):
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
         self.under_way, self.attends = False, has_attention(reader)
+        self.copied: list[tuple[PreTrainedConfig, str | None]] = []  # configs of copied layers, and what they said
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its parts along, and the attention must be known where it is loaded."""
@@ -55,17 +68,21 @@ class Attention(Part):
                 f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
                 "AttentionInterface."
             )
+        self._set_copies(reader)
         layers = (module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer))
         return [
             layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers if has_attention(layer)
         ]
 
     def prepare(self, run: ForwardPass) -> None:
-        if self.attends and language_model_of(run.model).config._attn_implementation != NAME:
+        reader = language_model_of(run.model)
+        if self.attends and reader.config._attn_implementation != NAME:
             raise ConfigError(
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
+        if self.attends:
+            self._set_copies(reader)  # of layers that were added since
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
@@ -78,6 +95,15 @@ class Attention(Part):
         _PATCHED.pop(model, None)
         if self.attends and next(_users_of(model), None) is None:
             model.set_attn_implementation(self.before)
+            since = [(config, self.before) for config in _configs_of(language_model_of(model))]
+            for config, before in [*since, *self.copied]:  # layers may have been copied since
+                config._attn_implementation = before
+
+    def _set_copies(self, reader: PreTrainedModel) -> None:
+        for config in _configs_of(reader):
+            if config._attn_implementation != NAME:
+                self.copied.append((config, config._attn_implementation))
+                config._attn_implementation = NAME
 
     def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")

@@ -70,7 +70,7 @@ class Checkpointing(Part):
         if trains and self.home is not None and self.home.refused is not None:
             raise self.home.refused
         wrapped = self.wrap(run.model)
-        if wrapped and 0 < share < 1 and run.layout.beginning(1 - share) is None:
+        if wrapped and 0 < share < 1 and run.group.size > 1 and run.layout.beginning(1 - share) is None:
             raise BatchError(
                 f"BurstConfig(attention_keep={share}) needs batches of which every rank holds as much of each "
                 f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "

@@ -12,7 +12,7 @@ from ...errors import BatchError, UnsupportedModelError
 from ...loss import IGNORE_INDEX
 from ..callers import is_checkpointed
 from ..documents import batch_shape
-from ..support import check_adapters
+from ..peft_methods import check_adapters
 from .base import ForwardPass, Part
 
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
