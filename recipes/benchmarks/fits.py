@@ -155,6 +155,13 @@ class Measure(TrainerCallback):
         say(" ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items()))
 
 
+    def end(self) -> None:
+        """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
+        if self.watcher is not None:
+            self.watcher.done.set()
+            self.watcher.join()
+
+
 def say(text: str) -> None:
     """Prints on the first rank, at once."""
     if not int(os.environ.get("RANK", "0")):
@@ -374,6 +381,7 @@ def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]
     except Exception as problem:  # whatever ends it is a result
         status, reason = "failed", f"{type(problem).__name__}: {str(problem)[:600]}"
         say(reason)
+    measure.end()
     about = {"hardware": hardware(args.device, gpus, 1), "versions": versions(cuda=args.device.type == "cuda")}
     if dist.is_initialized() and status == "ok":
         every: list[Any] = [None] * gpus
