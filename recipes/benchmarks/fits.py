@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
-from hf_burst.calibrate import machine_of
+from hf_burst import calibrate
 from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.model_size import model_size
 from hf_burst.hf.parts.memory import Memory, expandable_segments
@@ -41,6 +41,7 @@ from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, 
 from recipes.benchmarks.training_job import quantise
 
 GIB = 2**30
+OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
 # sizes of a config on which no buffer depends
 FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
 # shapes of checkpoints that the plan has no name for: their sizes as their config.json has them
@@ -154,7 +155,6 @@ class Measure(TrainerCallback):
         self.steps.append({"seconds": time.perf_counter() - self.start, **own})
         say(" ".join(f"{name} {value:.2f}" for name, value in self.steps[-1].items()))
 
-
     def end(self) -> None:
         """Ends the thread: one that came back from the driver after Python has ended would abort the process."""
         if self.watcher is not None:
@@ -252,7 +252,7 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
         kind = type(AutoModelForCausalLM.from_config(config))
     model = model_size(kind, config, arguments.model)
     cuda = torch.cuda.is_available()
-    machine = machine_of(torch.device("cuda", 0), gpus, gpus) if cuda else named(arguments.machine)
+    machine = calibrate.machine_of(torch.device("cuda", 0), gpus, gpus) if cuda else named(arguments.machine)
     weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
     lora = 0 if arguments.weights == "all" else 16
     expandable = expandable_segments()
@@ -324,7 +324,7 @@ def chosen_of(model: Any) -> dict[str, Any] | None:
     """What a patched model chose for its steps."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, Memory)]
-    return described(parts[0].latest[1]) if parts and parts[0].latest else None
+    return described(parts[0].latest[-1]) if parts and parts[0].latest else None
 
 
 def main() -> None:
@@ -339,6 +339,8 @@ def main() -> None:
     parser.add_argument("--settings", type=ast.literal_eval, default={}, help="of BurstConfig, as a dictionary")
     parser.add_argument("--contender", choices=("hf_burst", "stock"), default="hf_burst")
     parser.add_argument("--machine", default="h100", help="whose promise is asked for where there is no GPU")
+    smaller = f"GiB: as on a smaller GPU, {OUTSIDE:g} GiB of which are taken outside of torch's allocator"
+    parser.add_argument("--gpu-memory", type=float, help=smaller)
     parser.add_argument("--folder", default="outputs/fits", help="of the trainer")
     parser.add_argument("--out", type=Path, help="a JSON file, to which the row is added")
     parser.add_argument("--commit", help="of the measured code, where there is no checkout")
@@ -346,6 +348,8 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_burst").setLevel(logging.INFO)
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    if arguments.gpu_memory is not None:
+        as_on_a_smaller_gpu(arguments.gpu_memory)
     length, promise = promised(arguments, gpus)
     row: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
@@ -358,6 +362,7 @@ def main() -> None:
         "length": length,
         "document": arguments.document,
         "expandable_segments": expandable_segments(),
+        "gpu_memory_gib": arguments.gpu_memory,
         "promised": described(promise),
     }
     say(json.dumps(row["promised"]))
@@ -367,6 +372,14 @@ def main() -> None:
         rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps([*rows, row], indent=1) + "\n")
+
+
+def as_on_a_smaller_gpu(memory_gib: float) -> None:
+    """Has torch's allocator, and the plan, find as much memory as on a GPU with so many GiB."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction((memory_gib - OUTSIDE) * GIB / total, device)
+    calibrate._memory = lambda device: int(memory_gib * GIB)
 
 
 def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]:
