@@ -14,6 +14,7 @@ ORDER = [
         "config",
         "plan",
         "watch",
+        "control",
         "mesh",
         "collectives",
         "layout",

@@ -261,9 +261,9 @@ class EndsBetween:
 
 def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
     watch = mock.Mock(verdict=None, interval=INTERVAL)
-    Watch._wait(watch, EndsBetween(), True)  # type: ignore[arg-type]
+    Watch.wait(watch, EndsBetween())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection closed"):
-        Watch._wait(watch, EndsBetween("Connection closed"), True)  # type: ignore[arg-type]
+        Watch.wait(watch, EndsBetween("Connection closed"))  # type: ignore[arg-type]
 
 
 def end_early(rank: int, size: int) -> None:

@@ -83,8 +83,8 @@ class Watch:
         self.listener.start()
 
     @contextmanager
-    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator[Callable[[dist.Work, bool], None]]:
-        """A call in which all ranks of a group meet, by one collective, and the function to wait for that.
+    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator["Watch"]:
+        """A call in which all ranks of a group meet, and this watch to wait for it by [`wait`] and [`until`].
 
         Raises:
             ConfigError: If an attention over them ended in the middle before.
@@ -99,10 +99,10 @@ class Watch:
                 f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
             )
         self.thread = get_ident()
-        counts.agreed, counts.own = counts.agreed + 1, counts.own + 1
+        counts.agreed += 1
         self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing)
         try:
-            yield self._wait
+            yield self
             counts.met, counts.mark = counts.agreed, begun_over(group) - counts.own
             self.latest = doing
         except RuntimeError as problem:
@@ -112,25 +112,31 @@ class Watch:
         finally:
             self.call = None
 
-    def _wait(self, work: dist.Work, on_gloo: bool) -> None:
-        """Waits for a collective of the call under way, and ends with it if the call is proved to be hopeless."""
-        began = time.monotonic()
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
         while True:
-            if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
-                raise RankMismatchError(self.verdict.text)
-            if on_gloo:
-                try:
-                    work.wait(timedelta(seconds=self.interval))
-                    return
-                except RuntimeError:
-                    if work.is_completed():  # it may have ended well just after the second was over
-                        work.wait()
-                        return
-            elif work.is_completed():
-                work.wait()
+            self._check_call()
+            try:
+                work.wait(timedelta(seconds=self.interval))
                 return
-            else:
-                time.sleep(min(0.0005, (time.monotonic() - began) / 200))  # beside a GPU that is busy
+            except RuntimeError:
+                if work.is_completed():  # it may have ended well just after the second was over
+                    work.wait()
+                    return
+
+    def until(self, ready: Callable[[], bool], limit: timedelta) -> None:
+        """Asks the store until all have come to the call under way, and ends as [`wait`] does."""
+        began = time.monotonic()
+        while not ready():
+            self._check_call()
+            waited = time.monotonic() - began
+            if waited > limit.total_seconds():
+                raise dist.DistStoreError(f"timed out after {limit}")
+            time.sleep(min(0.05, 0.001 + waited / 20))
+
+    def _check_call(self) -> None:
+        if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
+            raise RankMismatchError(self.verdict.text)
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
