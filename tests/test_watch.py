@@ -129,6 +129,14 @@ def wait_for_all_alone(rank: int, size: int) -> None:
     in_time(lambda: model.eval()(**batch))
 
 
+def begin_alone(rank: int, size: int) -> None:
+    """Before any pass over both ranks."""
+    model, batch = patched()
+    if rank:
+        in_time(lambda: dist.all_gather([torch.zeros(3, dtype=torch.int64) for _ in range(size)], torch.arange(3)))
+    in_time(lambda: model.eval()(**batch))
+
+
 def reduce_alone(rank: int, size: int) -> None:
     model, batch = patched()
     model(**batch).loss.backward()
@@ -138,15 +146,19 @@ def reduce_alone(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scene", "mode", "other"),
-    [(wait_for_all_alone, "evaluation", "barrier"), (reduce_alone, "training", "all_reduce")],
+    ("scene", "doing", "other"),
+    [
+        (wait_for_all_alone, "forward pass 2 of LlamaForCausalLM in evaluation", "barrier"),
+        (reduce_alone, "forward pass 2 of LlamaForCausalLM in training", "all_reduce"),
+        (begin_alone, "forward pass 1 of LlamaForCausalLM in evaluation", "all_gather"),
+    ],
 )
-def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], mode: str, other: str) -> None:
+def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], doing: str, other: str) -> None:
     model, elsewhere = play(scene)
     kind, text = model["raised"]
     assert kind is RankMismatchError
     for message in (text, elsewhere["said"]):
-        assert f"Rank 0 waits in forward pass 2 of LlamaForCausalLM in {mode} (test_watch.py:" in message
+        assert f"Rank 0 waits in {doing} (test_watch.py:" in message
         assert f"Rank 1 waits in torch.distributed.{other} (test_watch.py:" in message
     assert "raised" in elsewhere or elsewhere["exit"] == 1
 
