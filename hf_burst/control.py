@@ -45,13 +45,9 @@ class ControlGroup:
         came = watch.store.add(key, 1)
         all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
         watch.until(lambda: watch.store.add(key, 0) >= all_came, limit)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [_device(watch.store, "gloo" in dist.get_backend(group))]
-        options._timeout, options._threads = min(limit, _CONNECT), 1
         store = dist.PrefixStore(f"{key} {all_came}", watch.store)  # type: ignore[attr-defined]
         try:
-            self.backend = gloo(store, group.rank(), self.size, options)
+            self.backend = _connect(group, store, min(limit, _CONNECT))
         except RuntimeError as problem:
             raise LostRankError(
                 f"The ranks could not be connected by gloo, by which they agree: {problem}. Set GLOO_SOCKET_IFNAME to "
@@ -74,15 +70,18 @@ class ControlGroup:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def _device(store: Any, proven: bool) -> Any:
-    """Where gloo listens: at its own choice if that serves the users' group already (`proven`), or a user has chosen.
-    The name of a host with GPUs may lead to an address that no other host reaches. Then it is the address by which
-    this process reaches the store of the job."""
+def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
+    """The backend. It listens where torch chooses if that serves the users' group already, or if a user named an
+    interface. Else the name of a host may lead to an address that no other host reaches, and so gloo listens at the one
+    by which this process reaches the store of the job."""
     gloo: Any = dist.ProcessGroupGloo
-    address = "" if proven or "GLOO_SOCKET_IFNAME" in os.environ else address_towards(store)
+    served = "gloo" in dist.get_backend(group) or "GLOO_SOCKET_IFNAME" in os.environ
+    address = "" if served else address_towards(store)
     if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return gloo.create_default_device()
-    return gloo.create_device(hostname=address)
+        return gloo(store, group.rank(), group.size(), limit)
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
+    return gloo(store, group.rank(), group.size(), options)
 
 
 def address_towards(store: Any) -> str:

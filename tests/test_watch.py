@@ -26,6 +26,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import hf_burst
+from hf_burst import control
 from hf_burst.control import address_towards
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.hf.accelerate import SIZE_VARIABLE
@@ -258,6 +259,19 @@ def test_the_address_at_which_gloo_listens() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert address_towards(dist.PrefixStore("a", store)) == "127.0.0.1"
     assert address_towards(dist.HashStore()) == ""
+    try:
+        address = address_towards(mock.Mock(spec=["host", "port"], host="10.0.0.1", port=9))
+    except OSError:
+        pytest.skip("this machine has no network")
+    group = mock.Mock(rank=lambda: 0, size=lambda: 1)  # of NCCL
+    with mock.patch.object(dist, "get_backend", return_value="nccl"), mock.patch.dict(os.environ):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        with mock.patch.object(control, "address_towards", return_value=address) as asked:
+            backend = control._connect(group, store, timedelta(seconds=5))
+    asked.assert_called_once()
+    received = [torch.zeros(3)]
+    backend.allgather(received, torch.ones(3), timedelta(seconds=5)).wait()
+    assert received[0].tolist() == [1.0] * 3
 
 
 def be_slow(rank: int, size: int) -> float:
