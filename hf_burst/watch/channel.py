@@ -207,8 +207,9 @@ class Watch:
                 if not failed:
                     logger.exception("hf_burst, rank %d, failed to look where ranks wait.", self.rank)
                 failed = True
-        self.stopped.set()
-        self.messenger.end()
+        if not self.stopped.is_set():  # else the process ends, and has something to tell
+            self.stopped.set()
+            self.messenger.end()
 
     def _turn(self) -> None:
         if self.farewell is None:
