@@ -361,10 +361,6 @@ class Watch:
     def _rung(self) -> int:
         return int(self.store.get("bell")) if self.store.check(["bell"]) else 0
 
-    def _reach(self) -> None:
-        """Asks the store for anything, and raises if it is gone."""
-        self._rung()
-
     def _read(self, rank: int) -> Report | None:
         key = f"rank {rank}"
         report = Report(**json.loads(self.store.get(key))) if self.store.check([key]) else None
@@ -372,18 +368,17 @@ class Watch:
 
     def end(self) -> bool:
         """Tells the others that this process ends, and the user what a lost connection means that ended it. Returns
-        whether the threads of this watch end soon: they do not while a store is asked whose host is gone."""
+        whether the store answered: the threads of this watch wait for one whose host is gone."""
         answers = True
         if not self.stopped.is_set():
             self.stopped.set()
             if dist.is_initialized():  # else the store may be gone as well
-                answers = self.messenger.within(2 * self.interval, self._reach)
-                if answers:
-                    self._say_farewell()
+                answers = self.messenger.within(2.0, self._rung)
+                self._say_farewell(answers)
         self.messenger.end()
         return answers
 
-    def _say_farewell(self) -> None:
+    def _say_farewell(self, answers: bool) -> None:
         problem = _uncaught()
         if id(problem) == self.handled:
             problem = None
@@ -391,7 +386,8 @@ class Watch:
             everyone = range(dist.get_world_size())
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
         ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended"
-        self.messenger.within(4 * self.interval, lambda: self._leave(ended))
+        if answers:
+            self.messenger.within(4 * self.interval, lambda: self._leave(ended))
 
     def _leave(self, ended: str) -> None:
         """Tells the others that this process ends, and gives them time if their store ends with it."""
@@ -408,7 +404,7 @@ def _end(watch: ref["Watch"], threads: Sequence[Thread], limit: float) -> None:
     """Ends the threads before the interpreter. One that came back from torch later would abort the process: Python ends
     it by unwinding its stack, which destructors of torch do not allow."""
     own = watch()
-    last = time.monotonic() + (limit if own is None or own.end() else 0.0)
+    last = time.monotonic() + (limit if own is None or own.end() else 0.5)
     for thread in threads:
         thread.join(max(0.0, last - time.monotonic()))
     time.sleep(0.05)  # gloo's own threads wait for the interpreter as well, to let go of the last collective's tensors
