@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .control import control_of
 from .errors import ConfigError, RankMismatchError
 from .watch import watch_of_process
 
@@ -115,8 +116,7 @@ class ContextGroup:
             ranks (sequence of `int`): Their rising numbers in this group.
             device (`torch.device`): Where they communicate; the time limit of its backend stays the same.
         """
-        drawn: list[Any] = [uuid4().hex if self.rank == 0 else None]
-        dist.broadcast_object_list(drawn, self.members[0], group=self.process_group)
+        drawn = self.gather(uuid4().hex, device, f"the making of a group of ranks {list(ranks)}")
         if len(ranks) == 1:
             return ContextGroup()
         members = [self.members[rank] for rank in ranks]
@@ -132,15 +132,31 @@ class ContextGroup:
             timeout=self.time_limit(device),
         )
         c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
-        part = ContextGroup.from_mesh(group)
-        # NCCL wants all ranks in the first call of a group, and messages may leave some out
-        part.agree({}, None, device, doing=f"the making of a group of ranks {members}")
-        return part
+        _open(group, device)
+        return ContextGroup.from_mesh(group)
+
+    def gather(self, mine: Any, device: torch.device, doing: str) -> list[Any]:
+        """What every rank holds, in rank order: any objects. All ranks call this at the same time, as [`agree`] beside
+        the messages of the process group.
+
+        Args:
+            mine (`Any`): What this rank holds.
+            device (`torch.device`): As in [`agree`].
+            doing (`str`): As in [`agree`].
+
+        Raises:
+            As [`agree`].
+        """
+        self.agree({"call": "gather"}, None, device, doing=doing)  # or its sizes would meet the numbers of another call
+        if self.size == 1:
+            return [mine]
+        process_group, limit = self.process_group, self.time_limit(device)
+        with watch_of_process().calling(process_group, doing) as watch:
+            return control_of(process_group, watch, limit).gather_objects(mine, limit)
 
     def time_limit(self, device: torch.device) -> timedelta:
         """How long the backend of a device waits for the other ranks."""
-        limit: timedelta = self.process_group._get_backend(device).options._timeout
-        return limit
+        return _limit_of(self.process_group, device)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -163,16 +179,17 @@ class ContextGroup:
     ) -> int:
         """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
 
-        Every rank calls it at the same time: one small all-gather. Facts are only exchanged where something differs. A
-        rank that calls something else meanwhile is found out by the [`Watch`].
+        Every rank calls it at the same time: one small all-gather on the [`ControlGroup`], never on the users' own.
+        Facts are only exchanged where something differs. A rank that calls something else meanwhile is found out by the
+        [`Watch`].
 
         Args:
             facts (`dict`): What must be equal on all ranks; values that JSON can hold.
             error (`Exception`, *optional*): What this rank found wrong on its own. It raises this one.
-            device (`torch.device`): Where the backend communicates.
+            device (`torch.device`): Where the process group communicates; its time limit there holds.
             tally (`int`, defaults to 0): A number to add up over the ranks on the way.
             checksums (mapping from `str` to scalar `torch.LongTensor`, *optional*): Numbers that must be equal on all
-                ranks, on any device. The host reads them only where something differs.
+                ranks, on any device. The host reads one sum of them.
             advice (mapping from `str` to `str`, *optional*): What to do if a fact or a checksum of this name differs.
             doing (`str`, *optional*): What the ranks are about to do, for errors of other ranks.
 
@@ -187,22 +204,25 @@ class ContextGroup:
                 raise error
             return tally
         process_group = group_by_name(self.name)
+        limit = _limit_of(process_group, device)
         error = self._refusal(process_group) or error
         text = json.dumps(facts, sort_keys=True, default=str)
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        mine = torch.tensor([digest, int(error is not None), tally, 0], dtype=torch.int64, device=device)
+        contents = torch.zeros((), dtype=torch.int64, device=device)
         for name, checksum in (checksums or {}).items():
-            mine[3] += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
-        every = [torch.empty_like(mine) for _ in range(process_group.size())]
-        with watch_of_process().calling(process_group, doing) as wait:
-            wait(dist.all_gather(every, mine, group=process_group, async_op=True), device.type == "cpu")
-            digests, flags, tallies, contents = torch.stack(every).cpu().unbind(1)
-            if not flags.any() and (digests == digest).all() and (contents == contents[0]).all():
+            contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
+        mine = torch.tensor([digest, int(error is not None), tally, int(contents) if checksums else 0])
+        with watch_of_process().calling(process_group, doing) as watch:
+            control = control_of(process_group, watch, limit)
+            digests, flags, tallies, sums = control.gather(mine, limit).unbind(1)
+            if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
+                if device.type not in control.opened:
+                    _open(process_group, device)
+                    control.opened.add(device.type)
                 return int(tallies.sum())
-            reports: list[Any] = [None] * process_group.size()
             facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
             report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
-            dist.all_gather_object(reports, report | {"doing": doing}, group=process_group)
+            reports = control.gather_objects(report | {"doing": doing}, limit)
         if error is not None:
             raise error
         raise _mismatch(reports, advice or {})
@@ -225,6 +245,17 @@ class ContextGroup:
             f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.members} and "
             f"is rank {rank} of {members}. Make the ContextGroup anew."
         )
+
+
+def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
+
+
+def _open(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The first call of a process group: NCCL wants all ranks in it, and messages may leave some out."""
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -> RankMismatchError:

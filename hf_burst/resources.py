@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .calibrate import machine_for
+from .control import end_control
 from .errors import ConfigError
 from .mesh import ContextGroup, group_by_name
 from .plan import Machine
@@ -162,8 +163,8 @@ class GroupResources:
         return exchange if self.clock is None else self.clock.watch(exchange)
 
     def close(self) -> None:
-        """Frees the symmetric memory, ends the process groups of hosts and forgets the machine; the next use makes them
-        anew, on all ranks."""
+        """Frees the symmetric memory, ends the process groups of hosts and that of agreements, and forgets the machine;
+        the next use makes them anew, on all ranks."""
         for near, far in self._levels.values():
             if near.size > 1:
                 resources_of(near).close()
@@ -177,6 +178,8 @@ class GroupResources:
                 pool.close()
         self._pools.clear()
         self._machines.clear()
+        if self.group.size > 1:
+            end_control(self.group.process_group)
 
 
 _OPEN: WeakKeyDictionary[dist.ProcessGroup, GroupResources] = WeakKeyDictionary()

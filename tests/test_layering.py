@@ -15,6 +15,7 @@ ORDER = [
         "config",
         "plan",
         "watch",
+        "control",
         "mesh",
         "collectives",
         "layout",

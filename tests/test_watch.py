@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,20 +23,25 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 import hf_burst
+from hf_burst import control
+from hf_burst.control import address_towards
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.hf.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.watch import Report, Verdict, Watch, stuck, watch_of_process
+from hf_burst.resources import resources_of
+from hf_burst.watch import Report, Verdict, Watch, channel, stuck, watch_of_process
 from hf_burst.watch.report import after_the_limit
-from tests import models
+from tests import models, trainers
 from tests.ranks import forked
 
 PATIENCE, INTERVAL = 1.0, 0.25  # seconds
 SOON = 45.0  # seconds in which an error has to come, on a busy machine; the time limit is far beyond
 LIMIT = 300.0
 SLOW = 6 * PATIENCE
+OURS = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
 class Said(logging.Handler):
@@ -124,6 +130,14 @@ def wait_for_all_alone(rank: int, size: int) -> None:
     in_time(lambda: model.eval()(**batch))
 
 
+def begin_alone(rank: int, size: int) -> None:
+    """Before any pass over both ranks."""
+    model, batch = patched()
+    if rank:
+        in_time(lambda: dist.all_gather([torch.zeros(3, dtype=torch.int64) for _ in range(size)], torch.arange(3)))
+    in_time(lambda: model.eval()(**batch))
+
+
 def reduce_alone(rank: int, size: int) -> None:
     model, batch = patched()
     model(**batch).loss.backward()
@@ -133,17 +147,131 @@ def reduce_alone(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scene", "mode", "other"),
-    [(wait_for_all_alone, "evaluation", "barrier"), (reduce_alone, "training", "all_reduce")],
+    ("scene", "doing", "other"),
+    [
+        (wait_for_all_alone, "forward pass 2 of LlamaForCausalLM in evaluation", "barrier"),
+        (reduce_alone, "forward pass 2 of LlamaForCausalLM in training", "all_reduce"),
+        (begin_alone, "forward pass 1 of LlamaForCausalLM in evaluation", "all_gather"),
+    ],
 )
-def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], mode: str, other: str) -> None:
+def test_ranks_that_wait_in_different_places(scene: Callable[[int, int], None], doing: str, other: str) -> None:
     model, elsewhere = play(scene)
     kind, text = model["raised"]
     assert kind is RankMismatchError
     for message in (text, elsewhere["said"]):
-        assert f"Rank 0 waits in forward pass 2 of LlamaForCausalLM in {mode} (test_watch.py:" in message
+        assert f"Rank 0 waits in {doing} (test_watch.py:" in message
         assert f"Rank 1 waits in torch.distributed.{other} (test_watch.py:" in message
     assert "raised" in elsewhere or elsewhere["exit"] == 1
+
+
+class CallAlone(TrainerCallback):
+    """Calls the model on rank 0 alone, once; rank 1 calls a collective of a user's meanwhile, or trains on."""
+
+    def __init__(self, place: str, other: str, model: Any) -> None:
+        self.other, self.model, self.called = other, model, False
+        setattr(self, place, self.call)
+
+    def call(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.called:
+            return
+        self.called = True
+        if args.process_index == 0:
+            with torch.no_grad():
+                self.model.eval()(**models.make_batch("plain"))
+        elif self.other == "all_gather":
+            received = [torch.zeros(3, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(received, torch.arange(3))
+            raise AssertionError(f"it received {received}")
+        elif self.other:
+            getattr(dist, self.other)(*[torch.ones(2)] * (self.other == "all_reduce"))
+            raise AssertionError("it went on")
+
+
+def train_and_call_alone(place: str, other: str, folder: str, rank: int, size: int) -> None:
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": os.environ["STORE_PORT"]}
+    os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    model = trainers.make_model(trainers.Case())
+    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    data = trainers.samples("padded", 4)
+    callbacks = [CallAlone(place, other, model)]
+    options = {**every, "max_steps": 2, "model": model, "eval_dataset": data, "callbacks": callbacks}
+    in_time(lambda: trainers.make_trainer(trainers.Case(), folder, **options).train())
+
+
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [
+        ("on_init_end", ""),
+        ("on_step_begin", "all_gather"),
+        ("on_log", "barrier"),
+        *(
+            pytest.param(place, other, marks=pytest.mark.full)
+            for place, other in (
+                ("on_train_begin", "all_gather"),
+                ("on_epoch_begin", ""),
+                ("on_step_begin", ""),
+                ("on_pre_optimizer_step", ""),
+                ("on_optimizer_step", "all_reduce"),
+                ("on_substep_end", ""),
+                ("on_step_end", ""),
+                ("on_step_end", "all_reduce"),
+                ("on_prediction_step", ""),
+                ("on_evaluate", ""),
+                ("on_save", "all_gather"),
+                ("on_epoch_end", "barrier"),
+            )
+        ),
+    ],
+)
+def test_a_callback_that_calls_the_model_on_one_rank(tmp_path: Path, place: str, other: str) -> None:
+    """Both ranks end by an error, which names where each of them was. No collective of the user's receives our data."""
+    called, went_on = play(partial(train_and_call_alone, place, other, str(tmp_path)))
+    kind, text = called["raised"]
+    assert kind is RankMismatchError
+    assert re.search("[Rr]ank 0(:| waits in) forward pass [0-9]+ of LlamaForCausalLM in evaluation", text)
+    assert re.search("[Rr]ank 1(:| waits in) ", text)
+    assert not other or f"torch.distributed.{other} (test_watch.py:" in text
+    assert went_on["exit"] in (0, 1), "it is not ended by gloo"
+    assert went_on.get("raised", (None,))[0] is not AssertionError, went_on
+    assert "raised" in went_on or went_on["exit"] == 1
+
+
+def agree_and_gather(rank: int, size: int) -> list[Any]:
+    """On one group, two calls of ours that differ."""
+    group = hf_burst.ContextGroup.from_mesh(None)
+    cpu, gathered = torch.device("cpu"), []
+    gathered += group.gather({"rank": rank, "text": "long" * 10 * rank}, cpu, "a comparison of texts")
+    with pytest.raises(RankMismatchError) as caught:
+        group.gather("more", cpu, "a comparison of more") if rank else group.agree({}, None, cpu, doing="the next pass")
+    resources_of(group).close()
+    group.agree({}, None, cpu)  # over a control group made anew
+    return [*gathered, str(caught.value)]
+
+
+def test_calls_of_ours_that_differ() -> None:
+    for told in play(agree_and_gather):
+        first, second, text = told["returned"]
+        assert (first, second) == ({"rank": 0, "text": ""}, {"rank": 1, "text": "long" * 10})
+        assert "rank 0: the next pass; rank 1: a comparison of more" in text
+
+
+def test_the_address_at_which_gloo_listens() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert address_towards(dist.PrefixStore("a", store)) == "127.0.0.1"
+    assert address_towards(dist.HashStore()) == ""
+    try:
+        address = address_towards(mock.Mock(spec=["host", "port"], host="10.0.0.1", port=9))
+    except OSError:
+        pytest.skip("this machine has no network")
+    group = mock.Mock(rank=lambda: 0, size=lambda: 1)  # of NCCL
+    with mock.patch.object(dist, "get_backend", return_value="nccl"), mock.patch.dict(os.environ):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        with mock.patch.object(control, "address_towards", return_value=address) as asked:
+            backend = control._connect(group, store, timedelta(seconds=5))
+    asked.assert_called_once()
+    received = [torch.zeros(3)]
+    backend.allgather(received, torch.ones(3), timedelta(seconds=5)).wait()
+    assert received[0].tolist() == [1.0] * 3
 
 
 def be_slow(rank: int, size: int) -> float:
@@ -261,9 +389,9 @@ class EndsBetween:
 
 def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
     watch = mock.Mock(verdict=None, interval=INTERVAL)
-    Watch._wait(watch, EndsBetween(), True)  # type: ignore[arg-type]
+    Watch.wait(watch, EndsBetween())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection closed"):
-        Watch._wait(watch, EndsBetween("Connection closed"), True)  # type: ignore[arg-type]
+        Watch.wait(watch, EndsBetween("Connection closed"))  # type: ignore[arg-type]
 
 
 def end_early(rank: int, size: int) -> None:
@@ -363,6 +491,106 @@ def test_processes_end_while_their_watches_ask_the_store() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
     done = subprocess.run([*command, sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+
+
+LATE = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from hf_burst.watch import Watch, watch_of_process
+from hf_burst.watch.messenger import Messenger
+
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)  # the interpreter takes long to end
+
+late, end = Late(), Messenger.end
+
+def slow(self):
+    try:
+        store.wait(["never"], timedelta(seconds=1))
+    except RuntimeError:
+        end(self)
+
+Watch.interval, Messenger.end = 0.1, slow
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+stopped = watch_of_process().stopped
+dist.destroy_process_group()
+assert stopped.wait(30)
+"""
+
+
+def test_a_thread_that_is_held_up_in_torch_does_not_abort_the_end() -> None:
+    """The group was destroyed, as `accelerator.end_training()` does, and the thread of its watch is on its way out."""
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=2 * SOON, env=OURS)
+    assert done.returncode == 0, done.stderr
+
+
+DEAF = """
+import atexit
+atexit.register(lambda: print(time.monotonic() - began))  # called last: hf_burst registers later
+import os, signal, sys, time
+import torch.distributed as dist
+from hf_burst.watch import watch_of_process
+
+port, server = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+watch_of_process()
+os.kill(server, signal.SIGSTOP)
+time.sleep(2)
+began = time.monotonic()
+"""
+
+
+def test_a_store_that_no_longer_answers_does_not_hold_up_the_end() -> None:
+    """As that of a host that is gone."""
+    serve = "import time, torch.distributed as dist; store = dist.TCPStore('127.0.0.1', 0, wait_for_workers=False, "
+    serve += "is_master=True); print(store.port, flush=True); time.sleep(200)"
+    server = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    try:
+        command = [sys.executable, "-c", DEAF, server.stdout.readline().strip(), str(server.pid)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SOON, env=OURS)
+    finally:
+        server.kill()
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 4.0
+
+
+def destroy_while_it_looks(rank: int, size: int) -> str:
+    """The watch reads of a group that the main thread destroys meanwhile; and then looks in vain for once."""
+    hf_burst.ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
+    part = dist.new_group([0, 1])
+    watch, read, turn, failed = watch_of_process(), channel.begun_over, Watch._turn, threading.Event()
+
+    def destroy(group: Any) -> int:
+        if group is part and part in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(part)
+        return read(group)
+
+    def fail(watch: Watch) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise ValueError("Invalid process group specified")
+        turn(watch)
+
+    with mock.patch.object(channel, "begun_over", destroy):
+        last = time.monotonic() + SOON
+        watch._ring()
+        while part in dist.distributed_c10d._world.pg_map and time.monotonic() < last:
+            time.sleep(INTERVAL)
+    with mock.patch.object(Watch, "_turn", fail):
+        failed.wait(SOON)
+        time.sleep(3 * INTERVAL)
+    return "done" if alive() else "dead"
+
+
+def test_the_watch_goes_on_if_a_group_is_destroyed_while_it_looks() -> None:
+    for told in play(destroy_while_it_looks):
+        assert told["returned"] == "done"
+        assert told["said"].count("failed to look") == told["said"].count("hf_burst") == 1
 
 
 def come_late(rank: int, size: int) -> None:

@@ -25,6 +25,7 @@ from tests import models
 from tests.ranks import reset_accelerate
 
 STEPS, ACCUMULATION, CLIP = 3, 2, 0.5
+_GIVEN = ("callbacks", "compute_loss_func", "eval_dataset")  # to the trainer itself
 LITTLE = hf_burst.BurstConfig(tiled_mlp=5, head_groups=2, activation_offloading=1.0)
 Row = dict[str, torch.Tensor]
 
@@ -165,7 +166,7 @@ def make_trainer(case: Case, folder: str, data: Any = None, **options: Any) -> T
         "gradient_checkpointing": case.checkpointing,
         "parallelism_config": mesh(case),
     }
-    given = {name: options.pop(name) for name in ("eval_dataset", "compute_loss_func") if name in options}
+    given = {name: options.pop(name) for name in _GIVEN if name in options}
     model = options.pop("model", None) or make_model(case)
     settings |= options
     if case.trainer != "Trainer":

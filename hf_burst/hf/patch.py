@@ -20,6 +20,7 @@ from ..config import BurstConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..mesh import ContextGroup
 from ..resources import resources_of
+from ..watch import watch_of_process
 from .accelerate import PATCH, check_joined, resolve_group
 from .attention import CALL_KEY
 from .cutting import CutPoint, bound_arguments, cut_point_of, language_model_of
@@ -105,6 +106,8 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
         patch.remove(base)
         raise
     setattr(base, PATCH, patch)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        watch_of_process()  # another rank may come to the first pass alone
     return model
 
 

@@ -60,8 +60,8 @@ class Watch:
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         self.in_processes = hasattr(store, "port")  # or in files
-        self.thread, self.pid = get_ident(), os.getpid()
-        self.process = f"process {self.pid} on {socket.gethostname()}"
+        self.thread = get_ident()
+        self.process = f"process {os.getpid()} on {socket.gethostname()}"
         self.handled = id(sys.exc_info()[1])  # a fork inherits what its parent handles
         self.call: _Call | None = None
         self.messages: tuple[str, tuple[int, ...]] | None = None  # the group over which an attention is under way
@@ -76,15 +76,16 @@ class Watch:
         self.since, self.again = time.monotonic(), 0.0
         self.suspected: list[str] = []
         self.stopped = Event()
-        # of children of multiprocessing, too
-        self.at_exit = multiprocessing.util.Finalize(None, _end, args=(ref(self),), exitpriority=1)
         self.messenger = Messenger()
         self.listener = Thread(target=self._run, name="hf_burst watch", daemon=True)
         self.listener.start()
+        threads = self.listener, self.messenger.thread
+        # of children of multiprocessing, too. It stays when this watch has gone: its threads may still be on their way
+        multiprocessing.util.Finalize(None, _end, args=(ref(self), threads, self.patience), exitpriority=1)
 
     @contextmanager
-    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator[Callable[[dist.Work, bool], None]]:
-        """A call in which all ranks of a group meet, by one collective, and the function to wait for that.
+    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator["Watch"]:
+        """A call in which all ranks of a group meet, and this watch to wait for it by [`wait`] and [`until`].
 
         Raises:
             ConfigError: If an attention over them ended in the middle before.
@@ -99,10 +100,10 @@ class Watch:
                 f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
             )
         self.thread = get_ident()
-        counts.agreed, counts.own = counts.agreed + 1, counts.own + 1
+        counts.agreed += 1
         self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing)
         try:
-            yield self._wait
+            yield self
             counts.met, counts.mark = counts.agreed, begun_over(group) - counts.own
             self.latest = doing
         except RuntimeError as problem:
@@ -112,25 +113,31 @@ class Watch:
         finally:
             self.call = None
 
-    def _wait(self, work: dist.Work, on_gloo: bool) -> None:
-        """Waits for a collective of the call under way, and ends with it if the call is proved to be hopeless."""
-        began = time.monotonic()
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
         while True:
-            if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
-                raise RankMismatchError(self.verdict.text)
-            if on_gloo:
-                try:
-                    work.wait(timedelta(seconds=self.interval))
-                    return
-                except RuntimeError:
-                    if work.is_completed():  # it may have ended well just after the second was over
-                        work.wait()
-                        return
-            elif work.is_completed():
-                work.wait()
+            self._check_call()
+            try:
+                work.wait(timedelta(seconds=self.interval))
                 return
-            else:
-                time.sleep(min(0.0005, (time.monotonic() - began) / 200))  # beside a GPU that is busy
+            except RuntimeError:
+                if work.is_completed():  # it may have ended well just after the second was over
+                    work.wait()
+                    return
+
+    def until(self, ready: Callable[[], bool], limit: timedelta) -> None:
+        """Asks the store until all have come to the call under way, and ends as [`wait`] does."""
+        began = time.monotonic()
+        while not ready():
+            self._check_call()
+            waited = time.monotonic() - began
+            if waited > limit.total_seconds():
+                raise dist.DistStoreError(f"timed out after {limit}")
+            time.sleep(min(0.05, 0.001 + waited / 20))
+
+    def _check_call(self) -> None:
+        if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
+            raise RankMismatchError(self.verdict.text)
 
     @contextmanager
     def messaging(self, group: dist.ProcessGroup) -> Iterator[None]:
@@ -189,17 +196,19 @@ class Watch:
 
     def _run(self) -> None:
         """The thread: hears the bell, answers, and asks if the main thread waits."""
-        while not self.stopped.wait(self.interval):
+        failed = False
+        while not self.stopped.wait(self.interval) and dist.is_initialized() and dist.group.WORLD is self.world():
             try:
-                if dist.is_initialized() and dist.group.WORLD is self.world():
-                    self._turn()
-                    continue
-            except RuntimeError as problem:  # the store has gone with the process that holds it
+                self._turn()
+            except dist.DistError as problem:  # the store has gone with the process that holds it
                 logger.debug("hf_burst no longer hears of the other ranks: %s", problem)
-            except Exception:
-                logger.exception("hf_burst, rank %d, failed to look where ranks wait, and stops looking.", self.rank)
+                break
+            except Exception:  # it looks again: what the user changes meanwhile may be whole by then
+                if not failed:
+                    logger.exception("hf_burst, rank %d, failed to look where ranks wait.", self.rank)
+                failed = True
+        if not self.stopped.is_set():  # else the process ends, and has something to tell
             self.stopped.set()
-            self.at_exit.cancel()
             self.messenger.end()
 
     def _turn(self) -> None:
@@ -230,7 +239,7 @@ class Watch:
                 report = self._read(rank)
                 if report is not None and (report.bell >= bell or report.ended):
                     reports[rank] = report
-                elif time.monotonic() > last:
+                elif self.stopped.is_set() or time.monotonic() > last:
                     return None
                 else:
                     self._answer(self._rung())
@@ -255,7 +264,7 @@ class Watch:
             self.store.compare_set("verdict", before, json.dumps(asdict(replace(verdict, bell=self.heard))))
         self._tell()
         if own.kind == "agree":
-            time.sleep(2 * self.interval)
+            self.stopped.wait(2 * self.interval)
         self.verdict = self.verdict or verdict
         self._free(own)
 
@@ -281,10 +290,9 @@ class Watch:
         facts: dict[str, Any] = {"agreed": {}, "broken": {}, "begun": {}, "idle": {}, "ended": ended}
         groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         by_gloo: set[str] = set()
-        for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-            if not isinstance(group, dist.ProcessGroup):
-                continue  # that of a group without this rank
-            name, members = group.group_name, tuple(ranks)
+        world: Any = dist.distributed_c10d._world
+        for group, (backend, _) in list(world.pg_map.items()):  # the main thread may destroy them meanwhile
+            name, members = group.group_name, tuple(world.pg_group_ranks.get(group, ()))
             groups[name] = key, _ = group_key(name, members), members
             counts = self.counts.get(group) or Counts()
             begun = facts["begun"][key] = begun_over(group) - counts.own
@@ -293,7 +301,7 @@ class Watch:
                 facts["idle"][key] = counts.met
             if counts.broken:
                 facts["broken"][key] = counts.broken
-            if "gloo" in dist.get_backend(group):
+            if "gloo" in backend:
                 by_gloo.add(name)
         stand = stand_of(self.thread)
         facts["line"] = stand.line
@@ -358,19 +366,19 @@ class Watch:
         report = Report(**json.loads(self.store.get(key))) if self.store.check([key]) else None
         return None if report is not None and report.ended and report.bell <= self.born else report
 
-    def end(self) -> None:
-        """Tells the others that this process ends, and the user what a lost connection means that ended it."""
-        if os.getpid() != self.pid or self.stopped.is_set():
-            return
-        self.stopped.set()
-        if dist.is_initialized():  # else the store may be gone as well
-            self._say_farewell()
+    def end(self) -> bool:
+        """Tells the others that this process ends, and the user what a lost connection means that ended it. Returns
+        whether the store answered: the threads of this watch wait for one whose host is gone."""
+        answers = True
+        if not self.stopped.is_set():
+            self.stopped.set()
+            if dist.is_initialized():  # else the store may be gone as well
+                answers = self.messenger.within(2.0, self._rung)
+                self._say_farewell(answers)
         self.messenger.end()
-        for thread in (self.listener, self.messenger.thread):
-            # one that comes back from the store while the interpreter ends would abort the process
-            thread.join(self.patience)
+        return answers
 
-    def _say_farewell(self) -> None:
+    def _say_farewell(self, answers: bool) -> None:
         problem = _uncaught()
         if id(problem) == self.handled:
             problem = None
@@ -378,7 +386,8 @@ class Watch:
             everyone = range(dist.get_world_size())
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
         ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended"
-        self.messenger.within(4 * self.interval, lambda: self._leave(ended))
+        if answers:
+            self.messenger.within(4 * self.interval, lambda: self._leave(ended))
 
     def _leave(self, ended: str) -> None:
         """Tells the others that this process ends, and gives them time if their store ends with it."""
@@ -391,10 +400,14 @@ class Watch:
             time.sleep(1.5 * self.interval)  # until the others know, whom torch would show a trace for each question
 
 
-def _end(watch: ref[Watch]) -> None:
+def _end(watch: ref["Watch"], threads: Sequence[Thread], limit: float) -> None:
+    """Ends the threads before the interpreter. One that came back from torch later would abort the process: Python ends
+    it by unwinding its stack, which destructors of torch do not allow."""
     own = watch()
-    if own is not None:
-        own.end()
+    last = time.monotonic() + (limit if own is None or own.end() else 0.5)
+    for thread in threads:
+        thread.join(max(0.0, last - time.monotonic()))
+    time.sleep(0.05)  # gloo's own threads wait for the interpreter as well, to let go of the last collective's tensors
 
 
 def _uncaught() -> BaseException | None:

@@ -28,7 +28,7 @@ class Counts:
         agreed (`int`): How many calls of [`Watch.calling`] began.
         met (`int`): The last one that ended well.
         mark (`int`): The collectives of others that had begun by then.
-        own (`int`): How many of those that the backend counts hf_burst began.
+        own (`int`): How many of those that the backend counts were messages of attention.
         broken (`str`): By what an attention ended in the middle, if one did.
     """
 

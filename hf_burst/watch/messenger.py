@@ -12,11 +12,11 @@ class Messenger:
     """Runs errands, one after another. It is started early: when the interpreter ends, Python starts no thread."""
 
     def __init__(self) -> None:
-        self.errands: SimpleQueue[tuple[Callable[[], None], Event, Event] | None] = SimpleQueue()
+        self.errands: SimpleQueue[tuple[Callable[[], object], Event, Event] | None] = SimpleQueue()
         self.thread = Thread(target=self._run, name="hf_burst messenger", daemon=True)
         self.thread.start()
 
-    def within(self, seconds: float, errand: Callable[[], None]) -> bool:
+    def within(self, seconds: float, errand: Callable[[], object]) -> bool:
         """Whether an errand ended well in time."""
         well, over = Event(), Event()
         if self.thread.is_alive():

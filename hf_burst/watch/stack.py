@@ -18,6 +18,9 @@ _COLLECTIVES = _MEETING | {
     *("all_to_all", "all_to_all_single", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
     *("scatter", "scatter_object_list"),
 }
+# DistributedDataParallel calls these from C++. A rank may go on alone out of its broadcasts, but nobody sends messages
+# between two ranks over its group, so gloo's numbers tell who has not begun one.
+_OF_DDP = {"_distributed_broadcast_coalesced", "_sync_params_and_buffers", "_verify_param_shape_across_processes"}
 _LIBRARIES = (f"{Path(__file__).parents[1]}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 
@@ -30,7 +33,7 @@ class Stand:
             `"train.py:41, in main"`.
         doing (`str`): The collective of torch.distributed that it has called; empty if it stands in none.
         group (`str`): The name of the process group of the collective.
-        meets (`bool`): Whether no rank comes through the collective before all have begun it.
+        meets (`bool`): Whether no rank comes through the collective before all have begun it, or numbers of gloo serve.
     """
 
     line: str = ""
@@ -55,6 +58,9 @@ def stand_of(thread: int) -> Stand:
                 meets = name in _MEETING
                 over = frame.f_locals.get("group") or dist.group.WORLD
                 doing, group = f"torch.distributed.{name}", getattr(over, "group_name", "")
+        elif inside and name in _OF_DDP and path.endswith(("parallel/distributed.py", "distributed/utils.py")):
+            held = frame.f_locals.get("process_group") or frame.f_locals["self"].process_group
+            doing, group, meets = "a collective of DistributedDataParallel", held.group_name, True
         else:
             inside = False
             if not path.startswith(_LIBRARIES):

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
@@ -116,20 +115,20 @@ class Loss(Part):
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:
         """`num_items_in_batch` of this batch alone, by which a class that computes its loss itself divides. `Trainer`
         counts the labels of all accumulated batches."""
-        total = torch.tensor(run.labels if run.explicit else run.tokens, device=run.device)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(total)
+        mine = run.labels if run.explicit else run.tokens
+        doing = "a count of the labels of all ranks"  # also of groups that have not agreed on this pass
+        total = ContextGroup.from_mesh(None).agree({}, None, run.device, mine, doing=doing)
         if not run.model.training:
-            return int(total)
+            return total
         begun = self.accumulated[0] == items and any(parameter.grad is not None for parameter in run.model.parameters())
-        counted = (self.accumulated[1] if begun else 0) + int(total)
+        counted = (self.accumulated[1] if begun else 0) + total
         self.accumulated = (items, counted if counted < items else 0)
         if counted > items:
             raise BatchError(
                 f"num_items_in_batch is {items:g}, and the batches that were accumulated have {counted} labels over "
                 "all ranks. Count those of all ranks, as Trainer does unless average_tokens_across_devices=False."
             )
-        return int(total)
+        return total
 
 
 def batch_loss(local_sum: torch.Tensor, run: ForwardPass, items: torch.Tensor | float | None) -> torch.Tensor:
