@@ -83,6 +83,7 @@ WITHIN = {
             "attention",
             "recurrent",
             "doors",
+            "bypassed",
             "support",
             "hybrid",
             "head",

@@ -50,6 +50,7 @@ class Scope:
     """What the functions of one layer know of the pass."""
 
     run: Run | None = None
+    under_way: bool = False  # whether a pass over ranks is, of which the layer is to tell
 
     @property
     def call(self) -> ForwardCall:

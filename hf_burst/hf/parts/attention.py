@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...resources import resources_of
-from ..attention import CALL_KEY, NAME, LazyMask, register
+from ..attention import ARRIVED, CALL_KEY, NAME, LazyMask, register
+from ..bypassed import attention_modules, check_attention_functions, forward_name, function_name
 from ..cutting import language_model_of
 from ..support import has_attention
 from .base import ForwardPass, Handles, Part
@@ -23,11 +25,49 @@ def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     return (other for other in list(_PATCHED) if other is not model and other.config is model.config)
 
 
+class _Hooks:
+    """The hooks of layers and of their attention. They hold no module, so that a model is freed when it is let go."""
+
+    def __init__(self) -> None:
+        self.under_way = False
+        self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
+
+    def carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre-hook of a layer."""
+        call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")
+        if self.under_way and call is None:
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} is not given the keyword arguments of its model, by which it would learn how "
+                "the sequence is sharded. Another version of Transformers may pass them on."
+            )
+        if isinstance(mask, LazyMask):
+            mask.call = call
+
+    def check_arrived(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook of a module that attends. In a compiled graph nothing is left of it: what it asks is
+        answered when the graph is made."""
+        if self.under_way:
+            if not getattr(module, ARRIVED):
+                self._refuse(module)
+            setattr(module, ARRIVED, False)
+
+    @torch.compiler.disable
+    def _refuse(self, module: nn.Module) -> None:
+        raise ConfigError(
+            f"{type(module).__name__} ({self.paths.get(id(module), 'of a copied model')}) ran without the attention "
+            f"function of hf_burst, so each rank would attend to its own tokens alone. Its forward is "
+            f"{forward_name(module)}. If a package put it there, such as a patch of attention, of rotary positions or "
+            "of windows, switch that off. A class of your own has to call the function that Transformers' "
+            "ALL_ATTENTION_FUNCTIONS has for the config, with all keyword arguments that it is given."
+        )
+
+
 class Attention(Part):
     """Sets the attention implementation, and sees to it that the call of a pass comes to the attention of every layer.
 
     The call is a keyword argument, which some layers do not pass on to their attention. They pass on the mask, so that
-    carries it too. A model that does not pass it on to its layers is refused.
+    carries it too. A model that does not pass it on to its layers is refused. An attention module that ran, and did not
+    call our function with it, is an error.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -36,16 +76,18 @@ class Attention(Part):
         self.before: str = reader.config._attn_implementation if shared is None else _PATCHED[shared].before
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
-        self.under_way, self.attends = False, has_attention(reader)
+        check_attention_functions(model)
+        self.attends, self.hooks = has_attention(reader), _Hooks()
+        self.modules: list[nn.Module] = []  # those that attend
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A model saved whole brings its parts along, and the attention must be known where it is loaded."""
         self.__dict__.update(state)
         register()
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def install(self, model: PreTrainedModel) -> None:
         if not self.attends:
-            return ()
+            return
         register()
         _PATCHED[model] = self
         model.set_attn_implementation(NAME)
@@ -55,9 +97,18 @@ class Attention(Part):
                 f"{type(model).__name__} keeps its attention {self.before!r}: it does not use Transformers' "
                 "AttentionInterface."
             )
-        layers = (module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer))
+
+    def look(self, model: PreTrainedModel) -> Handles:
+        if not self.attends:
+            return ()
+        reader = language_model_of(model)
+        layers = [module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer)]
+        attending = attention_modules(reader)
+        self.modules, self.hooks.paths = list(attending), {id(module): path for module, path in attending.items()}
+        carry, check = self.hooks.carry, self.hooks.check_arrived
         return [
-            layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers if has_attention(layer)
+            *(layer.register_forward_pre_hook(carry, with_kwargs=True) for layer in layers if has_attention(layer)),
+            *(module.register_forward_hook(check) for module in self.modules),
         ]
 
     def prepare(self, run: ForwardPass) -> None:
@@ -66,25 +117,22 @@ class Attention(Part):
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
+        forwards = (vars(module).get("forward") or type(module).forward for module in self.modules)
+        distinct = {id(forward): forward for forward in forwards}
+        run.facts["forward of attention"] = sorted({function_name(forward) for forward in distinct.values()})
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
-        self.under_way = True
+        self.hooks.under_way = True
+        for module in self.modules:
+            vars(module)[ARRIVED] = False
 
     def end(self) -> None:
-        self.under_way = False
+        self.hooks.under_way = False
 
     def remove(self, model: PreTrainedModel) -> None:
         _PATCHED.pop(model, None)
+        for module in model.modules():
+            vars(module).pop(ARRIVED, None)
         if self.attends and next(_users_of(model), None) is None:
             model.set_attn_implementation(self.before)
-
-    def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")
-        if self.under_way and call is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} is not given the keyword arguments of its model, by which it would learn how "
-                "the sequence is sharded. Another version of Transformers may pass them on."
-            )
-        if isinstance(mask, LazyMask):
-            mask.call = call

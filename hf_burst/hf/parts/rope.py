@@ -23,15 +23,19 @@ class LongestPosition(Part):
         self.rotary = rotary_modules(model)
         self.value: int | None = None
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def look(self, model: PreTrainedModel) -> Handles:
+        self.rotary = rotary_modules(model)
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
     def prepare(self, run: ForwardPass) -> None:
+        if not any(map(_follows_length, self.rotary)):
+            return
+        rotary_modules(run.model)  # which refuses those that came to follow it
         about: ShardedBatch | None = run.batch.get(LAYOUT_KEY)
-        if self.rotary and about is not None:
+        if about is not None:
             run.facts["longest position"] = about.longest
-        elif self.rotary:
+        else:
             run.facts["longest position"] = run.layout.length - 1 if run.explicit else longest_position(run.batch)
 
     def begin(self, run: ForwardPass) -> None:
@@ -41,7 +45,7 @@ class LongestPosition(Part):
         self.value = None  # what is called next may hold a whole sequence
 
     def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.value is None:
+        if self.value is None or not _follows_length(module):
             return None
         named = "position_ids" in kwargs
         positions = kwargs["position_ids"] if named else args[1]
@@ -49,16 +53,17 @@ class LongestPosition(Part):
         return (args, {**kwargs, "position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.value is None:
+        if self.value is None or not _follows_length(module):
             return None
         return tuple(part[:, :-1] for part in output) if isinstance(output, tuple) else output[:, :-1]
 
 
 def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules whose rotary frequencies follow from the longest position."""
-    rotary = [module for module in model.modules() if _follows_length(module)]
+    """The modules of rotary positions, whose frequencies may follow from the longest position, or come to do so."""
+    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not {inner for layer in layers for inner in layer.modules()}.isdisjoint(rotary):
+    following = [module for module in rotary if _follows_length(module)]
+    if not {inner for layer in layers for inner in layer.modules()}.isdisjoint(following):
         raise UnsupportedModelError(
             f"{type(model).__name__} has rotary positions that depend on the longest position inside of its layers, "
             "where they cannot be known when a layer is recomputed. Set config.rope_parameters['rope_type'] to another."
