@@ -223,10 +223,14 @@ COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxy
 )
 
 
-@cache
 def functions_of(kind: Any) -> tuple[str, ...]:
     """The functions with a counterpart that modules of a class call, by their names."""
-    forward: Any = inspect.unwrap(kind.forward)
+    return _functions_of(kind.forward)
+
+
+@cache
+def _functions_of(forward: Any) -> tuple[str, ...]:
+    forward = inspect.unwrap(forward)
     called = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
 

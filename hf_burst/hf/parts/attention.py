@@ -56,9 +56,9 @@ class _Hooks:
         raise ConfigError(
             f"{type(module).__name__} ({self.paths.get(id(module), 'of a copied model')}) ran without the attention "
             f"function of hf_burst, so each rank would attend to its own tokens alone. Its forward is "
-            f"{forward_name(module)}. If a package put it there, such as a patch of attention, of rotary positions or "
-            "of windows, switch that off. A class of your own has to call the function that Transformers' "
-            "ALL_ATTENTION_FUNCTIONS has for the config, with all keyword arguments that it is given."
+            f"{forward_name(module)}. If a package replaced it, or that of its layer, as patches of attention, of "
+            "rotary positions and of windows do, switch that off. A class of your own has to call the function that "
+            "Transformers' ALL_ATTENTION_FUNCTIONS names, with all keyword arguments that it is given."
         )
 
 

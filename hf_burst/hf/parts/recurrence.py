@@ -46,13 +46,13 @@ class Recurrence(Part):
     inside of what is checkpointed: a backward pass that runs a layer again tells them, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        check_recurrent_sources(model)
         self.modules: list[Any] = []
         self.layers: list[Any] = []
         self.unknown: list[str] = []
         self.warned = False
 
     def look(self, model: PreTrainedModel) -> Handles:
+        check_recurrent_sources(model)
         self.modules = recurrent_modules(model)
         self.layers = _around(self.modules, model) if self.modules else []
         kinds = set(map(type, self.modules))
