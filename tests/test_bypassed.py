@@ -226,6 +226,26 @@ def test_a_flag_that_the_mask_contradicts_is_refused(ranks: Ranks, size: int) ->
     run(ranks, size, refuse_flags)
 
 
+def fused_model(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+    """A decoder that is computed from its weights."""
+    hidden = self.embed_tokens(input_ids)
+    for layer in self.layers:
+        attention = layer.self_attn
+        hidden = hidden + attention.o_proj(attention.q_proj(hidden).cumsum(1))
+    return modeling_llama.BaseModelOutputWithPast(last_hidden_state=hidden)
+
+
+def refuse_decoder(rank: int, size: int) -> None:
+    model = models.patch(models.make_model("llama"))
+    with class_forward(type(model.model), fused_model), pytest.raises(ConfigError, match=r"by tests.*fused_model, so"):
+        model(**models.make_batch("plain"))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_decoder_without_its_attention_is_an_error(ranks: Ranks, size: int) -> None:
+    run(ranks, size, refuse_decoder)
+
+
 # state that is taken anew when a pass begins
 
 
@@ -405,10 +425,6 @@ def compile_layers(model: Any) -> None:
         layer.compile(backend="eager")
 
 
-def compile_whole(model: Any) -> None:
-    model.compile(backend="aot_eager")
-
-
 def generate_between(model: Any) -> None:
     model.eval()
     model.generate(models.make_batch("plain")["input_ids"][:, :5], max_new_tokens=3, do_sample=False)
@@ -417,7 +433,7 @@ def generate_between(model: Any) -> None:
 
 SERVED: list[tuple[Change, str]] = [
     *((change, "llama") for change in (liger_like, share_attention, skip_layers, generate_between)),
-    *((change, "llama") for change in (checkpoint_layers, checkpoint_reentrant, compile_layers, compile_whole)),
+    *((change, "llama") for change in (checkpoint_layers, checkpoint_reentrant, compile_layers)),
     (checkpoint_layers, "qwen3_5"),
     (checkpoint_layers, "zamba"),
 ]
@@ -431,14 +447,32 @@ def serve(rank: int, size: int, change: Change, name: str) -> None:
         change(plain)
     for seed in range(2):
         compare(rank, size, model, plain, models.make_batch("plain", seed=seed))
-    generate_between(model)
-    compare(rank, size, model, plain, models.make_batch("plain", seed=2))
+    if change is not compile_layers:  # it would compile all of them anew
+        generate_between(model)
+        compare(rank, size, model, plain, models.make_batch("plain", seed=2))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("change", "name"), SERVED)
 def test_nothing_is_said_of_what_arrives(ranks: Ranks, size: int, change: Change, name: str) -> None:
     run(ranks, size, serve, change, name)
+
+
+def test_the_check_leaves_nothing_in_graphs() -> None:
+    """All layers share one graph, which is not broken."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = models.patch(models.make_model("llama", layers=4))
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    for seed in range(2):
+        model(**models.make_batch("plain", seed=seed)).loss.backward()
+    assert len(graphs) == 1
 
 
 def serve_fsdp(rank: int, size: int) -> None:

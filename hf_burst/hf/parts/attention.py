@@ -29,7 +29,7 @@ class _Hooks:
     """The hooks of layers and of their attention. They hold no module, so that a model is freed when it is let go."""
 
     def __init__(self) -> None:
-        self.under_way = False
+        self.under_way = self.ran = False  # whether a pass is, and whether a module that attends ran in it
         self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
 
     def carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,6 +50,7 @@ class _Hooks:
             if not getattr(module, ARRIVED):
                 self._refuse(module)
             setattr(module, ARRIVED, False)
+            self.ran = True
 
     @torch.compiler.disable
     def _refuse(self, module: nn.Module) -> None:
@@ -123,9 +124,22 @@ class Attention(Part):
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
-        self.hooks.under_way = True
+        self.hooks.under_way, self.hooks.ran = True, False
         for module in self.modules:
             vars(module)[ARRIVED] = False
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if self.hooks.ran or any(vars(module)[ARRIVED] for module in self.modules):
+            return
+        decoder = language_model_of(run.model).base_model
+        layers = (module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
+        forwards = map(forward_name, (run.model, decoder, *layers))
+        other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
+        if self.modules and other is not None:
+            raise ConfigError(
+                f"The model computed without its attention modules, by {other}, so each rank would know its "
+                "own tokens alone. Put back the forward of the class: it calls the layers, and they their attention."
+            )
 
     def end(self) -> None:
         self.hooks.under_way = False
