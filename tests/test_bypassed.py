@@ -258,6 +258,7 @@ def scale_rotary(model: Any) -> None:
     rotary = model.model.rotary_emb
     rotary.rope_type, rotary.max_seq_len_cached, rotary.original_max_seq_len = "dynamic", 16, 16
     rotary.rope_init_fn = modeling_llama.ROPE_INIT_FUNCTIONS["dynamic"]
+    rotary.config.max_position_embeddings = 16
     rotary.config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 
 
