@@ -1,5 +1,6 @@
 """What would go past the functions that patching puts in place: an error that names it, or seen when a pass begins."""
 
+import copy
 import gc
 import types
 import weakref
@@ -15,9 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCausalLM
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -165,6 +167,8 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
             models.patch(model)
         with pytest.raises(ConfigError, match=rf"Attention \({path}\) ran without the attention function"):
             called(**batch)
+        with pytest.raises(ConfigError, match=r"_attn.* ran without|of a copied model\) ran without"):
+            copy.deepcopy(model)(**batch)
     loss = model(**batch).loss
     torch.testing.assert_close(loss, models.plain_loss(models.make_model("llama"), batch))
     hf_burst.unpatch_model(model)
@@ -180,6 +184,17 @@ def test_attention_that_does_not_arrive_is_an_error(ranks: Ranks, size: int, cha
 
 def own_attention(*args: Any, **kwargs: Any) -> Any:
     return sdpa_attention_forward(*args, **kwargs)
+
+
+def own_mask(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_mask(*args, **kwargs)
+
+
+def test_a_mask_of_the_users_is_not_replaced() -> None:
+    with mock.patch.dict(AttentionMaskInterface._global_mapping):
+        AttentionMaskInterface.register("sdpa", own_mask)
+        with pytest.raises(UnsupportedModelError, match=r"by 'sdpa', which is .*test_bypassed\.own_mask"):
+            models.patch(models.make_model("llama"))
 
 
 @pytest.mark.parametrize("name", ["mine", "sdpa", "eager"])
@@ -400,6 +415,46 @@ def liger_like(model: Any) -> None:
             module.forward = types.MethodType(lambda self, x, plain=plain: plain(x), module)
 
 
+class Core(nn.Module):
+    """Calls the attention function for the module around it."""
+
+    is_causal, scaling, num_key_value_groups = True, 8**-0.5, 2
+
+    def forward(self, config: Any, states: Any, mask: Any, **kwargs: Any) -> Any:
+        attend = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface(
+            config._attn_implementation, modeling_llama.eager_attention_forward
+        )
+        return attend(self, *states, mask, dropout=0.0, scaling=self.scaling, **kwargs)[0]
+
+
+class NestedAttention(OwnAttention):
+    """A class of the user's that leaves it to a module inside."""
+
+    def __init__(self, like: Any) -> None:
+        super().__init__(like)
+        self.config, self.core = like.config, Core()
+
+    def forward(
+        self, hidden_states: Any, position_embeddings: Any = None, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k, v = (
+            layer(hidden_states).view(heads).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        kwargs.pop("past_key_values", None)
+        return self.o_proj(self.core(self.config, (q, k, v), attention_mask, **kwargs).flatten(2)), None
+
+
+def nest_attention(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn = NestedAttention(layer.self_attn)
+
+
+def copy_model(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
 def share_attention(model: Any) -> None:
     first, second = model.model.layers
     second.self_attn = first.self_attn
@@ -433,7 +488,8 @@ def generate_between(model: Any) -> None:
 
 
 SERVED: list[tuple[Change, str]] = [
-    *((change, "llama") for change in (liger_like, share_attention, skip_layers, generate_between)),
+    *((change, "llama") for change in (liger_like, share_attention, skip_layers, nest_attention)),
+    *((change, "llama") for change in (generate_between, copy_model)),
     *((change, "llama") for change in (checkpoint_layers, checkpoint_reentrant, compile_layers)),
     (checkpoint_layers, "qwen3_5"),
     (checkpoint_layers, "zamba"),
@@ -443,12 +499,12 @@ SERVED: list[tuple[Change, str]] = [
 def serve(rank: int, size: int, change: Change, name: str) -> None:
     pair = [models.make_model(name, torch.float64).train() for _ in range(2)]
     model, plain = models.patch(pair[0]), pair[1]
-    change(model)
-    if change in (liger_like, share_attention, skip_layers):
+    model = change(model) or model
+    if change in (liger_like, share_attention, skip_layers, nest_attention):
         change(plain)
     for seed in range(2):
         compare(rank, size, model, plain, models.make_batch("plain", seed=seed))
-    if change is not compile_layers:  # it would compile all of them anew
+    if change not in (compile_layers, nest_attention):  # which would compile anew; which has no cache
         generate_between(model)
         compare(rank, size, model, plain, models.make_batch("plain", seed=2))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
@@ -73,11 +74,14 @@ def check_attention_functions(model: PreTrainedModel) -> None:
             function = names.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[name]
             place, _, own = function_name(function).rpartition(".")
             known = place.startswith("transformers.") and own in _ATTENTION_FUNCTIONS
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        if known and mask is not None and not function_name(mask).startswith("transformers."):
+            function, known = mask, False
         if not known:
             raise UnsupportedModelError(
-                f"{type(module).__name__} attends by {name!r}, which is {function_name(function)}. Patching would put "
-                "BurstAttention in its place, without whatever it adds. Served in its place are Transformers' own: "
-                "model.set_attn_implementation('sdpa') first, if this is the attention that you mean."
+                f"{type(module).__name__} attends by {name!r}, which is {function_name(function)}. BurstAttention "
+                "would take its place, without whatever it adds to Transformers' own functions. If you mean plain attention, "
+                "call model.set_attn_implementation('sdpa') first."
             )
 
 

@@ -25,6 +25,11 @@ def _users_of(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     return (other for other in list(_PATCHED) if other is not model and other.config is model.config)
 
 
+def _arrived_inside(module: nn.Module) -> list[nn.Module]:
+    """The modules that have arrived inside of one whose class, from elsewhere, leaves it to them to attend."""
+    return [inner for inner in module.modules() if getattr(inner, ARRIVED, False)]
+
+
 class _Hooks:
     """The hooks of layers and of their attention. They hold no module, so that a model is freed when it is let go."""
 
@@ -47,9 +52,11 @@ class _Hooks:
         """The forward hook of a module that attends. In a compiled graph nothing is left of it: what it asks is
         answered when the graph is made."""
         if self.under_way:
-            if not getattr(module, ARRIVED):
+            arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
+            if not arrived:
                 self._refuse(module)
-            setattr(module, ARRIVED, False)
+            for inner in arrived:
+                setattr(inner, ARRIVED, False)
             self.ran = True
 
     @torch.compiler.disable
