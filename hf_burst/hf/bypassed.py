@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,6 @@ from .attention import NAME
 from .doors import DOORS, recurrent_modules
 from .recurrent import COUNTERPARTS
 
-_MODELS = "transformers.models."
 _WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # which autocast, compile, convert what is returned
 # of transformers.integrations: each computes the attention of the mask that it is given
 _ATTENTION_FUNCTIONS = {
@@ -62,16 +61,17 @@ def attention_modules(reader: nn.Module) -> dict[nn.Module, str]:
 def check_attention_functions(model: PreTrainedModel) -> None:
     """Raises for an attention function that is neither one of Transformers nor ours: what it does would be lost."""
     for module in attention_modules(model):
-        name = getattr(module, "config", model.config)._attn_implementation
-        file = type(module).__module__
-        names = vars(sys.modules[file])
+        name = getattr(getattr(module, "config", None), "_attn_implementation", model.config._attn_implementation)
         if name in (NAME, None):
             continue
+        file = type(module).__module__
+        names = vars(sys.modules[file]) if file in sys.modules else {}
         if name == "eager":
             function = names.get("eager_attention_forward")
             known = function is None or function_name(function).startswith(("transformers.", f"{file}."))
         else:
-            function = names.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)[name]
+            interface = names.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+            function = interface.get(name) or interface.get(name.removeprefix("paged|"))
             place, _, own = function_name(function).rpartition(".")
             known = place.startswith("transformers.") and own in _ATTENTION_FUNCTIONS
         mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
@@ -80,8 +80,8 @@ def check_attention_functions(model: PreTrainedModel) -> None:
         if not known:
             raise UnsupportedModelError(
                 f"{type(module).__name__} attends by {name!r}, which is {function_name(function)}. BurstAttention "
-                "would take its place, without whatever it adds to Transformers' own functions. If you mean plain attention, "
-                "call model.set_attn_implementation('sdpa') first."
+                "would take its place, without whatever it adds to Transformers' own functions. If you mean plain "
+                "attention, call model.set_attn_implementation('sdpa') first."
             )
 
 
@@ -91,10 +91,15 @@ def check_recurrent_sources(model: nn.Module) -> None:
     for kind in {type(module) for module in model.modules()} - known:
         forward: Any = inspect.unwrap(kind.forward)
         home = {base.__module__ for base in kind.__mro__}
-        if getattr(forward, "__globals__", {}).get("__name__") in home or not kind.__module__.startswith(_MODELS):
-            continue
-        if kind.__name__ in DOORS or any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS):
+        own = getattr(forward, "__globals__", {}).get("__name__") in home
+        if not own and kind.__module__.startswith("transformers.models.") and _was_recurrent(kind):
             raise UnsupportedModelError(
                 f"The forward of {kind.__name__} was replaced by {function_name(kind.forward)}, to which no state can "
                 "pass from another rank. Put its own back before the model is patched."
             )
+
+
+@cache
+def _was_recurrent(kind: type) -> bool:
+    """Whether a class is recurrent by its source."""
+    return kind.__name__ in DOORS or any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS)
