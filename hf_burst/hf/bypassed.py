@@ -100,6 +100,6 @@ def check_recurrent_sources(model: nn.Module) -> None:
 
 
 @cache
-def _was_recurrent(kind: type) -> bool:
+def _was_recurrent(kind: Any) -> bool:
     """Whether a class is recurrent by its source."""
     return kind.__name__ in DOORS or any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS)
