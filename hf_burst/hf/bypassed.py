@@ -87,8 +87,8 @@ def check_attention_functions(model: PreTrainedModel) -> None:
 
 def check_recurrent_sources(model: nn.Module) -> None:
     """Raises for a recurrent class whose forward was replaced, by which it is not known as recurrent any more."""
-    known = set(map(type, recurrent_modules(model)))
-    for kind in {type(module) for module in model.modules()} - known:
+    kinds: set[Any] = set(map(type, model.modules()))
+    for kind in kinds.difference(map(type, recurrent_modules(model))):
         forward: Any = inspect.unwrap(kind.forward)
         home = {base.__module__ for base in kind.__mro__}
         own = getattr(forward, "__globals__", {}).get("__name__") in home

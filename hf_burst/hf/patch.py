@@ -145,7 +145,7 @@ def make_parts(
         Replicas(config),
         Attention(model),
         Tokens(model, cut_point),
-        LongestPosition(model),
+        LongestPosition(),
         Memory(model, config),
         Checkpointing(tile),
         TiledMLP(model, tile),
