@@ -87,6 +87,7 @@ WITHIN = {
             "attention",
             "recurrent",
             "doors",
+            "bypassed",
             "support",
             "hybrid",
             "head",

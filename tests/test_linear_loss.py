@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -241,7 +241,7 @@ def test_the_fused_loss_of_liger_in_the_place_of_forward_is_refused() -> None:
     def lce_forward(self, **kwargs):
         raise AssertionError("which adds up the loss of one rank")
 
-    lce_forward.__module__ = "liger_kernel.transformers.model.llama"
+    lce_forward = FunctionType(lce_forward.__code__, {"__name__": "liger_kernel.transformers.model.llama"})
     model = models.patch(models.make_model("llama").train())
     model.forward = MethodType(lce_forward, model)
     with pytest.raises(ConfigError, match="'fused_linear_cross_entropy': False"):

@@ -287,13 +287,10 @@ def test_a_checkpoint_that_tells_nothing_is_an_error() -> None:
         loss.backward()
 
 
-def test_a_module_that_was_replaced_is_an_error() -> None:
+def test_a_module_that_is_not_called_is_an_error() -> None:
     model = models.patch(models.make_model("qwen3_5"))
     layer = model.model.layers[0]
     mixer = layer.linear_attn
-    layer.linear_attn = type(mixer)(model.config, 0)
-    with pytest.raises(ConfigError, match="Qwen3_5GatedDeltaNet was put into the model after it was patched"):
-        model(**models.make_batch("packed"))
     layer.linear_attn = torch.nn.Identity()
     layer.linear_attn.inside = mixer
     layer.linear_attn.forward = lambda hidden_states, **_: hidden_states

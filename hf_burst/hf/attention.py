@@ -24,6 +24,7 @@ from ..plan.recurrence import Way
 
 NAME = "hf_burst"
 CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers
+ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has called us with a ForwardCall
 _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the result
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
@@ -159,6 +160,8 @@ def attention_forward(
         )
     if burst_call is None and isinstance(attention_mask, LazyMask):
         burst_call = attention_mask.call
+    if burst_call is not None:
+        setattr(module, ARRIVED, True)  # which the part `Attention` asks for
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
         burst_call = None  # the rows that LazyMask.__getitem__ was asked for, beside the whole sequence
     if burst_call is None:
@@ -205,12 +208,19 @@ def register() -> None:
 def _pattern(
     module: nn.Module, mask: Mask, is_causal: bool | None, sliding_window: int | None, expected: bool
 ) -> MaskPattern:
-    """How far a layer's queries see: as in eager attention the mask decides. Raises if not causal as `expected`."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    """How far a layer's queries see. Raises if mask and module disagree, or are not causal as `expected`."""
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if isinstance(mask, LazyMask):
         pattern = mask.pattern
+        if causal not in (None, pattern.causal) and not _masks_prefixes(module):
+            raise UnsupportedModelError(
+                f"{type(module).__name__}.is_causal is {causal}, and the mask of its model is "
+                f"{'causal' if pattern.causal else 'not causal'}. Which of them counts differs between Transformers' "
+                f"attention implementations. Set is_causal={pattern.causal} on the module, or have the config of the "
+                "model ask for the other mask."
+            )
     elif mask is None:
-        pattern = MaskPattern(causal, None if sliding_window is None else sliding_window - 1)
+        pattern = MaskPattern(causal is not False, None if sliding_window is None else sliding_window - 1)
     else:
         raise UnsupportedModelError(
             f"{type(module).__name__} is given a mask tensor of shape {tuple(mask.shape)}, made from the tokens of one "
@@ -223,6 +233,11 @@ def _pattern(
             f"{kinds[expected]}. Layers of both kinds in one model are not served."
         )
     return pattern
+
+
+def _masks_prefixes(module: nn.Module) -> bool:
+    """Whether tokens of a prefix see each other (PaliGemma): the mask alone says where it ends."""
+    return getattr(getattr(module, "config", None), "use_bidirectional_attention", None) is True
 
 
 def _at_temperature(module: Any, query: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

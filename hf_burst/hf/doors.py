@@ -165,18 +165,19 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
 def over_ranks(module: nn.Module, scope: Scope) -> Function:
     """The forward of a module over ranks; its class and source file stay as they are."""
     kind: Any = type(module)
-    door = _door_of(kind)
+    door = _door_of(kind.forward)
     return rebound(module, scope) if door is None else door.make(kind, scope)
 
 
 def _is_recurrent(module: nn.Module) -> bool:
     kind: Any = type(module)
-    return bool(functions_of(kind)) or _door_of(kind) is not None
+    return bool(functions_of(kind)) or _door_of(kind.forward) is not None
 
 
 @cache
-def _door_of(kind: Any) -> Door | None:
-    forward: Any = inspect.unwrap(kind.forward)
+def _door_of(forward: Any) -> Door | None:
+    """The counterpart of the class that a forward is of; that of one may be replaced at any time."""
+    forward = inspect.unwrap(forward)
     name, _, method = getattr(forward, "__qualname__", "").partition(".")
     if method != "forward" or name not in DOORS or not forward.__module__.startswith("transformers.models."):
         return None

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..config import BurstConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..mesh import ContextGroup
+from ..plan import RecurrentSize, Shapes
 from ..resources import resources_of
 from ..watch import watch_of_process
 from .accelerate import PATCH, check_joined, resolve_group
@@ -148,7 +149,7 @@ def make_parts(
         Replicas(config),
         Attention(model),
         Tokens(model, cut_point),
-        LongestPosition(model),
+        LongestPosition(),
         memory,
         Checkpointing(tile, memory.advise),
         TiledMLP(model, tile),
@@ -170,22 +171,30 @@ def _generates(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     return cached and not learns and batch.get("labels") is None and not is_sharded(batch)
 
 
-def _compiled(model: nn.Module) -> bool:
-    """Whether `torch.compile` runs this pass, or one of the modules in it."""
+def _modules_inside(model: nn.Module) -> tuple[list[nn.Module], bool]:
+    """The modules inside of a model, and whether `torch.compile` has compiled one of them, or the model."""
+    modules: list[nn.Module] = []
+    found: list[nn.Module | None] = [model]
+    compiled = False
+    while found:  # `model.modules()` takes several times as long, at every pass
+        module = found.pop()
+        if module is not None:
+            modules.append(module)
+            inside = module._modules
+            if inside:
+                found += inside.values()
+                compiled |= "_orig_mod" in inside
+            compiled |= module._compiled_call_impl is not None
+    return modules[1:], compiled
+
+
+def _within_compiled() -> bool:
+    """Whether `torch.compile` runs this pass."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper":  # of torch._dynamo, by whatever was compiled
             return True
         frame = frame.f_back
-    modules: list[nn.Module | None] = [model]
-    while modules:  # `model.modules()` takes several times as long, at every pass
-        module = modules.pop()
-        if module is None:
-            continue
-        by_function = "_orig_mod" in module._modules
-        if by_function or module._compiled_call_impl is not None:
-            return True
-        modules += module._modules.values()
     return False
 
 
@@ -197,17 +206,22 @@ class _Patch:
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
         self.parts = make_parts(model, config, group, cut_point)
-        self.recurrent, self.shapes = recurrent_sizes(model), attention_shapes(model)
+        self.modules: list[nn.Module] = []  # those inside of the model, as of the latest pass
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
+        self.looked: list[RemovableHandle] = []  # hooks on modules inside of the model
         self.explicit = False  # whether the latest batch arrived sharded
         self.entered = False  # whether the model is being called, sharded or to generate
+        self.recurrent: tuple[RecurrentSize, ...] = ()
+        self.shapes: Shapes | None = None
         self.run: ForwardPass | None = None  # the pass under way
         self.passes = 0  # that came so far
 
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:
-            self.handles += part.install(model)
+            part.install(model)
+        self.modules, _ = _modules_inside(model)
+        self.look(model)
         inner = dict.fromkeys((model.base_model, language_model_of(model)))
         self.handles += [
             module.register_forward_pre_hook(self.within, with_kwargs=True) for module in inner if module is not model
@@ -220,7 +234,7 @@ class _Patch:
 
     def remove(self, model: PreTrainedModel) -> None:
         self.end()  # a pass that was interrupted
-        for handle in self.handles:
+        for handle in (*self.handles, *self.looked):
             handle.remove()
         for part in reversed(self.parts):
             part.remove(model)
@@ -251,13 +265,17 @@ class _Patch:
         self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
         run.facts["served by"] = self.verdict
-        run.compiled = _compiled(module)
+        inside, compiled = _modules_inside(module)
+        run.compiled = compiled or _within_compiled()
         if self.config.schedule == "auto" and run.group.size > 1:  # graphs take another one, see `with_schedule`
             run.facts["compiled"], run.advice["compiled"] = run.compiled, _COMPILED
         mode = run.facts["mode"] = "training" if module.training else "evaluation"
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)
         try:
+            if error is None and inside != self.modules:
+                self.look(module)
+                self.modules = inside
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
                 machine = resources_of(run.group).machine(run.device, self.config.kernel, self.config.ranks_per_host)
                 run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
@@ -284,6 +302,15 @@ class _Patch:
                 "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
                 "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
             )
+
+    def look(self, model: PreTrainedModel) -> None:
+        """Has the parts look at the modules of the model anew."""
+        self.recurrent, self.shapes = recurrent_sizes(model), attention_shapes(model)
+        for handle in self.looked:
+            handle.remove()
+        self.looked = []
+        for part in self.parts:
+            self.looked += part.look(model)
 
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
         """At the first pass over a group all of its ranks have come so far, or none goes on to measure the machine."""

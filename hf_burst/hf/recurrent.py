@@ -50,6 +50,7 @@ class Scope:
     """What the functions of one layer know of the pass."""
 
     run: Run | None = None
+    under_way: bool = False  # whether a pass over ranks is, of which the layer is to tell
 
     @property
     def call(self) -> ForwardCall:
@@ -222,10 +223,14 @@ COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxy
 )
 
 
-@cache
 def functions_of(kind: Any) -> tuple[str, ...]:
     """The functions with a counterpart that modules of a class call, by their names."""
-    forward: Any = inspect.unwrap(kind.forward)
+    return _functions_of(kind.forward)
+
+
+@cache
+def _functions_of(forward: Any) -> tuple[str, ...]:
+    forward = inspect.unwrap(forward)
     called = getattr(getattr(forward, "__code__", None), "co_names", ())
     return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
 

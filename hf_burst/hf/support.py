@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..plan import MaskPattern
+from .bypassed import check_recurrent_sources
 from .cutting import language_model_of, modalities_of
 from .doors import DOORS, recurrent_modules
 from .recurrent import COUNTERPARTS
@@ -79,6 +80,7 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
             f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
+    check_recurrent_sources(reader)
     recurrent = recurrent_modules(reader)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds and not recurrent:

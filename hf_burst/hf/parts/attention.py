@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...resources import resources_of
-from ..attention import CALL_KEY, NAME, LazyMask, register
+from ..attention import ARRIVED, CALL_KEY, NAME, LazyMask, register
+from ..bypassed import attention_modules, check_attention_functions, forward_name, function_name
 from ..cutting import language_model_of
 from ..support import has_attention
 from .base import ForwardPass, Handles, Part
@@ -35,11 +37,57 @@ def _configs_of(reader: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+def _arrived_inside(module: nn.Module) -> list[nn.Module]:
+    """The modules that have arrived inside of one whose class, from elsewhere, leaves it to them to attend."""
+    return [inner for inner in module.modules() if getattr(inner, ARRIVED, False)]
+
+
+class _Hooks:
+    """The hooks of layers and of their attention. They hold no module, so that a model is freed when it is let go."""
+
+    def __init__(self) -> None:
+        self.under_way = self.ran = False  # whether a pass is, and whether a module that attends ran in it
+        self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
+
+    def carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre-hook of a layer."""
+        call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")
+        if self.under_way and call is None:
+            raise UnsupportedModelError(
+                f"{type(layer).__name__} is not given the keyword arguments of its model, by which it would learn how "
+                "the sequence is sharded. Another version of Transformers may pass them on."
+            )
+        if isinstance(mask, LazyMask):
+            mask.call = call
+
+    def check_arrived(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The forward hook of a module that attends. In a compiled graph nothing is left of it: what it asks is
+        answered when the graph is made."""
+        if self.under_way:
+            arrived = [module] if getattr(module, ARRIVED) else _arrived_inside(module)
+            if not arrived:
+                self._refuse(module)
+            for inner in arrived:
+                setattr(inner, ARRIVED, False)
+            self.ran = True
+
+    @torch.compiler.disable
+    def _refuse(self, module: nn.Module) -> None:
+        raise ConfigError(
+            f"{type(module).__name__} ({self.paths.get(id(module), 'of a copied model')}) ran without the attention "
+            f"function of hf_burst, so each rank would attend to its own tokens alone. Its forward is "
+            f"{forward_name(module)}. If a package replaced it, or that of its layer, as patches of attention, of "
+            "rotary positions and of windows do, switch that off. A class of your own has to call the function that "
+            "Transformers' ALL_ATTENTION_FUNCTIONS names, with all keyword arguments that it is given."
+        )
+
+
 class Attention(Part):
     """Sets the attention implementation, and sees to it that the call of a pass comes to the attention of every layer.
 
     The call is a keyword argument, which some layers do not pass on to their attention. They pass on the mask, so that
-    carries it too. A model that does not pass it on to its layers is refused.
+    carries it too. A model that does not pass it on to its layers is refused. An attention module that ran, and did not
+    call our function with it, is an error.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -48,7 +96,9 @@ class Attention(Part):
         self.before: str = reader.config._attn_implementation if shared is None else _PATCHED[shared].before
         if self.before == NAME:  # of a patched model that is gone
             self.before = "sdpa" if model._supports_sdpa else "eager"
-        self.under_way, self.attends = False, has_attention(reader)
+        check_attention_functions(model)
+        self.attends, self.hooks = has_attention(reader), _Hooks()
+        self.modules: list[nn.Module] = []  # those that attend
         self.copied: list[tuple[PreTrainedConfig, str | None]] = []  # configs of copied layers, and what they said
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -56,9 +106,9 @@ class Attention(Part):
         self.__dict__.update(state)
         register()
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def install(self, model: PreTrainedModel) -> None:
         if not self.attends:
-            return ()
+            return
         register()
         _PATCHED[model] = self
         model.set_attn_implementation(NAME)
@@ -69,9 +119,19 @@ class Attention(Part):
                 "AttentionInterface."
             )
         self._set_copies(reader)
-        layers = (module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer))
+
+    def look(self, model: PreTrainedModel) -> Handles:
+        if not self.attends:
+            return ()
+        reader = language_model_of(model)
+        self._set_copies(reader)  # of layers that were added since
+        layers = [module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer)]
+        attending = attention_modules(reader)
+        self.modules, self.hooks.paths = list(attending), {id(module): path for module, path in attending.items()}
+        carry, check = self.hooks.carry, self.hooks.check_arrived
         return [
-            layer.register_forward_pre_hook(self._carry, with_kwargs=True) for layer in layers if has_attention(layer)
+            *(layer.register_forward_pre_hook(carry, with_kwargs=True) for layer in layers if has_attention(layer)),
+            *(module.register_forward_hook(check) for module in self.modules),
         ]
 
     def prepare(self, run: ForwardPass) -> None:
@@ -81,18 +141,36 @@ class Attention(Part):
                 "The attention implementation of the model was changed after it was patched, so its loss would be "
                 "wrong. Call hf_burst.unpatch_model(model) first, then change it."
             )
-        if self.attends:
-            self._set_copies(reader)  # of layers that were added since
+        forwards = (vars(module).get("forward") or type(module).forward for module in self.modules)
+        distinct = {id(forward): forward for forward in forwards}
+        run.facts["forward of attention"] = sorted({function_name(forward) for forward in distinct.values()})
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
-        self.under_way = True
+        self.hooks.under_way, self.hooks.ran = True, False
+        for module in self.modules:
+            vars(module)[ARRIVED] = False
+
+    def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
+        if self.hooks.ran or any(vars(module)[ARRIVED] for module in self.modules):
+            return
+        decoder = language_model_of(run.model).base_model
+        layers = (module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer))
+        forwards = map(forward_name, (run.model, decoder, *layers))
+        other = next((name for name in forwards if not name.startswith(("transformers.", "hf_burst."))), None)
+        if self.modules and other is not None:
+            raise ConfigError(
+                f"The model computed without its attention modules, by {other}, so each rank would know its "
+                "own tokens alone. Put back the forward of the class: it calls the layers, and they their attention."
+            )
 
     def end(self) -> None:
-        self.under_way = False
+        self.hooks.under_way = False
 
     def remove(self, model: PreTrainedModel) -> None:
         _PATCHED.pop(model, None)
+        for module in model.modules():
+            vars(module).pop(ARRIVED, None)
         if self.attends and next(_users_of(model), None) is None:
             model.set_attn_implementation(self.before)
             since = [(config, self.before) for config in _configs_of(language_model_of(model))]
@@ -104,13 +182,3 @@ class Attention(Part):
             if config._attn_implementation != NAME:
                 self.copied.append((config, config._attn_implementation))
                 config._attn_implementation = NAME
-
-    def _carry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")
-        if self.under_way and call is None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} is not given the keyword arguments of its model, by which it would learn how "
-                "the sequence is sharded. Another version of Transformers may pass them on."
-            )
-        if isinstance(mask, LazyMask):
-            mask.call = call

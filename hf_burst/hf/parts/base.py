@@ -111,16 +111,21 @@ class ForwardPass:
 class Part:
     """One capability of a patched model. A part overrides the steps of its life that concern it.
 
-    Making a part looks at the model and may refuse it. Nothing is changed before `install`. For each forward pass the
-    parts take the same step one after another, in the order of the list in `patch.py`:
+    Making a part looks at the model and may refuse it. Nothing is changed before `install`. What a part knows of single
+    modules it takes up in `look`, for they may be exchanged. For each forward pass the parts take the same step one
+    after another, in the order of the list in `patch.py`:
 
-        prepare -> (the ranks agree) -> begin -> (the model runs) -> after -> end
+        (look ->) prepare -> (the ranks agree) -> begin -> (the model runs) -> after -> end
     """
 
     token_inputs: tuple[TokenInput, ...] = ()  # to be cut beside those of the model's cut point
 
-    def install(self, model: PreTrainedModel) -> Handles:
-        """Changes the model, and returns the hooks that it added, which the patch removes."""
+    def install(self, model: PreTrainedModel) -> None:
+        """Changes the model."""
+
+    def look(self, model: PreTrainedModel) -> Handles:
+        """Takes up the modules of the model: after `install`, and before a pass that finds others than the pass before.
+        Returns the hooks that it added, which the patch removes. May refuse what it finds, as `prepare` may."""
         return ()
 
     def prepare(self, run: ForwardPass) -> None:

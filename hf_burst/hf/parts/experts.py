@@ -25,7 +25,7 @@ class RouterLogits(Part):
         check_balance(model)
         self.layers: tuple[torch.Tensor, ...] = ()
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def look(self, model: PreTrainedModel) -> Handles:
         if not hasattr(model.config, "output_router_logits"):
             return ()
         return [model.base_model.register_forward_hook(self._catch, with_kwargs=True)]

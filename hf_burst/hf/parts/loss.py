@@ -11,13 +11,21 @@ from ...loss import IGNORE_INDEX, group_loss
 from ...mesh import ContextGroup
 from ..accelerate import resolve_group
 from ..attention import CALL_KEY
+from ..bypassed import forward_name
 from ..cutting import language_model_of
 from ..head import LazyLogits, loss_sum
 from ..task import calls_loss_function, computes_loss
-from .base import ForwardPass, Handles, Part
+from .base import ForwardPass, Part
 from .experts import balance_share
 
 _ITEMS = "num_items_in_batch (labels of all ranks: Trainer counts them unless average_tokens_across_devices=False)"
+_PAST_US = (
+    "The model was given labels and did not compute its loss by model.loss_function, where ranks add up theirs: its "
+    "forward is {}, which knows the tokens of one rank only. Switch fused losses off: hf_burst itself scores some "
+    "tokens at a time, by Liger's kernel where that is installed. In the case of Liger set TrainingArguments("
+    "use_liger_kernel=True, liger_kernel_config={{'fused_linear_cross_entropy': False}}); its other kernels may stay. "
+    "A forward of your own has to call self.loss_function(logits=..., labels=..., vocab_size=..., **kwargs)."
+)
 
 
 class Loss(Part):
@@ -31,6 +39,7 @@ class Loss(Part):
         self.averages = not calls_loss_function(model)  # each batch by itself, whatever num_items_in_batch
         self.accumulated: tuple[float, int] = (0.0, 0)  # num_items_in_batch, and its labels that have come so far
         self.run: ForwardPass | None = None
+        self.computed = False  # whether the model has asked for the loss of the pass
         self.targets: torch.Tensor | None = None
 
     @staticmethod
@@ -38,9 +47,8 @@ class Loss(Part):
         """The model whose loss function is called."""
         return computes_loss(model, language_model_of(model))
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def install(self, model: PreTrainedModel) -> None:
         self.computes(model).loss_function = self.compute
-        return ()
 
     def prepare(self, run: ForwardPass) -> None:
         if self.computes(run.model).loss_function != self.compute:
@@ -48,13 +56,9 @@ class Loss(Part):
                 "The loss function of the model was changed after it was patched, so its loss would be wrong. Call "
                 "hf_burst.unpatch_model(model) first, then change it."
             )
-        if getattr(run.model.forward, "__module__", "").startswith("liger_kernel."):
-            raise ConfigError(
-                "Liger's fused loss has taken the place of the model's forward, and knows the tokens of one rank only. "
-                "hf_burst itself scores some tokens at a time, by Liger's kernel. Switch that part off: "
-                "TrainingArguments(use_liger_kernel=True, liger_kernel_config={'fused_linear_cross_entropy': False}); "
-                "Liger's other kernels may stay."
-            )
+        forward = run.facts["forward of the model"] = forward_name(run.model)
+        if forward.startswith("liger_kernel."):
+            raise ConfigError(_PAST_US.format(forward))
         run.facts[_ITEMS] = None if run.items is None else float(run.items)
         if run.targets is not None:
             run.labels = int((run.targets != IGNORE_INDEX).sum())
@@ -73,7 +77,8 @@ class Loss(Part):
                 f"All labels of the batch are {IGNORE_INDEX}{run.task.shifted}, so there is nothing to learn from. "
                 "Drop such batches, or check how the labels are masked."
             )
-        self.run, self.targets = run, None if run.task.loss_in_model else targets
+        self.run, self.computed = run, False
+        self.targets = None if run.task.loss_in_model else targets
         run.inputs |= run.task.overrides(use_cache=run.group.size == 1 and not run.model.training)
 
     def after(self, run: ForwardPass, outputs: dict[str, Any]) -> None:
@@ -83,6 +88,9 @@ class Loss(Part):
                 factor = run.model.config.get_text_config().router_aux_loss_coef * balance_share(run)
                 loss = loss + factor * outputs["aux_loss"]
             outputs["loss"] = loss
+        elif run.targets is not None and run.task.loss_in_model and not self.computed:
+            if outputs.get("loss") is not None:
+                raise ConfigError(_PAST_US.format(run.facts["forward of the model"]))
         elif self.targets is not None:
             outputs["loss"] = batch_loss(loss_sum(outputs["logits"], self.targets), run, run.items)
 
@@ -110,6 +118,7 @@ class Loss(Part):
             plain: torch.Tensor = self.plain(logits, labels, *args, **kwargs)
             return plain
         assert self.run is not None, "a call is given in a pass"
+        self.computed = True
         return batch_loss(loss_sum(logits, kwargs["shift_labels"]), self.run, kwargs.get("num_items_in_batch"))
 
     def _items_of_batch(self, run: ForwardPass, items: float) -> int:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError, UnsupportedModelError
 from ...recurrent import Received, fla_kernels
 from ..attention import CALL_KEY, ForwardCall
+from ..bypassed import check_recurrent_sources, function_name
 from ..doors import over_ranks, recurrent_modules
 from ..recurrent import RUN_KEY, Function, Run, Scope, functions_of, in_place_of_innermost
 from .base import ForwardPass, Handles, Part
@@ -34,6 +35,10 @@ _CHECKPOINT = (
     "Checkpoint whole layers: model.gradient_checkpointing_enable(), or gradient_checkpointing=True among the training "
     "arguments."
 )
+_REPLACED = (
+    "The forward of a {} was replaced by {}, so its state would not pass from rank to rank. Put its own back. If the "
+    "model is patched by then, call hf_burst.unpatch_model(model), and patch it anew."
+)
 
 
 class Recurrence(Part):
@@ -41,32 +46,22 @@ class Recurrence(Part):
     inside of what is checkpointed: a backward pass that runs a layer again tells them, too."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.modules: list[Any] = recurrent_modules(model)
-        self.layers: list[Any] = _around(self.modules, model) if self.modules else []
-        kinds = set(map(type, self.modules))
-        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind) or "?") <= _ON_GPUS)
+        self.modules: list[Any] = []
+        self.layers: list[Any] = []
+        self.unknown: list[str] = []
         self.warned = False
 
-    def install(self, model: PreTrainedModel) -> Handles:
-        for module in (*self.modules, *self.layers):
-            if "forward" in vars(module):
-                raise UnsupportedModelError(
-                    f"The forward of a {type(module).__name__} was replaced before the model was patched. Patch the "
-                    "model first."
-                )
-            _bind(module)
+    def look(self, model: PreTrainedModel) -> Handles:
+        check_recurrent_sources(model)
+        self.modules = recurrent_modules(model)
+        self.layers = _around(self.modules, model) if self.modules else []
+        kinds = set(map(type, self.modules))
+        self.unknown = sorted(kind.__name__ for kind in kinds if not set(functions_of(kind) or "?") <= _ON_GPUS)
+        self._bind_all()
         return ()
 
     def prepare(self, run: ForwardPass) -> None:
-        for module in (*self.modules, *self.layers):
-            own = vars(module).get("forward")
-            if own is None or own == MethodType(type(module).forward, module):  # of a model that was saved whole
-                _bind(module)
-            elif not hasattr(own, "scope"):
-                raise ConfigError(
-                    f"The forward of a {type(module).__name__} was replaced after the model was patched, so its state "
-                    "would not pass from rank to rank. Unpatch the model, then patch it anew."
-                )
+        self._bind_all()
         if self.modules:  # by which delta rules send other messages
             run.facts["kernels of flash-linear-attention"] = fla_kernels(run.device, 1) is not None
         if self.modules and run.facts.get("activation checkpointing"):
@@ -79,6 +74,8 @@ class Recurrence(Part):
     def begin(self, run: ForwardPass) -> None:
         for layer in self.layers:
             layer.forward.scope.run = _inside(None, run.call)
+        for module in self.modules:
+            module.forward.scope.under_way = True
         if self.unknown and run.device.type == "cuda" and run.group.size > 1 and not self.warned:
             self.warned = True
             logger.warning(
@@ -91,7 +88,7 @@ class Recurrence(Part):
         for module in (*self.modules, *self.layers):
             scope = getattr(vars(module).get("forward"), "scope", None)
             if scope is not None:
-                scope.run = None
+                scope.run, scope.under_way = None, False
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in (*self.modules, *self.layers):
@@ -105,6 +102,17 @@ class Recurrence(Part):
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is _tell_wrapped:
                     del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+    def _bind_all(self) -> None:
+        """Gives all of them their forward, those of a model that was saved whole too; raises if another has come."""
+        for module in (*self.modules, *self.layers):
+            own = vars(module).get("forward")
+            if own is None or own == MethodType(type(module).forward, module):
+                _bind(module)
+            elif getattr(own, "replaces", type(module).forward) is not type(module).forward:
+                raise ConfigError(_REPLACED.format(type(module).__name__, function_name(type(module).forward)))
+            elif not hasattr(own, "scope"):
+                raise ConfigError(_REPLACED.format(type(module).__name__, function_name(own)))
 
     def _see_to_wrappers(self, model: nn.Module) -> None:
         """Lets torch's CheckpointWrapper, which accelerate puts around layers for FSDP, tell them of the pass."""
@@ -195,7 +203,7 @@ def _sharded(module: nn.Module) -> Function:
             scope.run = kwargs.pop(RUN_KEY)
             scope.received.start()
         if scope.run is None:
-            _refuse_blind_run(self)
+            _refuse_blind_run(self, scope.under_way)
             return plain(self, *args, **kwargs)
         if masks:
             kwargs["attention_mask"] = scope.call.real
@@ -205,12 +213,17 @@ def _sharded(module: nn.Module) -> Function:
         finally:
             scope.run = None
 
-    forward.scope = scope  # type: ignore[attr-defined]
+    forward.scope, forward.replaces = scope, plain  # type: ignore[attr-defined]
     return forward
 
 
-def _refuse_blind_run(module: nn.Module) -> None:
-    """Raises in a backward pass: a checkpoint runs the module again, and it does not know of the sharded pass."""
+def _refuse_blind_run(module: nn.Module, under_way: bool) -> None:
+    """Raises in a sharded pass, and in a backward pass, where a checkpoint runs the module again: it was not told."""
+    if under_way:
+        raise ConfigError(
+            f"A {type(module).__name__} ran outside of its layer, or a second time in it, so that no state would pass "
+            "from rank to rank. Whatever replaced the forward of its model has to call the layers themselves."
+        )
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
             f"A {type(module).__name__} runs again in the backward pass, by a checkpoint that does not tell it how the "

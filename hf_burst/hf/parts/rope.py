@@ -19,19 +19,28 @@ from .base import ForwardPass, Handles, Part
 class LongestPosition(Part):
     """Tells the rotary modules of a model the longest position of the pass under way."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.rotary = rotary_modules(model)
+    def __init__(self) -> None:
+        self.rotary: list[nn.Module] = []  # whose frequencies follow from the longest position, or may come to do so
+        self.inside: list[nn.Module] = []  # of a layer
         self.value: int | None = None
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def look(self, model: PreTrainedModel) -> Handles:
+        self.rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
+        layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        within = {inner for layer in layers for inner in layer.modules()}
+        self.inside = [module for module in self.rotary if module in within]
+        self._check_inside(model)
         appends = [module.register_forward_pre_hook(self._append, with_kwargs=True) for module in self.rotary]
         return appends + [module.register_forward_hook(self._cut) for module in self.rotary]
 
     def prepare(self, run: ForwardPass) -> None:
+        if not any(map(_follows_length, self.rotary)):
+            return
+        self._check_inside(run.model)
         about: ShardedBatch | None = run.batch.get(LAYOUT_KEY)
-        if self.rotary and about is not None:
+        if about is not None:
             run.facts["longest position"] = about.longest
-        elif self.rotary:
+        else:
             run.facts["longest position"] = run.layout.length - 1 if run.explicit else longest_position(run.batch)
 
     def begin(self, run: ForwardPass) -> None:
@@ -40,8 +49,16 @@ class LongestPosition(Part):
     def end(self) -> None:
         self.value = None  # what is called next may hold a whole sequence
 
+    def _check_inside(self, model: PreTrainedModel) -> None:
+        if any(map(_follows_length, self.inside)):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has rotary positions that depend on the longest position inside of its "
+                "layers, where they cannot be known when a layer is recomputed. Set "
+                "config.rope_parameters['rope_type'] to another."
+            )
+
     def _append(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.value is None:
+        if self.value is None or not _follows_length(module):
             return None
         named = "position_ids" in kwargs
         positions = kwargs["position_ids"] if named else args[1]
@@ -49,21 +66,9 @@ class LongestPosition(Part):
         return (args, {**kwargs, "position_ids": longer}) if named else ((args[0], longer, *args[2:]), kwargs)
 
     def _cut(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.value is None:
+        if self.value is None or not _follows_length(module):
             return None
         return tuple(part[:, :-1] for part in output) if isinstance(output, tuple) else output[:, :-1]
-
-
-def rotary_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules whose rotary frequencies follow from the longest position."""
-    rotary = [module for module in model.modules() if _follows_length(module)]
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not {inner for layer in layers for inner in layer.modules()}.isdisjoint(rotary):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has rotary positions that depend on the longest position inside of its layers, "
-            "where they cannot be known when a layer is recomputed. Set config.rope_parameters['rope_type'] to another."
-        )
-    return rotary
 
 
 def _follows_length(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ _TABLES = ("wpe", "pos")  # in the names of tables of positions
 class LearnedPositions:
     """What a model's learned position embeddings ask of position ids; rotary positions ask nothing."""
 
-    limits: tuple[int, int] | None = None  # the position ids [first, end) that have an embedding
+    tables: tuple[nn.Module, ...] = ()  # those of the embeddings, or what holds one as a tensor
     from_mask: bool = False  # whether positions count from the first token that attention_mask shows, as in OPT
     padding_idx: int | None = None  # the token that is not counted; positions begin one above it, as in RoBERTa
 
@@ -36,22 +36,25 @@ class LearnedPositions:
     def of(cls, model: PreTrainedModel) -> "LearnedPositions":
         """Finds the position embeddings of a model by their names."""
         tokens = model.get_input_embeddings()
-        limits: list[tuple[int, int]] = []
+        tables: list[nn.Module] = []
         from_mask, padding_idx = False, None
         owners: Iterator[Any] = model.modules()
         for owner in owners:
             if isinstance(getattr(owner, "pos_encoding", None), torch.Tensor):  # CTRL
-                limits.append((0, len(owner.pos_encoding)))
+                tables.append(owner)
             if numbers_tokens(owner):
                 padding_idx = owner.padding_idx
             for name, module in owner.named_children():
                 if isinstance(module, nn.Embedding) and module is not tokens and any(part in name for part in _TABLES):
-                    offset = int(getattr(module, "offset", 0))
-                    limits.append((-offset, module.num_embeddings - offset))
+                    tables.append(module)
                     from_mask |= "cumsum" in inspect.unwrap(type(owner).forward).__code__.co_names
-        if not limits:
-            return cls(padding_idx=padding_idx)
-        return cls((max(first for first, _ in limits), min(end for _, end in limits)), from_mask, padding_idx)
+        return cls(tuple(tables), from_mask, padding_idx)
+
+    @property
+    def limits(self) -> tuple[int, int] | None:
+        """The position ids `[first, end)` that have an embedding by now; `None` if any has."""
+        spans = [_span(table) for table in self.tables]
+        return (max(first for first, _ in spans), min(end for _, end in spans)) if spans else None
 
     def make(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """The position ids that the model would make of a full batch without any, if not those from 0."""
@@ -65,6 +68,16 @@ class LearnedPositions:
         if self.from_mask and mask is not None:
             return mask.long().cumsum(dim=1) * mask.long() - 1
         return None
+
+
+def _span(table: Any) -> tuple[int, int]:
+    """The position ids that a table has. One that was enlarged in its place may still say its old size, and of one that
+    is sharded less may be here."""
+    if not isinstance(table, nn.Embedding):  # CTRL
+        return 0, len(table.pos_encoding)
+    offset = int(getattr(table, "offset", 0))
+    rows = table.weight.shape[0] if table.weight.ndim == 2 else 0
+    return -offset, max(table.num_embeddings, rows) - offset
 
 
 def numbers_tokens(module: nn.Module) -> bool:
@@ -84,15 +97,14 @@ class Tokens(Part):
 
     def __init__(self, model: PreTrainedModel, cut_point: CutPoint) -> None:
         self.cut_point = cut_point
-        reader: Any = model.get_submodule(cut_point.path)  # the tables of towers are of images
-        self.learned = LearnedPositions.of(reader)
-        self.segments = segment_count(reader)
+        self._read_tables(model)
         # PaliGemma: 0 is a prefix, whose tokens see each other
         self.text_type = int(getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True)
         self.positions: torch.Tensor | None = None
         self.run: ForwardPass | None = None
 
-    def install(self, model: PreTrainedModel) -> Handles:
+    def look(self, model: PreTrainedModel) -> Handles:
+        self._read_tables(model)
         if not self.cut_point.path:
             return ()
         inner = model.get_submodule(self.cut_point.path)
@@ -139,6 +151,11 @@ class Tokens(Part):
 
     def end(self) -> None:
         self.run = self.positions = None
+
+    def _read_tables(self, model: PreTrainedModel) -> None:
+        reader: Any = model.get_submodule(self.cut_point.path)  # the tables of towers are of images
+        self.learned = LearnedPositions.of(reader)
+        self.segments = segment_count(reader)
 
     def _take_shard(self, run: ForwardPass) -> None:
         """A batch that arrived sharded is passed on."""
