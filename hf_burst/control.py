@@ -64,7 +64,7 @@ class ControlGroup:
     def gather_objects(self, mine: Any, limit: timedelta) -> list[Any]:
         """The objects of all ranks, in rank order."""
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor(len(content)), limit).tolist()
+        sizes = self.gather(torch.tensor(len(content), device="cpu"), limit).tolist()
         padded = torch.nn.functional.pad(content, (0, max(sizes) - len(content)))
         rows = self.gather(padded, limit)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -211,7 +211,8 @@ class ContextGroup:
         contents = torch.zeros((), dtype=torch.int64, device=device)
         for name, checksum in (checksums or {}).items():
             contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
-        mine = torch.tensor([digest, int(error is not None), tally, int(contents) if checksums else 0])
+        numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0]
+        mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
         with watch_of_process().calling(process_group, doing) as watch:
             control = control_of(process_group, watch, limit)
             digests, flags, tallies, sums = control.gather(mine, limit).unbind(1)
