@@ -180,10 +180,9 @@ class _Call:
     def _run(self, tile: Sequence[Tensor], skipped: int = 0) -> _Run:
         """Runs a tile with a graph; the `skipped` one of its products is not computed, as nobody reads it."""
         with torch.enable_grad():
-            begun = torch.empty(0, requires_grad=True).view_as(torch.empty(0)).grad_fn
+            begun = new_node()
             with _Products(skipped) as products:
                 out = self.forward(*tile)
-        assert begun is not None
         leaves = leaves_behind(out, begun, tile)
         if leaves is None:
             raise KernelError(
@@ -235,6 +234,11 @@ class _Uncomputed(TorchDispatchMode):
         if factors is None or types:  # of a subclass
             return function(*args, **(kwargs or {}))
         return factors[0].new_empty(factors[0].shape[0], factors[1].shape[1])
+
+
+def new_node() -> Any:
+    """A node of a graph that begins now."""
+    return torch.empty(0, requires_grad=True).view(0).grad_fn
 
 
 def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor] | None:

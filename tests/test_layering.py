@@ -21,6 +21,7 @@ ORDER = [
         "offload",
         "adapted_linear",
         "tiled",
+        "tokenwise",
         "layer_runs",
         "kernels",
         "ring",

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
 from hf_burst.errors import ConfigError, KernelError
-from hf_burst.hf.parts.tiles import TiledMLP, tokenwise_modules
+from hf_burst.hf.parts.tiles import TiledMLP, candidates
 from hf_burst.plan import Segments
 from hf_burst.tiled import tiled
 from recipes.tiny_models import tiny_model
@@ -206,6 +206,11 @@ def test_odd_modules(kind: str, hooks: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def in_tiles(model: Any) -> list[str]:
+    """The modules that the latest pass computed in tiles."""
+    return [name for name, obstacle in part_of(model, TiledMLP).tile.obstacles.items() if not obstacle]
+
+
 def with_tiles(
     rank: int, size: int, make: Callable[..., PreTrainedModel], name: str, config: dict[str, Any], kind: str = "packed"
 ) -> tuple[float, int]:
@@ -223,7 +228,7 @@ def with_tiles(
         loss = model(**batch).loss
         loss.backward()
     found = [loss.detach(), *group_mean(model)]
-    count = len(part_of(model, TiledMLP).modules)
+    count = len(in_tiles(model))
     hf_burst.unpatch_model(model)
     assert not any("forward" in vars(module) for module in model.modules())
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), count
@@ -257,7 +262,7 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
     model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(tiled_mlp=7))
     batch, calls = models.make_batch("plain", 43), list[int]()
     expected = float(model(**batch).loss)
-    for module in tokenwise_modules(model):
+    for _, module in candidates(model):
 
         def forward(x: Tensor, module: Any = module) -> Tensor:
             calls.append(x.shape[1])
@@ -267,7 +272,7 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
     assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-6)
     assert set(calls) == {3, 1}
     hf_burst.unpatch_model(model)
-    assert all(vars(module)["forward"].__name__ == "forward" for module in tokenwise_modules(model))
+    assert all(vars(module)["forward"].__name__ == "forward" for _, module in candidates(model))
 
 
 def test_weights_that_are_taken_apart_are_refused() -> None:

@@ -147,7 +147,7 @@ def make_parts(
         LongestPosition(model),
         Memory(model, config),
         Checkpointing(tile),
-        TiledMLP(model, tile),
+        TiledMLP(tile),
         Adapters(),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),
