@@ -6,9 +6,8 @@ each tile again, differentiates it by torch's own autograd, and adds up gradient
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .adapted_linear import adapted_linear, wide
 from .collectives import refuse_second_derivative
 from .errors import KernelError
+from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
 
 Forward = Callable[..., Tensor]
-Surrounding = Callable[[], AbstractContextManager[Any]]
 
 
 @torch.compiler.disable
@@ -55,7 +53,10 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     anchor = torch.empty(0, requires_grad=True)  # there is a node behind the inputs, also if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
     call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
-    call.surroundings = [autocast_as_now(inputs[0].device.type), draws_as_now(inputs), _modes_as_now(module)]
+    call.surroundings = [
+        *(autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)),
+        *(function_modes_as_now(), training_as_now(module)),
+    ]
     output = [call.compute(inputs)]
     if not call.leaves and not any(call.learn):
         return output.pop()
@@ -122,7 +123,9 @@ class _Call:
                 part = self.forward(*tile)
             else:  # a graph that saves nothing
                 with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-                    run = self._run([part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)])
+                    run = self._run(
+                        [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
+                    )
                 self.leaves |= run.leaves
                 self.runs.append((set(run.leaves), run.ended))
                 part = run.out.detach()
@@ -276,44 +279,3 @@ def _without_hooks(leaves: Any) -> Iterator[None]:
     finally:
         for leaf, own in hooks:
             leaf._backward_hooks = own
-
-
-def autocast_as_now(device: str, cache: bool | None = None) -> Surrounding:
-    """Autocast as it is now, but for its cache of weights if this is said."""
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    cache = torch.is_autocast_cache_enabled() if cache is None else cache
-    return partial(torch.autocast, device, dtype=dtype, enabled=enabled, cache_enabled=cache)
-
-
-def draws_as_now(inputs: Sequence[Tensor]) -> Surrounding:
-    """Random numbers as they are drawn from now on."""
-    on_host, kind = torch.get_rng_state(), inputs[0].device.type
-    devices, states = get_device_states(*inputs)
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with torch.random.fork_rng(devices, device_type=kind):
-            torch.set_rng_state(on_host)
-            set_device_states(devices, states, device_type=kind)
-            yield
-
-    return again
-
-
-def _modes_as_now(module: nn.Module) -> Surrounding:
-    """Training or evaluation, as each of the modules inside is now: `model.eval()` may come before the backward pass."""
-    modes = [inner.training for inner in module.modules()]
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        inside = list(module.modules())
-        before = [inner.training for inner in inside]
-        for inner, training in zip(inside, modes, strict=False):  # adapters may have been merged meanwhile
-            inner.training = training
-        try:
-            yield
-        finally:
-            for inner, training in zip(inside, before, strict=True):
-                inner.training = training
-
-    return again

@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .tiled import Forward, autocast_as_now, draws_as_now, leaves_behind, new_node
+from .surroundings import autocast_as_now, draws_as_now
+from .tiled import Forward, leaves_behind, new_node
 
 _TOKENS = 64
 _MANY_ZEROS = 0.1  # of the entries of a weight
@@ -68,7 +69,7 @@ class _Trial:
     """Runs of a module that draw the same random numbers."""
 
     def __init__(self, module: nn.Module, forward: Forward, inputs: Sequence[Tensor]) -> None:
-        self.module, self.forward, self.draws = module, forward, draws_as_now(inputs)
+        self.module, self.forward, self.draws = module, forward, draws_as_now(*inputs)
         self.learns = torch.is_grad_enabled()
         kind = inputs[0].device.type
         given = [tensor for tensor in inputs if tensor.is_floating_point()]

@@ -19,6 +19,7 @@ ORDER = [
         "layout",
         "host_memory",
         "offload",
+        "surroundings",
         "adapted_linear",
         "tiled",
         "tokenwise",

@@ -270,7 +270,7 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
 
         module.forward = forward
     assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-6)
-    assert set(calls) == {3, 1}
+    assert set(calls) == {32, 16, 3, 1}, "of a trial, and of tiles"
     hf_burst.unpatch_model(model)
     assert all(vars(module)["forward"].__name__ == "forward" for _, module in candidates(model))
 

@@ -95,7 +95,7 @@ class TiledMLP(Part):
 
 
 class _TiledForward(StandIn):
-    """A module's own forward, of some tokens at a time. If something is in the way, modules inside may be computed so."""
+    """A module's own forward, of some tokens at a time. If something is in the way, modules inside may have tiles."""
 
     def __init__(self, module: nn.Module, own: Any, tile: Tile, name: str) -> None:
         super().__init__(module)
@@ -155,9 +155,7 @@ def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(found.values())
 
 
-def _collect(
-    path: str, module: nn.Module, recurrent: set[int], found: list[tuple[str, nn.Module]]
-) -> tuple[int, bool]:
+def _collect(path: str, module: nn.Module, recurrent: set[int], found: list[tuple[str, nn.Module]]) -> tuple[int, bool]:
     """Adds a module and those inside of it. Returns how many matrices it has, and whether it mixes tokens."""
     begin, matrices, mixes = len(found), _own_matrices(module), False
     children = dict(module.named_children())
