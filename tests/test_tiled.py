@@ -395,6 +395,8 @@ def test_two_adapters_in_one_backward_pass(tokens: int) -> None:
         losses = []
         for name in ("one", "other"):
             model.set_adapter(name)
+            for path, weight in model.named_parameters():
+                weight.requires_grad_("lora" in path)  # which peft takes from all but the latest
             losses.append(model(**batch).loss if patched else models.plain_loss(model, batch))
         (losses[0] + 2 * losses[1]).backward()
         results.append([weight.grad for path, weight in model.named_parameters() if "lora" in path])
