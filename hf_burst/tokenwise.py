@@ -70,7 +70,7 @@ class _Trial:
 
     def __init__(self, module: nn.Module, forward: Forward, inputs: Sequence[Tensor]) -> None:
         self.module, self.forward, self.draws = module, forward, draws_as_now(*inputs)
-        self.learns = torch.is_grad_enabled()
+        self.learns = not torch.is_inference_mode_enabled()  # a layer may run without a graph before it has one
         kind = inputs[0].device.type
         given = [tensor for tensor in inputs if tensor.is_floating_point()]
         # weights in 8 and 4 bits are multiplied in 16

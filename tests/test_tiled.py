@@ -378,6 +378,22 @@ def test_a_vector_of_a_forward_of_ones_own(inside: bool) -> None:
     assert not in_tiles(model)
 
 
+@pytest.mark.parametrize("how", ["reentrant", "model", "layers"])
+def test_reentrant_checkpoints_and_compilers(how: str) -> None:
+    model = models.make_model("llama", torch.float64).train()
+    whole = trained(model, False)
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    if how == "reentrant":
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    for module in {"model": [model], "layers": model.model.layers}.get(how, []):
+        module.compile(backend="eager")
+    for found, expected in zip(trained(model, False), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    with torch.inference_mode():
+        assert float(model.eval()(**models.make_batch("plain", 43)).loss) == pytest.approx(float(whole[0]), rel=1e-9)
+    assert len(in_tiles(model)) == 2
+
+
 def adapted(*names: str) -> Any:
     settings = LoraConfig(r=2, target_modules=["up_proj", "down_proj", "q_proj"], init_lora_weights=False)
     model = get_peft_model(models.make_model("llama", torch.float64), settings, adapter_name=names[0]).train()
@@ -589,3 +605,26 @@ def units_inside(rank: int, size: int, unit: str) -> int:
 @pytest.mark.parametrize("unit", ["mlp", "mlp.up_proj"])
 def test_units_of_fsdp2_inside_of_layers(ranks: Ranks, unit: str) -> None:
     assert ranks(2).run(units_inside, unit) == [2 * (unit == "mlp")] * 2
+
+
+def adapted_experts_under_fsdp2(rank: int, size: int) -> int:
+    """Adapters of fused experts in a sharded model, beside one process."""
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(tiny("MixtralForCausalLM"), settings).double()
+    whole = trained(model, False)
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    base, mesh = base_model(model), init_device_mesh("cpu", (size,))
+    base.gradient_checkpointing_enable()
+    base.enable_input_require_grads()
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        loss, *gradients = trained(model, False)
+        for found, expected in zip([loss, *(each.full_tensor() for each in gradients)], whole, strict=True):
+            torch.testing.assert_close(found.to(expected.dtype), expected, rtol=2e-5, atol=2e-5)
+    return len(in_tiles(base))
+
+
+def test_adapters_of_experts_under_fsdp2(ranks: Ranks) -> None:
+    assert ranks(2).run(adapted_experts_under_fsdp2) == [4, 4]

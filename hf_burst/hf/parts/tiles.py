@@ -127,7 +127,7 @@ class _TiledForward(StandIn):
         if self.name not in self.tile.obstacles:
             found = _visible_obstacle(self.module)
             if not found:
-                form = torch.is_grad_enabled(), [_form(inner) for inner in self.module.modules()]
+                form = torch.is_inference_mode_enabled(), [_form(inner) for inner in self.module.modules()]
                 if self.tried is None or self.tried[0] != form:
                     self.tried = form, obstacle_to_tiles(self.module, forward, inputs)
                 found = self.tried[1]
