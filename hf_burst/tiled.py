@@ -96,8 +96,9 @@ class _Tiled(torch.autograd.Function):
 class _Run(NamedTuple):
     """One run of a tile."""
 
+    inputs: list[Tensor]  # leaves of the graph
     out: Tensor
-    leaves: dict[int, Tensor]  # that the result depends on, by their ids, beside those that are the tile's inputs
+    leaves: dict[int, Tensor]  # others that the result depends on, by their ids
     ended: int  # if nothing but its return came behind a product, as the how many-th this was made; else 0
 
 
@@ -121,11 +122,9 @@ class _Call:
         for start, tile in self._tiles(inputs):
             if self.kept is None:
                 part = self.forward(*tile)
-            else:  # a graph that saves nothing
-                with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-                    run = self._run(
-                        [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
-                    )
+            else:
+                with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):  # a graph that saves nothing
+                    run = self._run(tile)
                 self.leaves |= run.leaves
                 self.runs.append((set(run.leaves), run.ended))
                 part = run.out.detach()
@@ -150,26 +149,16 @@ class _Call:
             for surrounding in self.surroundings:
                 stack.enter_context(surrounding())
             for (start, tile), (expected, ended) in zip(self._tiles(inputs), self.runs, strict=True):
-                given = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
-                run = self._run(given, ended)
+                run, count = self._run(tile, ended), tile[0].shape[-2]
                 if set(run.leaves) != expected:
                     raise KernelError(
                         f"A {type(self.module).__name__} that is computed in tiles was another one in the backward "
                         "pass: an adapter, a weight, or a requires_grad changed after the forward pass. Change it "
                         "after the backward pass, or set BurstConfig(tiled_mlp=0)."
                     )
-                wanted = [*(leaf for leaf in given if leaf.requires_grad), *run.leaves.values()]
-                dout = gradient.narrow(-2, start, run.out.shape[-2])
-                with _without_hooks(run.leaves.values()):
-                    parts = iter(_gradients(run.out, wanted, dout))
-                for total in whole:
-                    if total is not None:
-                        part = next(parts)
-                        of_tile = total.narrow(-2, start, run.out.shape[-2])
-                        of_tile.zero_() if part is None else of_tile.copy_(part)
-                for key, part in zip(run.leaves, parts, strict=True):
-                    if part is not None:  # a copy, as autograd may hand out one tensor for several leaves
-                        sums[key] = sums[key].add_(part) if key in sums else part.to(wide(part.dtype), copy=True)
+                parts = [None if total is None else total.narrow(-2, start, count) for total in whole]
+                _differentiate(run, gradient.narrow(-2, start, count), parts, sums)
+                del run  # before the next one begins
         # one after another: a sum takes twice the memory of its gradient
         return [*whole, *(sums.pop(key).to(leaf.dtype) if key in sums else None for key, leaf in self.leaves.items())]
 
@@ -182,17 +171,18 @@ class _Call:
 
     def _run(self, tile: Sequence[Tensor], skipped: int = 0) -> _Run:
         """Runs a tile with a graph; the `skipped` one of its products is not computed, as nobody reads it."""
+        inputs = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
         with torch.enable_grad():
             begun = new_node()
             with _Products(skipped) as products:
-                out = self.forward(*tile)
-        leaves = leaves_behind(out, begun, tile)
+                out = self.forward(*inputs)
+        leaves = leaves_behind(out, begun, inputs)
         if leaves is None:
             raise KernelError(
                 f"A {type(self.module).__name__} that is computed in tiles uses a tensor that is computed of others "
                 "outside of it, and learns. Compute it inside, or set BurstConfig(tiled_mlp=0)."
             )
-        return _Run(out, leaves, products.count if products.latest is out else 0)
+        return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 
     def _versions(self) -> list[int]:
         # by what the module has now: a wrapper may have put others of the same shapes in their place
@@ -262,10 +252,20 @@ def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int
     return {key: leaf for key, leaf in leaves.items() if all(leaf is not tensor for tensor in inputs)}
 
 
-def _gradients(out: Tensor, wanted: Sequence[Tensor], dout: Tensor) -> Sequence[Tensor | None]:
-    if not out.requires_grad or not wanted:
-        return [None] * len(wanted)
-    return torch.autograd.grad(out, wanted, dout, allow_unused=True)
+def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums: dict[int, Tensor]) -> None:
+    """Writes the gradients of a tile's inputs into their parts, unless `None`, and adds those of leaves to the sums."""
+    wanted = [*(tensor for tensor in run.inputs if tensor.requires_grad), *run.leaves.values()]
+    gradients: Iterator[Tensor | None] = iter([None] * len(wanted))
+    if run.out.requires_grad:
+        with _without_hooks(run.leaves.values()):
+            gradients = iter(torch.autograd.grad(run.out, wanted, dout, allow_unused=True))
+    for part in parts:
+        if part is not None:
+            found = next(gradients)
+            part.zero_() if found is None else part.copy_(found)
+    for key, found in zip(run.leaves, gradients, strict=True):
+        if found is not None:  # a copy, as autograd may hand out one tensor for several leaves
+            sums[key] = sums[key].add_(found) if key in sums else found.to(wide(found.dtype), copy=True)
 
 
 @contextmanager
