@@ -5,7 +5,7 @@ Here products add up in place. The backward pass needs x and x A', which are sav
 checkpoint that runs its layer again may stop there.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,6 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from .collectives import refuse_second_derivative
-
-
-class Total(Protocol):
-    """The sum of the gradients of a weight."""
-
-    def add(self, part: Tensor) -> None:
-        """Adds one of them."""
 
 
 def adapted_linear(
@@ -30,7 +23,6 @@ def adapted_linear(
     up: Tensor,
     scaling: float,
     dropped: Tensor | None = None,
-    totals: tuple[Total | None, Total | None] = (None, None),
     skipped: bool = False,
 ) -> Tensor:
     """A linear layer and its adapter.
@@ -47,8 +39,6 @@ def adapted_linear(
         up (`torch.Tensor` of shape `(out_features, rank)`): B.
         scaling (`float`): s.
         dropped (`torch.Tensor` of shape `(..., n, in_features)`, *optional*): What the adapter is given instead of x.
-        totals (tuple of two objects with an `add`): To which the gradients of A and B are added, in fp32 or fp64,
-            instead of being returned.
         skipped (`bool`, defaults to `False`): Whether nobody reads the result, which is then not computed.
 
     Returns:
@@ -57,9 +47,7 @@ def adapted_linear(
     tensors = (tensor, weight, bias, down, up, dropped)
     if has_torch_function(tensors):
         factors = tensor, weight, bias, down, up, scaling
-        handled: Tensor = handle_torch_function(
-            adapted_linear, tensors, *factors, dropped=dropped, totals=totals, skipped=skipped
-        )
+        handled: Tensor = handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
         return handled
     dtype = autocast_dtype(tensor, weight) or tensor.dtype
     tensor, dropped = tensor.to(dtype), None if dropped is None else dropped.to(dtype)
@@ -74,7 +62,7 @@ def adapted_linear(
         return _product(tensor, base, inner, up.to(dtype), scaling)
     state = _quant_state(weight)
     saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
-    call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, totals, skipped)
+    call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, skipped)
     out: Tensor = _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
     return out
 
@@ -140,7 +128,6 @@ class _Call(NamedTuple):
     learns: bool  # whether x needs a gradient
     drops: bool  # whether the adapter is given something else
     scaling: float
-    totals: tuple[Total | None, Total | None]
     skipped: bool
 
 
@@ -199,14 +186,6 @@ def _gradients(
     d_tensor = rows @ _of_4_bits(weight, call.state).to(rows.dtype) if call.learns else None
     if d_tensor is not None and not call.drops:
         d_tensor.addmm_(d_inner, down)
-    parts = [_handed(*each) for each in zip((d_down, d_up), call.totals, dtypes, strict=True)]
+    parts = [None if part is None else part.to(dtype) for part, dtype in zip((d_down, d_up), dtypes, strict=True)]
     shape = gradient.shape[:-1]
     return [*(None if part is None else part.view(*shape, part.shape[-1]) for part in (d_tensor, d_dropped)), *parts]
-
-
-def _handed(gradient: Tensor | None, total: Total | None, dtype: torch.dtype) -> Tensor | None:
-    """The gradient of a weight to return, unless it is added to a total."""
-    if gradient is None or total is None:
-        return None if gradient is None else gradient.to(dtype)
-    total.add(gradient)
-    return None

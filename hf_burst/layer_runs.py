@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .offload import Kept, KeptByLayer, kept_here
+from .surroundings import autocast_as_now, draws_as_now, function_modes_as_now
 
 
 class Place(NamedTuple):
@@ -81,25 +81,15 @@ class LayerRun:
             return
         at, device = self.position, inputs[self.position].device
         before, behind = inputs[:at], inputs[at + 1 :]
-        states = (torch.get_rng_state(), get_device_states(inputs[at])) if preserves_rng else None
+        draws = [draws_as_now(inputs[at])] if preserves_rng else []
         # what is cast without a graph must not be found again by runs that have one
-        casts = [
-            torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
-            for kind in dict.fromkeys((device.type, "cpu"))
-        ]
+        casts = [autocast_as_now(kind, cache=False) for kind in dict.fromkeys((device.type, "cpu"))]
+        surroundings = *draws, torch.no_grad, *casts, function_modes_as_now(), lambda: context
 
         def again(tensor: Tensor) -> Tensor:
-            devices = [] if states is None else states[1][0]
-            with (
-                torch.random.fork_rng(devices, enabled=states is not None, device_type=device.type),
-                torch.no_grad(),
-                ExitStack() as stack,
-            ):
-                if states is not None:
-                    torch.set_rng_state(states[0])
-                    set_device_states(*states[1], device_type=device.type)
-                for entered in (*casts, context):
-                    stack.enter_context(entered)
+            with ExitStack() as stack:
+                for surrounding in surroundings:
+                    stack.enter_context(surrounding())
                 output: Tensor = first_tensor(run(*before, tensor, *behind, **named))
                 return output
 

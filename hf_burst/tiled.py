@@ -1,28 +1,28 @@
 """Modules that treat every token by itself, computed some tokens at a time: what a tile needs inside is there for one
 tile only, in both passes.
 
-The forward pass keeps the input alone. The backward pass computes each tile again, but for a last product whose result
-is the output, and adds up gradients of weights in fp32 (fp64 for fp64).
+The forward pass keeps the input alone, and notes what the result of each tile depends on. The backward pass computes
+each tile again, differentiates it by torch's own autograd, and adds up gradients in fp32 (fp64 for fp64).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .adapted_linear import adapted_linear, autocast_dtype, plain_weight, wide, wide_product
+from .adapted_linear import adapted_linear, wide
 from .collectives import refuse_second_derivative
 from .errors import KernelError
+from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
 
 Forward = Callable[..., Tensor]
-Casts = dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]
 
 
 @torch.compiler.disable
@@ -30,26 +30,38 @@ def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> 
     """What a module returns for its inputs, computed tile by tile.
 
     Args:
-        module (`torch.nn.Module`): Whose weights learn. It is not changed.
+        module (`torch.nn.Module`): It is not changed.
         forward (callable): Its forward, or another one: from inputs `(..., tokens, features)` to an output of that
-            form, each token by itself.
+            form, each token by itself. Whatever tensors it uses get their gradients, if they are leaves.
         tokens (`int`): Most tokens of a tile, of all rows of the batch together.
         inputs (`torch.Tensor` of shape `(..., n, features)`): What the module is given. Tensors of other forms among
             them are not cut, so that all is computed at once.
 
     Returns:
         `torch.Tensor` of shape `(..., n, features)`.
+
+    Raises:
+        KernelError: If the result depends on tensors that were computed outside and have a gradient to pass on.
     """
     rows = inputs[0].shape[:-2].numel()
     size = max(1, tokens // max(1, rows))
     if inputs[0].shape[-2] <= size or len({tensor.shape[:-1] for tensor in inputs}) > 1:
         return forward(*inputs)
-    call = _Call(module, forward, size, inputs[0].device.type, [tensor.requires_grad for tensor in inputs])
+    call = _Call(module, forward, size, [tensor.requires_grad for tensor in inputs])
     if not torch.is_grad_enabled():
         return call.compute(inputs)
     anchor = torch.empty(0, requires_grad=True)  # there is a node behind the inputs, also if they need no gradient
     kept = _Keep.apply(anchor, *inputs)
-    return _Tiled.apply(call, kept[0].grad_fn, len(kept), *kept, *call.weights)
+    call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
+    call.surroundings = [
+        *(autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)),
+        *(function_modes_as_now(), training_as_now(module)),
+    ]
+    output = [call.compute(inputs)]
+    if not call.leaves and not any(call.learn):
+        return output.pop()
+    out: Tensor = _Tiled.apply(call, output, *kept, *call.leaves.values())
+    return out
 
 
 class _Keep(torch.autograd.Function):
@@ -68,25 +80,26 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiled(torch.autograd.Function):
-    """The module, of inputs that a [`_Keep`] node saved."""
+    """The output, of inputs that a [`_Keep`] node saved and of all leaves that it depends on."""
 
     @staticmethod
-    def forward(ctx: Any, call: "_Call", kept: Any, count: int, *tensors: Tensor) -> Tensor:
-        ctx.call, ctx.kept = call, kept
-        ctx.versions = [weight._version for weight in tensors[count:]]
-        call.surroundings = [_autocast(call.device), _random_state(tensors[:count])]
-        return call.compute(tensors[:count])
+    def forward(ctx: Any, call: "_Call", output: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.call = call
+        return output.pop()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        weights = ctx.call.weights  # a wrapper may have put others of the same shapes in their place
-        if [weight._version for weight in weights] != ctx.versions:
-            raise KernelError(
-                f"Weights of a {type(ctx.call.module).__name__} changed between its forward and backward pass, which "
-                "computes its tiles again. Update weights after the backward pass."
-            )
-        return None, None, None, *ctx.call.differentiate(ctx.kept.saved_tensors, weights, gradient)
+        return None, None, *ctx.call.differentiate(gradient)
+
+
+class _Run(NamedTuple):
+    """One run of a tile."""
+
+    inputs: list[Tensor]  # leaves of the graph
+    out: Tensor
+    leaves: dict[int, Tensor]  # others that the result depends on, by their ids
+    ended: int  # if nothing but its return came behind a product, as the how many-th this was made; else 0
 
 
 @dataclass
@@ -96,57 +109,58 @@ class _Call:
     module: nn.Module
     forward: Forward
     size: int  # tokens of a tile
-    device: str
     learn: Sequence[bool]  # the inputs that need gradients
-    products: int = 0  # linear layers that a tile goes through
-    ends_in_product: bool = False  # whether the output is the result of the last of them
-    surroundings: Sequence[Callable[[], AbstractContextManager[Any]]] = ()  # in which the forward pass ran
-
-    @property
-    def weights(self) -> list[Tensor]:
-        """Those that learn, in the module's order."""
-        return [weight for weight in self.module.parameters() if weight.requires_grad]
+    kept: Any = None  # the node that saved the inputs; `None` without gradients
+    surroundings: Sequence[Surrounding] = ()  # in which the forward pass runs
+    runs: list[tuple[set[int], int]] = field(default_factory=list)  # of each tile: ids of leaves, and how it ended
+    leaves: dict[int, Tensor] = field(default_factory=dict)  # of all tiles
+    versions: list[int] = field(default_factory=list)
 
     def compute(self, inputs: Sequence[Tensor]) -> Tensor:
-        """The output."""
-        casts: Casts = {}
+        """The output. With gradients, it is not connected with what it depends on, which is noted."""
         out: Tensor | None = None
         for start, tile in self._tiles(inputs):
-            with _Linears(casts) as linears:
+            if self.kept is None:
                 part = self.forward(*tile)
+            else:
+                with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):  # a graph that saves nothing
+                    run = self._run(tile)
+                self.leaves |= run.leaves
+                self.runs.append((set(run.leaves), run.ended))
+                part = run.out.detach()
             if out is None:
-                self.products, self.ends_in_product = linears.count, linears.ended(part)
                 out = part.new_empty(*inputs[0].shape[:-1], part.shape[-1])
             out.narrow(-2, start, part.shape[-2]).copy_(part)
         assert out is not None, "several tiles"
+        self.versions = self._versions() if self.kept is not None else []
         return out
 
-    def differentiate(
-        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], gradient: Tensor
-    ) -> list[Tensor | None]:
-        """The gradients of inputs that `learn`, and of the weights."""
+    def differentiate(self, gradient: Tensor) -> list[Tensor | None]:
+        """The gradients of inputs that `learn`, and of the leaves."""
+        if self.versions != self._versions():
+            raise KernelError(
+                f"Weights of a {type(self.module).__name__} changed between its forward and backward pass, which "
+                "computes its tiles again. Update weights after the backward pass."
+            )
+        inputs: Sequence[Tensor] = self.kept.saved_tensors
         whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]
-        sums, casts = {id(weight): _Sum() for weight in weights}, Casts()
-        skipped = self.products if self.ends_in_product else 0
+        sums: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for surrounding in self.surroundings:
                 stack.enter_context(surrounding())
-            for start, tile in self._tiles(inputs):
-                leaves = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
-                with torch.enable_grad(), _Linears(casts, sums, skipped):
-                    out = self.forward(*leaves)
-                wanted = [leaf for leaf in leaves if leaf.requires_grad]
-                dout = gradient.narrow(-2, start, out.shape[-2])
-                with _without_hooks(weights):
-                    parts = iter(torch.autograd.grad(out, [*wanted, *weights], dout, allow_unused=True))
-                for total in whole:
-                    if total is not None:
-                        part = next(parts)
-                        tile_of_total = total.narrow(-2, start, out.shape[-2])
-                        tile_of_total.zero_() if part is None else tile_of_total.copy_(part)
-                for weight, part in zip(weights, parts, strict=True):
-                    sums[id(weight)].add(part)
-        return [*whole, *(sums[id(weight)].of(weight) for weight in weights)]
+            for (start, tile), (expected, ended) in zip(self._tiles(inputs), self.runs, strict=True):
+                run, count = self._run(tile, ended), tile[0].shape[-2]
+                if set(run.leaves) != expected:
+                    raise KernelError(
+                        f"A {type(self.module).__name__} that is computed in tiles was another one in the backward "
+                        "pass: an adapter, a weight, or a requires_grad changed after the forward pass. Change it "
+                        "after the backward pass, or set BurstConfig(tiled_mlp=0)."
+                    )
+                parts = [None if total is None else total.narrow(-2, start, count) for total in whole]
+                _differentiate(run, gradient.narrow(-2, start, count), parts, sums)
+                del run  # before the next one begins
+        # one after another: a sum takes twice the memory of its gradient
+        return [*whole, *(sums.pop(key).to(leaf.dtype) if key in sums else None for key, leaf in self.leaves.items())]
 
     def _tiles(self, inputs: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """The first token, and the inputs, of each tile."""
@@ -155,172 +169,113 @@ class _Call:
             tile = (tensor.narrow(-2, start, min(self.size, tokens - start)) for tensor in inputs)
             yield start, [tensor.contiguous() for tensor in tile]  # some modules view all rows as one
 
+    def _run(self, tile: Sequence[Tensor], skipped: int = 0) -> _Run:
+        """Runs a tile with a graph; the `skipped` one of its products is not computed, as nobody reads it."""
+        inputs = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
+        with torch.enable_grad():
+            begun = new_node()
+            with _Products(skipped) as products:
+                out = self.forward(*inputs)
+        leaves = leaves_behind(out, begun, inputs)
+        if leaves is None:
+            raise KernelError(
+                f"A {type(self.module).__name__} that is computed in tiles uses a tensor that is computed of others "
+                "outside of it, and learns. Compute it inside, or set BurstConfig(tiled_mlp=0)."
+            )
+        return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 
-class _Linears(TorchFunctionMode):
-    """Linear layers of a tile. A weight is cast, or made of 4 bits, once for all tiles. In the backward pass the result
-    of the one that is `skipped` is not computed, and gradients of weights go into their `sums`.
+    def _versions(self) -> list[int]:
+        # by what the module has now: a wrapper may have put others of the same shapes in their place
+        weights = (weight for weight in self.module.parameters() if weight.is_floating_point())
+        return [weight._version for weight in (*weights, *self.leaves.values())]
+
+
+class _Products(TorchFunctionMode):
+    """Counts the linear layers of a tile, and notes which result was the latest, until another function is called.
 
     Args:
-        casts (`dict`): Weights, and what they are cast to, by the id of the weight and the dtype.
-        sums (mapping from `int` to `_Sum`, *optional*): By the id of the weight.
-        skipped (`int`, defaults to 0): The place of a layer among them, from 1 on; 0 for none.
+        skipped (`int`, defaults to 0): The how many-th result is not computed, but its gradients; 0 for none.
     """
 
-    def __init__(self, casts: Casts, sums: Mapping[int, "_Sum"] | None = None, skipped: int = 0) -> None:
+    def __init__(self, skipped: int = 0) -> None:
         super().__init__()
-        self.casts, self.sums, self.skipped = casts, sums, skipped
-        self.count = 0
-        self.latest: tuple[Tensor, int] | None = None  # the last result, and its version
-
-    def ended(self, output: Tensor) -> bool:
-        """Whether an output is the result of the last linear layer, as it was."""
-        return self.latest is not None and output is self.latest[0] and output._version == self.latest[1]
+        self.skipped, self.count = skipped, 0
+        self.latest: Tensor | None = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        product: Forward
-        if function is adapted_linear:
-            product = self._adapted
-        elif function is functional.linear and len(args) > 1 and type(args[1]) is nn.Parameter:
-            product = self._linear
-        else:
-            return function(*args, **kwargs)  # of one expert, or quantised
+        # without gradients it is inside of another function, which may read the result in its backward pass
+        if function not in (functional.linear, adapted_linear) or not torch.is_grad_enabled():
+            self.latest = None
+            return function(*args, **kwargs)
         self.count += 1
-        out = product(*args, **kwargs)
-        self.latest = None if out.is_inference() else (out, out._version)
-        return out
-
-    def _adapted(self, tensor: Tensor, weight: Tensor, *factors: Any, **options: Any) -> Tensor:
-        """See [`adapted_linear`]."""
-        if self.sums is not None:
-            _, down, up, _ = factors
-            options |= {"totals": (self._sum(down), self._sum(up)), "skipped": self.count == self.skipped}
-        dtype = autocast_dtype(tensor, weight) or tensor.dtype
-        return adapted_linear(tensor, self._cast(weight, dtype), *factors, **options)
-
-    def _linear(self, tensor: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        dtype, cast, cast_bias = autocast_dtype(tensor, weight), weight.detach(), bias
-        if dtype is not None:
-            tensor, cast = tensor.to(dtype), self._cast(weight, dtype)
-            cast_bias = None if bias is None else bias.to(dtype)
-        if self.sums is None:
-            return functional.linear(tensor, cast, cast_bias)
-        of_weight = self._sum(weight)
-        if bias is not None and bias.requires_grad and id(bias) not in self.sums:  # it follows from others
-            return functional.linear(tensor, weight, bias)
-        sums, skipped = (of_weight, self.sums.get(id(bias))), self.count == self.skipped
-        out: Tensor = _Linear.apply(tensor, weight, bias, (cast, cast_bias), sums, skipped)
-        return out
-
-    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        key = id(weight), dtype
-        if key not in self.casts:  # the weight stays, or another might get its id
-            self.casts[key] = weight, plain_weight(weight, dtype)
-        return self.casts[key][1]
-
-    def _sum(self, weight: Tensor) -> "_Sum | None":
-        """That of the gradients of a weight; `None` for one that does not learn."""
-        assert self.sums is not None, "in a backward pass"
-        if weight.requires_grad and id(weight) not in self.sums:
-            raise KernelError(
-                f"A module that is computed in tiles multiplies by a weight of shape {tuple(weight.shape)} that learns "
-                "and belongs to another module. Set BurstConfig(tiled_mlp=0)."
-            )
-        return self.sums.get(id(weight))
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose gradients of weight and bias are added to sums."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        cast: tuple[Tensor, Tensor | None],
-        sums: Sequence["_Sum | None"],
-        skipped: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(tensor, cast[0])
-        ctx.sums = sums
-        out = tensor.new_empty(*tensor.shape[:-1], len(weight))  # no view, which could not be changed in place
-        if not skipped:
-            factors = tensor.flatten(0, -2), cast[0].T
-            rows = out.view(-1, len(weight))
-            torch.mm(*factors, out=rows) if cast[1] is None else torch.addmm(cast[1], *factors, out=rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        tensor, weight = ctx.saved_tensors
-        (of_weight, of_bias), rows = ctx.sums, gradient.flatten(0, -2)
-        with torch.autocast(gradient.device.type, enabled=False):  # all have the dtype of the product by now
-            if of_weight is not None:
-                of_weight.add_product(rows.T, tensor.flatten(0, -2))
-            if of_bias is not None:
-                of_bias.add(rows.sum(0, dtype=wide(rows.dtype)))
-            return gradient @ weight if ctx.needs_input_grad[0] else None, None, None, None, None, None
-
-
-class _Sum:
-    """The gradient of a weight, added up tile by tile."""
-
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
-
-    def add(self, part: Tensor | None) -> None:
-        if part is not None:
-            # a copy, as autograd may hand out one tensor for several weights
-            self.value = part.to(wide(part.dtype), copy=True) if self.value is None else self.value.add_(part)
-
-    def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Adds a product of matrices, which is not rounded to their dtype first."""
-        if self.value is None:
-            self.value = wide_product(left, right)
-        elif self.value.dtype == left.dtype or left.device.type != "cuda":
-            self.value.add_(wide_product(left, right))
+        if self.count != self.skipped:
+            self.latest = function(*args, **kwargs)
+        elif function is adapted_linear:
+            self.latest = function(*args, **{**kwargs, "skipped": True})
         else:
-            torch.addmm(self.value, left, right, out_dtype=self.value.dtype, out=self.value)
+            with _Uncomputed():
+                self.latest = function(*args, **kwargs)
+        return self.latest
 
-    def of(self, weight: Tensor) -> Tensor | None:
-        """The gradient in the dtype of its weight; `None` for one that was not used, if no hook would be given that."""
-        if self.value is None:
-            return torch.zeros_like(weight) if weight._backward_hooks else None
-        return self.value.to(weight.dtype)
+
+class _Uncomputed(TorchDispatchMode):
+    """Products of matrices are memory that nobody wrote; autograd sees no difference."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        factors = {torch.ops.aten.mm.default: args[:2], torch.ops.aten.addmm.default: args[1:3]}.get(function)
+        if factors is None or types:  # of a subclass
+            return function(*args, **(kwargs or {}))
+        return factors[0].new_empty(factors[0].shape[0], factors[1].shape[1])
+
+
+def new_node() -> Any:
+    """A node of a graph that begins now."""
+    return torch.empty(0, requires_grad=True).view(0).grad_fn
+
+
+def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor] | None:
+    """The leaves other than inputs that a result depends on, by their ids; `None` if it depends on what was computed
+    before the node `begun`. Weights that autocast has cast earlier do not count as that."""
+    leaves, seen, nodes = dict[int, Tensor](), set[Any](), [out.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+        elif node._sequence_nr() < begun._sequence_nr() and node.name() != "ToCopyBackward0":
+            return None
+        else:
+            nodes += [following for following, _ in node.next_functions]
+    return {key: leaf for key, leaf in leaves.items() if all(leaf is not tensor for tensor in inputs)}
+
+
+def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums: dict[int, Tensor]) -> None:
+    """Writes the gradients of a tile's inputs into their parts, unless `None`, and adds those of leaves to the sums."""
+    wanted = [*(tensor for tensor in run.inputs if tensor.requires_grad), *run.leaves.values()]
+    gradients: Iterator[Tensor | None] = iter([None] * len(wanted))
+    if run.out.requires_grad:
+        with _without_hooks(run.leaves.values()):
+            gradients = iter(torch.autograd.grad(run.out, wanted, dout, allow_unused=True))
+    for part in parts:
+        if part is not None:
+            found = next(gradients)
+            part.zero_() if found is None else part.copy_(found)
+    for key, found in zip(run.leaves, gradients, strict=True):
+        if found is not None:  # a copy, as autograd may hand out one tensor for several leaves
+            sums[key] = sums[key].add_(found) if key in sums else found.to(wide(found.dtype), copy=True)
 
 
 @contextmanager
-def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks of weights see the whole gradient later, and not those of tiles."""
-    hooks: list[Any] = [weight._backward_hooks for weight in weights]
-    for weight in weights:
-        weight._backward_hooks = None
+def _without_hooks(leaves: Any) -> Iterator[None]:
+    """Hooks of leaves see the whole gradient later, and not those of tiles."""
+    hooks: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
+    for leaf, _ in hooks:
+        leaf._backward_hooks = None
     try:
         yield
     finally:
-        for weight, own in zip(weights, hooks, strict=True):
-            weight._backward_hooks = own
-
-
-def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Autocast as it is now."""
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    return partial(
-        torch.autocast, device, dtype=dtype, enabled=enabled, cache_enabled=torch.is_autocast_cache_enabled()
-    )
-
-
-def _random_state(inputs: Sequence[Tensor]) -> Callable[[], AbstractContextManager[Any]]:
-    """Random numbers as they are drawn from now on."""
-    on_host, kind = torch.get_rng_state(), inputs[0].device.type
-    devices, states = get_device_states(*inputs)
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        with torch.random.fork_rng(devices, device_type=kind):
-            torch.set_rng_state(on_host)
-            set_device_states(devices, states, device_type=kind)
-            yield
-
-    return again
+        for leaf, own in hooks:
+            leaf._backward_hooks = own

@@ -28,12 +28,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_burst
 from hf_burst.errors import KernelError
 from hf_burst.hf.parts.adapters import Adapters
-from hf_burst.hf.parts.tiles import TiledMLP
 from hf_burst.tiled import tiled
 from tests import models
 from tests.ranks import RankPool
-from tests.test_patch import part_of
-from tests.test_tiled import HIDDEN, PRODUCTS, TILE, gated
+from tests.test_tiled import HIDDEN, PRODUCTS, TILE, gated, in_tiles
 
 KINDS = ["bfloat16", "autocast", "autocast of fp32"]
 NAMES = ["gate_proj", "up_proj", "down_proj"]
@@ -273,7 +271,7 @@ def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
     for one, other in zip(trained(model, True), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     assert len(calls) > 14
-    assert len(part_of(model.get_base_model(), TiledMLP).modules) == 2
+    assert len(in_tiles(model.get_base_model())) == 2
     hf_burst.unpatch_model(model)
     assert not any("forward" in vars(module) for module in model.modules())
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -29,6 +31,7 @@ from transformers import (
 )
 
 import hf_burst
+from hf_burst.check.compare import compare, compare_batch
 from hf_burst.check.ranks import run_on_ranks
 from hf_burst.check.run import check_batch, find_target, read_batch
 from hf_burst.check.tiny import shrink, tiny_copy
@@ -36,6 +39,7 @@ from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf import support, verdicts
 from hf_burst.hf.sizes import LAYERS, WINDOW
+from hf_burst.tiled import _Call
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -134,6 +138,27 @@ def test_a_class_that_mixes_the_tokens_of_a_rank_is_found_wrong_and_stays_refuse
     assert min(verdict.errors.values()) > 1e-3
     with pytest.raises(UnsupportedModelError, match=r"found wrong over several ranks \(one sequence"):
         hf_burst.patch_model(model)
+
+
+def compared_in_tiles(rank: int, size: int) -> tuple[str, bool, list[int]]:
+    """The verdict on a class, whether a batch is equal, and how many modules ran in tiles in each of the two."""
+    make, own, counts = partial(tiny_copy, LlamaForCausalLM, LlamaConfig()), _Call.compute, [0, 0]
+
+    def counted(call: Any, inputs: Any) -> torch.Tensor:
+        counts[-1] += 1
+        return own(call, inputs)
+
+    with mock.patch.object(_Call, "compute", counted):
+        verdict = compare(make)
+        counts.append(0)
+        comparison = compare_batch(make, models.make_batch("plain", 43))
+    return verdict.result, comparison.equal, counts[1:]
+
+
+def test_mlps_are_compared_in_tiles(ranks: Callable[[int], RankPool]) -> None:
+    for result, equal, counts in ranks(2).run(compared_in_tiles):
+        assert (result, equal) == ("exact", True)
+        assert min(counts) >= LAYERS
 
 
 def test_a_loss_that_is_wrong_over_ranks_is_seen_on_a_batch(

@@ -1,6 +1,8 @@
 """Modules in tiles: outputs and all gradients are those of the whole, and a tile's memory is there once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,12 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
+from hf_burst.check.compare import Double
 from hf_burst.errors import ConfigError, KernelError
-from hf_burst.hf.parts.tiles import TiledMLP, tokenwise_modules
+from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.parts.tiles import TiledMLP, candidates
+from hf_burst.hf.support import base_model
 from hf_burst.plan import Segments
 from hf_burst.tiled import tiled
 from recipes.tiny_models import tiny_model
@@ -95,7 +100,7 @@ def test_dropout_is_drawn_once() -> None:
         torch.manual_seed(3)
         return tiled(module, module.forward, TILE, x)
 
-    assert torch.autograd.gradcheck(run, (x, *module.parameters()))
+    assert torch.autograd.gradcheck(run, (x, *module.parameters()), fast_mode=True)
     state = torch.get_rng_state()
     out = run(x)
     after = torch.get_rng_state()
@@ -206,6 +211,11 @@ def test_odd_modules(kind: str, hooks: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def in_tiles(model: Any) -> list[str]:
+    """The modules that the latest pass computed in tiles."""
+    return [name for name, obstacle in part_of(model, TiledMLP).tile.obstacles.items() if not obstacle]
+
+
 def with_tiles(
     rank: int, size: int, make: Callable[..., PreTrainedModel], name: str, config: dict[str, Any], kind: str = "packed"
 ) -> tuple[float, int]:
@@ -223,7 +233,7 @@ def with_tiles(
         loss = model(**batch).loss
         loss.backward()
     found = [loss.detach(), *group_mean(model)]
-    count = len(part_of(model, TiledMLP).modules)
+    count = len(in_tiles(model))
     hf_burst.unpatch_model(model)
     assert not any("forward" in vars(module) for module in model.modules())
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), count
@@ -241,15 +251,61 @@ def test_ranks_train_in_tiles_as_one_process(ranks: Ranks, name: str, size: int)
         assert count == {"qwen3_5": 2, "granite": 8}.get(name, 2)
 
 
-def make_tiny(name: str) -> PreTrainedModel:
-    return tiny_model(name).float()
+def trained(model: Any, exact: bool, *others: Tensor) -> list[Tensor]:
+    """The loss and the gradients of all weights that learn, and of others."""
+    batch, patched = models.make_batch("plain", 43), hasattr(base_model(model), PATCH)
+    with Double() if exact else nullcontext():
+        loss = model(**batch).loss if patched else models.plain_loss(model, batch)
+        loss.backward()
+    learned = [*(weight for weight in model.parameters() if weight.requires_grad), *others]
+    gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in learned]
+    for weight in learned:
+        weight.grad = None
+    return [loss.detach(), *gradients]
 
 
-@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"])
-def test_experts_in_tiles(name: str) -> None:
-    error, count = with_tiles(0, 1, make_tiny, name, {"tiled_mlp": 7})
-    assert error < 2e-5
-    assert count == 4
+def compare_with_the_whole(
+    model: Any, config: dict[str, Any] | None = None, checkpoints: bool = False, others: Sequence[Tensor] = ()
+) -> list[str]:
+    """A model in fp64 beside itself in tiles of 7 tokens, twice; returns the modules that had tiles. Checkpoints run
+    layers again without the mode in which casts to fp32 hide nothing."""
+    exact = not checkpoints or isinstance(model, LlamaForCausalLM)
+    tolerance, whole = 1e-9 if exact else 2e-5, trained(model, not checkpoints, *others)
+    models.patch(model, hf_burst.BurstConfig(**{"tiled_mlp": 7, **(config or {})}))
+    if checkpoints:
+        base_model(model).gradient_checkpointing_enable()
+    for _ in range(2):
+        for found, expected in zip(trained(model, not checkpoints, *others), whole, strict=True):
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    return in_tiles(base_model(model))
+
+
+def tiny(name: str) -> PreTrainedModel:
+    return tiny_model(name).double().train()
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "GptOss", "Gemma3", "DeepseekV3", "Llama4", "Qwen3Next"])
+def test_families_in_tiles(name: str) -> None:
+    """Blocks with routers are tiled as a whole, or experts in them. Llama 4 gives each expert all tokens in a row."""
+    paths = compare_with_the_whole(tiny(f"{name}ForCausalLM"))
+    ends = {"GptOss": {"mlp.experts"}, "Llama4": {"feed_forward.shared_expert"}}
+    assert {path.split(".", 3)[3] for path in paths} == ends.get(name, {"mlp"})
+    assert len({path.split(".")[2] for path in paths}) == 4
+
+
+@pytest.mark.parametrize(("name", "layers"), [("Mixtral", 2), ("Gemma3", 3), ("DeepseekV3", 1)])
+def test_families_in_tiles_and_checkpoints(name: str, layers: int) -> None:
+    assert compare_with_the_whole(tiny(f"{name}ForCausalLM"), {"layers_per_checkpoint": layers}, checkpoints=True)
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_adapters_of_fused_experts(name: str, checkpoints: bool) -> None:
+    """peft adds them to the experts' weights for as long as its wrapper runs."""
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(tiny(name), settings).double()
+    assert any("experts" in path for path, weight in model.named_parameters() if weight.requires_grad)
+    assert len(compare_with_the_whole(model, checkpoints=checkpoints)) == 4
 
 
 def test_a_forward_that_was_replaced_is_tiled_again() -> None:
@@ -257,7 +313,7 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
     model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(tiled_mlp=7))
     batch, calls = models.make_batch("plain", 43), list[int]()
     expected = float(model(**batch).loss)
-    for module in tokenwise_modules(model):
+    for _, module in candidates(model):
 
         def forward(x: Tensor, module: Any = module) -> Tensor:
             calls.append(x.shape[1])
@@ -265,9 +321,219 @@ def test_a_forward_that_was_replaced_is_tiled_again() -> None:
 
         module.forward = forward
     assert float(model(**batch).loss) == pytest.approx(expected, rel=1e-6)
-    assert set(calls) == {3, 1}
+    assert set(calls) == {32, 15, 17, 3, 1}, "of a trial, and of tiles"
     hf_burst.unpatch_model(model)
-    assert all(vars(module)["forward"].__name__ == "forward" for module in tokenwise_modules(model))
+    assert all(vars(module)["forward"].__name__ == "forward" for _, module in candidates(model))
+
+
+@pytest.mark.parametrize("path", ["mlp.up_proj", "mlp.down_proj", "mlp"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_hooks(path: str, checkpoints: bool) -> None:
+    """Those inside of an MLP see all of its tokens, and what hooks add learns."""
+    model, vectors, seen = models.make_model("llama", torch.float64).train(), list[Tensor](), list[Tensor]()
+    for layer in model.model.layers:
+        module, vector = layer.get_submodule(path), torch.rand(1, dtype=torch.float64, requires_grad=True)
+        module.register_forward_hook(
+            lambda module, given, out, vector=vector: seen.append(out.detach()) or out + vector
+        )
+        vectors.append(vector)
+    assert len(compare_with_the_whole(model, None, checkpoints, vectors)) == 2 * (path == "mlp")
+    assert len(seen) > 4
+    assert all(any(map(partial(torch.allclose, found), seen[:2])) for found in seen[2:])
+
+
+def test_hooks_on_all_modules() -> None:
+    """A pass with them has no tiles; the next one has."""
+    model, shapes = models.make_model("llama", torch.float64).train(), set[torch.Size]()
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: shapes.add(out.shape[:-1]) if type(module) is nn.Linear else None
+    )
+    hooked = trained(model, True)
+    assert shapes == {(2, 43)}
+    assert not in_tiles(model)
+    handle.remove()
+    for found, expected in zip(trained(model, True), hooked, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert len(in_tiles(model)) == 2
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_vector_of_a_forward_of_ones_own(inside: bool) -> None:
+    """It is no parameter of the module. One that is computed outside is known there alone."""
+    model, vectors = models.make_model("llama", torch.float64).train(), list[Tensor]()
+    for layer in model.model.layers:
+        vectors.append(torch.rand(32, dtype=torch.float64, requires_grad=True))
+        scale = vectors[-1] if inside else vectors[-1].exp()
+
+        def forward(x: Tensor, mlp: Any = layer.mlp, scale: Tensor = scale) -> Tensor:
+            return type(mlp).forward(mlp, x * scale) * scale
+
+        layer.mlp.forward = forward
+    if inside:
+        assert len(compare_with_the_whole(model, None, True, vectors)) == 2
+        return
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    trained(model, True, *vectors)
+    assert not in_tiles(model)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "model", "layers"])
+def test_reentrant_checkpoints_and_compilers(how: str) -> None:
+    model = models.make_model("llama", torch.float64).train()
+    whole = trained(model, False)
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    if how == "reentrant":
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    for module in {"model": [model], "layers": model.model.layers}.get(how, []):
+        module.compile(backend="eager")
+    for found, expected in zip(trained(model, False), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    with torch.inference_mode():
+        assert float(model.eval()(**models.make_batch("plain", 43)).loss) == pytest.approx(float(whole[0]), rel=1e-9)
+    assert len(in_tiles(model)) == 2
+
+
+def adapted(*names: str) -> Any:
+    settings = LoraConfig(r=2, target_modules=["up_proj", "down_proj", "q_proj"], init_lora_weights=False)
+    model = get_peft_model(models.make_model("llama", torch.float64), settings, adapter_name=names[0]).train()
+    for name in names[1:]:
+        model.add_adapter(name, settings)
+    return model.double()
+
+
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_two_adapters_in_one_backward_pass(tokens: int) -> None:
+    model, batch, results = adapted("one", "other"), models.make_batch("plain", 43), []
+    for patched in (False, True):
+        if patched:
+            models.patch(model, hf_burst.BurstConfig(tiled_mlp=tokens))
+        losses = []
+        for name in ("one", "other"):
+            model.set_adapter(name)
+            for path, weight in model.named_parameters():
+                weight.requires_grad_("lora" in path)  # which peft takes from all but the latest
+            losses.append(model(**batch).loss if patched else models.plain_loss(model, batch))
+        (losses[0] + 2 * losses[1]).backward()
+        results.append([weight.grad for path, weight in model.named_parameters() if "lora" in path])
+        model.zero_grad()
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_what_changes_before_the_backward_pass() -> None:
+    """Training and evaluation are as they were. Another adapter, or a weight that does not learn any more, is told."""
+    model, batch = adapted("only"), models.make_batch("plain", 43)
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    loss = model(**batch).loss
+    assert len(in_tiles(base_model(model))) == 2
+    with model.disable_adapter(), pytest.raises(KernelError, match="another one in the backward pass: an adapter"):
+        loss.backward()
+    loss = model(**batch).loss
+    model.requires_grad_(False)
+    with pytest.raises(KernelError, match="a requires_grad changed"):
+        loss.backward()
+    module = Dropping().double()
+    x = torch.randn(2, 11, HIDDEN, dtype=torch.float64)
+    gradients = []
+    for evaluated in (False, True):
+        torch.manual_seed(3)
+        out = tiled(module.train(), module.forward, TILE, x)
+        module.train(not evaluated)
+        out.sum().backward()
+        assert all(inner.training != evaluated for inner in module.modules())
+        gradients.append([weight.grad.clone() for weight in module.parameters()])
+        module.zero_grad()
+    assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_weights_and_inputs_that_do_not_learn(checkpoints: bool) -> None:
+    model = models.make_model("llama", torch.float64).train().requires_grad_(False)
+    model.model.norm.weight.requires_grad_()
+    assert len(compare_with_the_whole(model, None, checkpoints)) == 2
+    module, x = gated().requires_grad_(False), torch.randn(1, 20, HIDDEN, dtype=torch.float64)
+    assert not tiled(module, module.forward, TILE, x).requires_grad
+
+
+class Balanced(torch.autograd.Function):
+    """Hands on a tensor, and adds to its gradient that of a loss of all tokens, as some mixtures of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.save_for_backward(out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + ctx.saved_tensors[0].mean(-2, keepdim=True)
+
+
+class MixingMLP(LlamaMLP):
+    """Is named as an MLP, and is none."""
+
+    def __init__(self, config: LlamaConfig, kind: str) -> None:
+        super().__init__(config)
+        self.kind, self.alpha = kind, nn.Parameter(torch.zeros(1))
+        self.positions, self.calls = nn.Parameter(torch.rand(64, 32)), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "in place":
+            x.mul_(0.5)
+        out = super().forward(x)
+        if self.kind == "mean":
+            return out + x.mean(1, keepdim=True)
+        if self.kind == "closed gate":
+            return out + self.alpha * x.mean(1, keepdim=True)
+        if self.kind == "token before":
+            return out + functional.pad(x, (0, 0, 1, -1))
+        if self.kind == "token after":
+            return out + functional.pad(x, (0, 0, -1, 1))
+        if self.kind == "pairs":
+            rows = functional.pad(x, (0, 0, 0, x.shape[1] % 2)).unflatten(1, (-1, 2))
+            return out + rows.flip(2).flatten(1, 2)[:, : x.shape[1]]
+        if self.kind == "position":
+            return out + self.positions[: x.shape[1]]
+        if self.kind == "balanced":
+            return Balanced.apply(out)
+        if self.kind == "notes":
+            self.calls += 1
+            self.seen += x.shape[1]
+        return out
+
+
+KINDS = ["mean", "closed gate", "token before", "token after", "pairs", "position", "balanced", "notes"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "in place", "none"])
+def test_modules_that_mix_tokens(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each it is found out when it runs first, and what it notes of its runs is not disturbed."""
+    model = models.make_model("llama", torch.float64).train()
+    for layer in model.model.layers:
+        layer.mlp = MixingMLP(model.config, kind).double()
+    state = torch.get_rng_state()
+    with caplog.at_level("INFO", "hf_burst"):
+        paths = compare_with_the_whole(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(paths) == 2 * (kind == "none")
+    told = [record.getMessage() for record in caplog.records if "not computed in tiles" in record.getMessage()]
+    assert len(told) == (kind != "none")
+    if kind == "notes":
+        assert [(layer.mlp.calls, int(layer.mlp.seen)) for layer in model.model.layers] == [(3, 129)] * 2
+
+
+def test_a_trial_leaves_nothing_in_the_cache_of_autocast() -> None:
+    """What it casts without a graph would have no gradients."""
+    model, gradients = models.make_model("llama").train(), []
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**models.make_batch("plain", 43)).loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+        model.zero_grad()
+    assert len(in_tiles(model)) == 2
+    assert all(map(torch.equal, *gradients))
 
 
 def test_weights_that_are_taken_apart_are_refused() -> None:
@@ -310,3 +576,55 @@ def under_fsdp2(rank: int, size: int, name: str, precision: torch.dtype) -> None
 @pytest.mark.parametrize(("name", "precision"), [("llama", torch.float64), ("qwen3_5", torch.float32)], ids=str)
 def test_under_fsdp2(ranks: Ranks, name: str, precision: torch.dtype) -> None:
     ranks(2).run(under_fsdp2, name, precision)
+
+
+def units_inside(rank: int, size: int, unit: str) -> int:
+    """Units of FSDP2 that are an MLP, or a linear layer of it, beside one process; some weights are frozen."""
+    batch, model = models.make_batch("plain", 43), models.make_model("llama", torch.float64).train()
+    for path, weight in model.named_parameters():
+        weight.requires_grad_("gate_proj" not in path)
+    models.plain_loss(model, batch).backward()
+    wanted = {path: weight.grad for path, weight in model.named_parameters()}
+    model.zero_grad()
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    model.gradient_checkpointing_enable()
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in model.model.layers:
+        fully_shard(layer.get_submodule(unit), mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        for path, weight in model.named_parameters():
+            if weight.requires_grad:
+                torch.testing.assert_close(weight.grad.full_tensor(), wanted[path], rtol=1e-10, atol=1e-10)
+        model.zero_grad()
+    return len(in_tiles(model))
+
+
+@pytest.mark.parametrize("unit", ["mlp", "mlp.up_proj"])
+def test_units_of_fsdp2_inside_of_layers(ranks: Ranks, unit: str) -> None:
+    assert ranks(2).run(units_inside, unit) == [2 * (unit == "mlp")] * 2
+
+
+def adapted_experts_under_fsdp2(rank: int, size: int) -> int:
+    """Adapters of fused experts in a sharded model, beside one process."""
+    settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(tiny("MixtralForCausalLM"), settings).double()
+    whole = trained(model, False)
+    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    base, mesh = base_model(model), init_device_mesh("cpu", (size,))
+    base.gradient_checkpointing_enable()
+    base.enable_input_require_grads()
+    for layer in base.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for _ in range(2):
+        loss, *gradients = trained(model, False)
+        for found, expected in zip([loss, *(each.full_tensor() for each in gradients)], whole, strict=True):
+            torch.testing.assert_close(found.to(expected.dtype), expected, rtol=2e-5, atol=2e-5)
+    return len(in_tiles(base))
+
+
+def test_adapters_of_experts_under_fsdp2(ranks: Ranks) -> None:
+    assert ranks(2).run(adapted_experts_under_fsdp2) == [4, 4]

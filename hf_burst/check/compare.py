@@ -29,7 +29,7 @@ KINDS = ("one sequence", "packed", "padded")
 TOLERANCE = 1e-9
 BATCH_TOLERANCE = 1e-4
 _TOKEN_KINDS = "mm_token_type_ids"
-_LENGTH = 37
+_LENGTH, _TILE = 37, 7  # tokens of a sequence, and of a tile
 _DOCUMENTS = (1, 7, 17, 12)
 _BOUNDS = (0, *accumulate(_DOCUMENTS))
 Maker = Callable[[], PreTrainedModel]  # of the model that is compared, the same in every process
@@ -80,8 +80,9 @@ def compare(make: Maker, config: PreTrainedConfig | None = None) -> Verdict:
     """The verdict on a tiny model, in fp64: the loss and all gradients, as a data-parallel wrapper averages them.
 
     Three batches are compared: two sequences of odd length, packed documents beside the documents one by one (not every
-    model keeps them apart), and sequences padded at either end. Which classes are served is not asked; every other
-    check of [`patch_model`] is. The verdict is for `config`, of which the model is a tiny one.
+    model keeps them apart), and sequences padded at either end. Over ranks, MLPs take a few tokens at a time. Which
+    classes are served is not asked; every other check of [`patch_model`] is. The verdict is for `config`, of which the
+    model is a tiny one.
     """
     with ExitStack() as settings:
         torch.set_default_dtype(torch.float64)
@@ -115,7 +116,7 @@ def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchCompar
         BurstError: If the model or the batch is not served.
     """
     model = make()
-    patch_under_check(model)
+    patch_under_check(model, tile=max(1, batch["labels"].numel() // (3 * dist.get_world_size())))
     over_ranks = _loss_and_norm(model, model(**batch).loss, dist.get_world_size())
     unpatch_model(model)
     counted = batch["labels"][:, 1:] if task_of(model).causal else batch["labels"]
@@ -183,7 +184,7 @@ def _leak(model: PreTrainedModel) -> str:
 
 def _worst_error(make: Maker, batch: dict[str, torch.Tensor]) -> float:
     """The greatest error of the loss or of a gradient, each relative to its greatest entry."""
-    patched, plain = patch_under_check(make()), make()
+    patched, plain = patch_under_check(make(), _TILE), make()
     documents = [_BOUNDS] if "position_ids" in batch else None
     loss, expected = patched(**batch).loss, _plain_loss(plain, batch, documents)
     gradients, wanted = _gradients(patched, loss, dist.get_world_size()), _gradients(plain, expected)

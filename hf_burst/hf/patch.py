@@ -83,9 +83,14 @@ def patch_model(
     return _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
 
 
-def patch_under_check(model: AnyModel) -> AnyModel:
-    """As [`patch_model`], for a class that is being compared with one process, whether it is served or not."""
-    return _apply(model, BurstConfig(gradients="averaged_by_hand"), None, verdict="under check")
+def patch_under_check(model: AnyModel, tile: int = 0) -> AnyModel:
+    """As [`patch_model`], for a class that is being compared with one process, whether it is served or not.
+
+    Args:
+        model (`PreTrainedModel`): Changed in place.
+        tile (`int`, defaults to 0): Tokens that an MLP takes at a time; 0 for all.
+    """
+    return _apply(model, BurstConfig(gradients="averaged_by_hand", tiled_mlp=tile), None, verdict="under check")
 
 
 def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> AnyModel:
@@ -152,7 +157,7 @@ def make_parts(
         LongestPosition(),
         memory,
         Checkpointing(tile, memory.advise),
-        TiledMLP(model, tile),
+        TiledMLP(tile),
         Adapters(),
         Recurrence(model),  # when all is known of the pass
         RouterLogits(model),

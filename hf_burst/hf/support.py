@@ -116,8 +116,13 @@ def _needed(model: PreTrainedModel) -> list[str]:
 
 def has_attention(module: nn.Module) -> bool:
     """Whether a model, or a layer of it, has attention, by the names of its classes."""
-    names = {type(inner).__name__ for inner in module.modules()} - _NO_ATTENTION
-    return any("Attention" in name or "MLA" in name for name in names)
+    return any(map(is_attention, {type(inner) for inner in module.modules()}))
+
+
+def is_attention(kind: type) -> bool:
+    """Whether a class of modules is attention, or a layer around it, by its name."""
+    name = kind.__name__
+    return name not in _NO_ATTENTION and ("Attention" in name or "MLA" in name)
 
 
 def verdict_on(model: PreTrainedModel) -> str:

@@ -1,31 +1,32 @@
 """MLPs and experts that are computed some tokens at a time."""
 
-import inspect
-import re
+import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError
 from ...tiled import tiled
+from ...tokenwise import obstacle_to_tiles
 from ..cutting import language_model_of
+from ..doors import recurrent_modules
 from ..head import is_partitioned
+from ..support import is_attention
 from .base import ForwardPass, Part, StandIn
 from .replicas import has_fsdp1
 
-_NAMES = ("MLP", "Mlp", "FeedForward", "FFN")
-_INPUTS = {"x", "hidden_states", "residual"}  # of which each token has its own
-_OF_EXPERTS = (
-    ["hidden_states", "top_k_index", "top_k_weights"],
-    ["hidden_states", "router_indices", "routing_weights"],
-)
-_ROUTES = re.compile("Experts|Router|TopK")  # classes whose outputs Transformers records, or that see all tokens
+logger = logging.getLogger(__name__)
+
+_CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+_WRAPPED = {"_checkpoint_wrapped_module", "_orig_mod"}  # of torch: inside of a checkpoint, and what is compiled
 
 
 @dataclass
@@ -33,17 +34,26 @@ class Tile:
     """How many tokens the modules of a model take at a time by now; 0 for all."""
 
     tokens: int = 0
+    obstacles: dict[str, str] = field(default_factory=dict)  # to tiles, by the name of a module; empty for none
+    told: set[tuple[str, str]] = field(default_factory=set)  # which obstacles of which classes were logged
+
+    @contextmanager
+    def changed(self, tokens: int, obstacles: dict[str, str]) -> Iterator[None]:
+        """Other tiles for a while."""
+        before = self.tokens, self.obstacles
+        self.tokens, self.obstacles = tokens, obstacles
+        try:
+            yield
+        finally:
+            self.tokens, self.obstacles = before
 
     def within(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A layer's run that a checkpoint repeats, when another pass may have begun: in the tiles of the first run."""
-        tokens, function = self.tokens, run.func if isinstance(run, partial) else run
+        tokens, obstacles, function = self.tokens, self.obstacles, run.func if isinstance(run, partial) else run
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            before, self.tokens = self.tokens, tokens
-            try:
+            with self.changed(tokens, obstacles):
                 return function(*args, **kwargs)
-            finally:
-                self.tokens = before
 
         return partial(again, *run.args, **run.keywords) if isinstance(run, partial) else again
 
@@ -55,10 +65,9 @@ def takes_weights_apart(model: nn.Module) -> bool:
 
 class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
-    and the experts behind a router, by `BurstConfig.tiled_mlp`."""
+    and the experts behind a router, by `BurstConfig.tiled_mlp`. Which do is found out when they run."""
 
-    def __init__(self, model: PreTrainedModel, tile: "Tile") -> None:
-        self.modules = tokenwise_modules(language_model_of(model))
+    def __init__(self, tile: Tile) -> None:
         self.tile = tile
 
     def prepare(self, run: ForwardPass) -> None:
@@ -69,14 +78,15 @@ class TiledMLP(Part):
             )
 
     def begin(self, run: ForwardPass) -> None:
-        self.tile.tokens = run.settings.tiled_mlp
-        for module in self.modules if self.tile.tokens else ():
+        self.tile.tokens, self.tile.obstacles = run.settings.tiled_mlp, {}
+        # adapters, wrappers and Liger's forwards may have come since the last pass
+        for name, module in candidates(language_model_of(run.model)) if self.tile.tokens else ():
             own = vars(module).get("forward")
-            if not isinstance(own, _TiledForward):  # the first time, or Liger has put its own there since
-                module.forward = _TiledForward(module, own, self.tile)
+            if not isinstance(own, _TiledForward):
+                module.forward = _TiledForward(module, own, self.tile, name)
 
     def remove(self, model: PreTrainedModel) -> None:
-        for module in self.modules:
+        for module in model.modules():
             forward = vars(module).get("forward")
             if isinstance(forward, _TiledForward):
                 del module.forward
@@ -85,51 +95,121 @@ class TiledMLP(Part):
 
 
 class _TiledForward(StandIn):
-    """A module's own forward, of some tokens at a time."""
+    """A module's own forward, of some tokens at a time. If something is in the way, modules inside may have tiles."""
 
-    def __init__(self, module: nn.Module, own: Any, tile: "Tile") -> None:
+    def __init__(self, module: nn.Module, own: Any, tile: Tile, name: str) -> None:
         super().__init__(module)
-        self.own, self.tile = own, tile
+        self.own, self.tile, self.name = own, tile, name
+        self.tried: tuple[Any, str] | None = None  # a form of the module, and the obstacle that a run of it showed
 
-    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        module: Any = self.module
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tiled(args, kwargs) if self.tile.tokens else self._whole(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _tiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs, tokens, tile = (*args, *kwargs.values()), self.tile.tokens, self.tile
         count, names = len(args), tuple(kwargs)  # the function lives as long as the layer, and its inputs must not
 
-        def forward(*inputs: Tensor) -> Tensor:
-            named = dict(zip(names, inputs[count:], strict=True))
-            out: Tensor = (
-                type(module).forward(module, *inputs[:count], **named)
-                if self.own is None
-                else self.own(*inputs[:count], **named)
-            )
-            return out
+        def forward(*inputs: Tensor) -> Any:
+            with tile.changed(0, {}):  # modules inside have all of the tile
+                return self._whole(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
 
-        inputs = *args, *kwargs.values()
-        return tiled(module, forward, self.tile.tokens, *inputs) if self.tile.tokens else forward(*inputs)
+        if not _have_tiles(inputs, tokens) or self._obstacle(forward, inputs):
+            return self._whole(*args, **kwargs)
+        return tiled(self.module, forward, tokens, *inputs)
+
+    def _whole(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
+        return type(module).forward(module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
+
+    def _obstacle(self, forward: Callable[..., Any], inputs: tuple[Tensor, ...]) -> str:
+        """Why the module is not computed in tiles; the same in all of a pass and when layers of it run again."""
+        if self.name not in self.tile.obstacles:
+            found = _visible_obstacle(self.module)
+            if not found:
+                form = torch.is_inference_mode_enabled(), [_form(inner) for inner in self.module.modules()]
+                if self.tried is None or self.tried[0] != form:
+                    self.tried = form, obstacle_to_tiles(self.module, forward, inputs)
+                found = self.tried[1]
+            self.tile.obstacles[self.name] = found
+            told = type(self.module).__name__, found
+            if found and told not in self.tile.told:
+                self.tile.told.add(told)
+                logger.info("%s is not computed in tiles as a whole: %s.", *told)
+        return self.tile.obstacles[self.name]
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.tile
+        return self.module, self.own, self.tile, self.name
 
 
-def tokenwise_modules(model: nn.Module) -> list[Any]:
-    """The modules inside the layers of a model that treat every token by itself, by the names of their classes and
-    inputs: MLPs, and experts that are told which tokens are theirs."""
-    layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
-    return list(dict.fromkeys(chain.from_iterable(map(_tokenwise_inside, layers))))
+def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules inside the layers of a model, by name, that multiply by several matrices, and have no attention and
+    no recurrence. One may be inside of another."""
+    found, recurrent = dict[int, tuple[str, nn.Module]](), set(map(id, recurrent_modules(model)))
+    for path, layer in model.named_modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for name, child in layer.named_children():
+                inside = list[tuple[str, nn.Module]]()
+                _collect(f"{path}.{name}", child, recurrent, inside)
+                found |= {id(module): (of, module) for of, module in inside}
+    return list(found.values())
 
 
-def _tokenwise_inside(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_tokenwise(child):
-            yield child
-        else:
-            yield from _tokenwise_inside(child)
+def _collect(path: str, module: nn.Module, recurrent: set[int], found: list[tuple[str, nn.Module]]) -> tuple[int, bool]:
+    """Adds a module and those inside of it. Returns how many matrices it has, and whether it mixes tokens."""
+    begin, matrices, mixes = len(found), _own_matrices(module), False
+    children = dict(module.named_children())
+    if "base_layer" in children:  # of an adapter of peft, whose own matrices do not count
+        children = {"base_layer": children["base_layer"]}
+    for name, child in children.items():
+        more, mixing = _collect(f"{path}.{name}", child, recurrent, found)
+        matrices, mixes = matrices + more, mixes or mixing
+    if (is_attention(type(module)) and not mixes) or id(module) in recurrent:
+        del found[begin:]  # projections
+        return matrices, True
+    passes = isinstance(module, GradientCheckpointingLayer | _CONTAINERS) or not _WRAPPED.isdisjoint(children)
+    if matrices > 1 and not mixes and not passes:
+        found.append((path, module))
+    return matrices, mixes
 
 
-def _is_tokenwise(module: nn.Module) -> bool:
-    kind: Any = type(module)
-    inputs = list(inspect.signature(kind.forward).parameters)[1:]
-    if kind.__name__.endswith("Experts"):
-        return inputs in _OF_EXPERTS
-    inside = any(_ROUTES.search(type(inner).__name__) for inner in module.modules())
-    return kind.__name__.endswith(_NAMES) and _INPUTS.issuperset(inputs) and not inside
+def _own_matrices(module: nn.Module) -> int:
+    weights = sum(weight is not None and weight.dim() > 1 for weight in module._parameters.values())
+    return weights or int(any(value is not None and value.dim() > 1 for value in module._buffers.values()))
+
+
+def _have_tiles(inputs: tuple[Any, ...], tokens: int) -> bool:
+    """Whether a module is called with tensors of the same tokens, and of more than those of a tile."""
+    if not inputs or not all(type(value) is Tensor and value.dim() > 1 for value in inputs):
+        return False
+    rows, n = inputs[0].shape[:-2].numel(), inputs[0].shape[-2]
+    if not rows or n <= max(1, tokens // rows) or torch._C._are_functorch_transforms_active():
+        return False
+    same = len({value.shape[:-1] for value in inputs}) == 1
+    return same and any(value.is_floating_point() for value in inputs)
+
+
+def _visible_obstacle(module: nn.Module) -> str:
+    """What is in the way of tiles, whatever the module computes."""
+    if nn.modules.module._has_any_global_hook():
+        return "hooks on all modules are set"
+    for inner in module.modules():
+        if is_parametrized(inner):
+            return "a weight of it is parametrized"
+        if len(_adapters(inner)) > 1:
+            return "it has several adapters, of which another may be set before the backward pass"
+        hooks = inner._forward_pre_hooks or inner._forward_hooks or inner._backward_pre_hooks or inner._backward_hooks
+        if hooks and inner is not module:  # such as those of a unit of FSDP2, which see all tokens at once
+            return f"a {type(inner).__name__} in it has hooks"
+    return ""
+
+
+def _adapters(module: Any) -> set[str]:
+    """The names of the adapters that peft has added to a module."""
+    layers = (getattr(module, name, {}) for name in getattr(module, "adapter_layer_names", ()))
+    return {name for layer in layers for name in layer}
+
+
+def _form(module: nn.Module) -> tuple[Any, ...]:
+    """On what it depends what a module computes, beside its weights."""
+    return type(module), module.training, type(vars(module).get("forward"))
