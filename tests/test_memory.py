@@ -139,9 +139,9 @@ def test_what_is_taken_beside_tensors() -> None:
     training = Training(65536, 2, 2, weights="fp32")
     memory = estimate_memory(LLAMA, training, H200)
     shard = 4 * LLAMA.weights / 2
-    assert memory.gaps == pytest.approx(0.12 * (memory.tensors - memory.held) + 0.6 * shard)
+    assert memory.gaps == pytest.approx(0.12 * (memory.tensors - memory.held) + 0.25 * shard)
     assert memory.total == memory.tensors + memory.exchange + memory.gaps + memory.outside
-    assert estimate_memory(LLAMA, replace(training, expandable_segments=True), H200).gaps < 0.5 * memory.gaps
+    assert estimate_memory(LLAMA, replace(training, expandable_segments=True), H200).gaps < 0.8 * memory.gaps
     assert memory.outside == 2.25 * 2**30
     hybrid = model_size(Qwen3_5ForCausalLM, shape_named("qwen3.6-27b"), "qwen3.6-27b")
     assert estimate_memory(hybrid, training, H200).outside == 9.25 * 2**30

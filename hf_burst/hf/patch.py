@@ -5,7 +5,8 @@ the ranks look like data-parallel replicas with the same batch. All of it is don
 """
 
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -193,6 +194,21 @@ def _modules_inside(model: nn.Module) -> tuple[list[nn.Module], bool]:
     return modules[1:], compiled
 
 
+class _Seen:
+    """The modules that parts have looked at. It keeps none of them alive, and a copy has seen none."""
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self.modules = [weakref.ref(module) for module in modules]
+
+    def are(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether these are the same."""
+        pairs = zip(self.modules, modules, strict=False)
+        return len(self.modules) == len(modules) and all(seen() is module for seen, module in pairs)
+
+    def __reduce__(self) -> Any:
+        return _Seen, ()
+
+
 def _within_compiled() -> bool:
     """Whether `torch.compile` runs this pass."""
     frame: FrameType | None = sys._getframe()
@@ -211,7 +227,7 @@ class _Patch:
         self.task.check_config(config, type(model).__name__)
         cut_point = cut_point_of(model)
         self.parts = make_parts(model, config, group, cut_point)
-        self.modules: list[nn.Module] = []  # those inside of the model, as of the latest pass
+        self.seen = _Seen()  # the modules inside of the model, as of the latest pass
         self.token_inputs = (*cut_point.inputs, *(extra for part in self.parts for extra in part.token_inputs))
         self.handles: list[RemovableHandle] = []
         self.looked: list[RemovableHandle] = []  # hooks on modules inside of the model
@@ -225,7 +241,7 @@ class _Patch:
     def install(self, model: PreTrainedModel) -> None:
         for part in self.parts:
             part.install(model)
-        self.modules, _ = _modules_inside(model)
+        self.seen = _Seen(_modules_inside(model)[0])
         self.look(model)
         inner = dict.fromkeys((model.base_model, language_model_of(model)))
         self.handles += [
@@ -278,9 +294,9 @@ class _Patch:
         doing = f"forward pass {self.passes} of {type(module).__name__} in {mode}"
         self.meet(run, error, doing)
         try:
-            if error is None and inside != self.modules:
+            if error is None and not self.seen.are(inside):
                 self.look(module)
-                self.modules = inside
+                self.seen = _Seen(inside)
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
                 machine = resources_of(run.group).machine(run.device, self.config.kernel, self.config.ranks_per_host)
                 run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
