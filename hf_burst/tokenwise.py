@@ -58,6 +58,8 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
             trial.compare(sample, count)
     except _NoTiles as obstacle:
         return str(obstacle)
+    except torch.OutOfMemoryError:  # says nothing of the module
+        raise
     except Exception as problem:  # whatever a module makes of a few tokens
         return f"{count} tokens raise {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
     finally:
