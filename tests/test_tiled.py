@@ -486,7 +486,7 @@ class MixingMLP(LlamaMLP):
 
     def __init__(self, config: LlamaConfig, kind: str) -> None:
         super().__init__(config)
-        self.kind, self.alpha = kind, nn.Parameter(torch.zeros(1))
+        self.kind, self.alpha = kind, nn.Parameter(torch.zeros(()))
         self.positions, self.calls = nn.Parameter(torch.rand(64, 32)), 0
         self.register_buffer("seen", torch.zeros(()))
 
