@@ -58,6 +58,8 @@ def obstacle_to_tiles(module: nn.Module, forward: Forward, inputs: Sequence[Tens
             trial.compare(sample, count)
     except _NoTiles as obstacle:
         return str(obstacle)
+    except torch.OutOfMemoryError:  # says nothing of the module
+        raise
     except Exception as problem:  # whatever a module makes of a few tokens
         return f"{count} tokens raise {type(problem).__name__}: {str(problem).split(chr(10))[0][:200]}"
     finally:
@@ -74,7 +76,7 @@ class _Trial:
         kind = inputs[0].device.type
         given = [tensor for tensor in inputs if tensor.is_floating_point()]
         # weights in 8 and 4 bits are multiplied in 16
-        weights = [weight.dtype if weight.is_floating_point() else torch.bfloat16 for weight in module.parameters()]
+        weights = [weight.dtype if _is_wide(weight) else torch.bfloat16 for weight in module.parameters()]
         self.dtypes = {*weights, *(tensor.dtype for tensor in given)}
         if torch.is_autocast_enabled(kind):
             self.dtypes.add(torch.get_autocast_dtype(kind))
@@ -141,6 +143,10 @@ def _with_others(tokens: Sequence[Tensor], start: int, size: int) -> list[Tensor
     return copies
 
 
+def _is_wide(weight: Tensor) -> bool:
+    return weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
 class _NoDropout(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.dropout:
@@ -151,11 +157,11 @@ class _NoDropout(TorchFunctionMode):
 @contextmanager
 def _without_zeros(module: nn.Module) -> Iterator[None]:
     """Puts small numbers in the place of zeros, in weights that have many."""
-    weights = [weight for weight in module.parameters() if type(weight) is nn.Parameter and weight.is_floating_point()]
+    weights = [weight for weight in module.parameters() if type(weight) is nn.Parameter and _is_wide(weight)]
     before = [(weight, weight.data) for weight in weights if (weight == 0).sum() > _MANY_ZEROS * weight.numel()]
     try:
         for weight, data in before:
-            weight.data = torch.where(data == 0, torch.randn_like(data) * data.shape[-1] ** -0.5, data)
+            weight.data = torch.where(data == 0, torch.randn_like(data) * (data.shape or (1,))[-1] ** -0.5, data)
         yield
     finally:
         for weight, data in before:

@@ -298,6 +298,18 @@ def test_families_in_tiles_and_checkpoints(name: str, layers: int) -> None:
     assert compare_with_the_whole(tiny(f"{name}ForCausalLM"), {"layers_per_checkpoint": layers}, checkpoints=True)
 
 
+def test_router_logits_are_of_all_tokens() -> None:
+    """Hooks of Transformers take them from the routers, so that the experts alone are tiled."""
+    results = []
+    for tokens in (0, 7):
+        model = models.patch(tiny("MixtralForCausalLM"), hf_burst.BurstConfig(tiled_mlp=tokens))
+        model.config.output_router_logits = True
+        results.append(trained(model, True))
+    assert {path.split(".", 3)[3] for path in in_tiles(model)} == {"mlp.experts"}
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_adapters_of_fused_experts(name: str, checkpoints: bool) -> None:
@@ -474,7 +486,7 @@ class MixingMLP(LlamaMLP):
 
     def __init__(self, config: LlamaConfig, kind: str) -> None:
         super().__init__(config)
-        self.kind, self.alpha = kind, nn.Parameter(torch.zeros(1))
+        self.kind, self.alpha = kind, nn.Parameter(torch.zeros(()))
         self.positions, self.calls = nn.Parameter(torch.rand(64, 32)), 0
         self.register_buffer("seen", torch.zeros(()))
 
