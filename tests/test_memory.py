@@ -73,11 +73,12 @@ def test_the_first_level_that_fits_is_taken(
     assert chosen.memory == estimate_memory(LLAMA, chosen.training, machine)
     assert chosen.fits == fits(chosen.memory, machine)
     assert not any(fits(estimate_memory(LLAMA, how, machine), machine) for how in steps[: chosen.level])
-    assert chosen.fits or chosen.level == len(steps) - 1
+    totals = [estimate_memory(LLAMA, how, machine).total for how in steps]
+    assert chosen.fits or chosen.memory.total == min(totals)
     assert steps[0] == training
     last = fit(LLAMA, training, machine, least=99)
     assert (last.level, last.training) == (len(steps) - 1, steps[-1])
-    assert fit(LLAMA, training, machine, least=1).level == max(1, chosen.level)
+    assert fit(LLAMA, training, machine, least=1).level >= max(1, chosen.level * chosen.fits)
     for name, value in (("tiled_mlp", 1024), ("activation_offloading", 0.5), ("attention_keep", 0.0)):
         asked = replace(training, **{name: value})
         assert {getattr(how, name) for how in levels(LLAMA, asked, machine, {name})} == {value}

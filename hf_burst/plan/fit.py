@@ -66,7 +66,7 @@ def fit(
     held: float | None = None,
     least: int = 0,
 ) -> Fit:
-    """The first level of the rule that fits, or the last one if none does.
+    """The first level of the rule that fits, or the one that takes the least of the GPU if none does.
 
     Args:
         model ([`ModelSize`]): What is trained.
@@ -77,12 +77,13 @@ def fit(
         least (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
     """
     steps = levels(model, training, machine, fixed)
-    for level, how in enumerate(steps):
+    rows = []
+    for level, how in list(enumerate(steps))[min(least, len(steps) - 1) :]:
         memory = estimate_memory(model, how, machine, held)
-        able = fits(memory, machine)
-        if level >= min(least, len(steps) - 1) and (able or level == len(steps) - 1):
-            return Fit(level, how, memory, able)
-    raise AssertionError("the last level is returned")
+        rows.append(Fit(level, how, memory, fits(memory, machine)))
+        if rows[-1].fits:
+            return rows[-1]
+    return min(rows, key=lambda row: row.memory.total)
 
 
 def longest(
