@@ -131,7 +131,7 @@ def test_the_longest_sequence_is_the_longest() -> None:
     assert longest(LLAMA, Training(1, 1, 1), named("rtx4090")) == 0
     assert longest(LLAMA, training, replace(H200, host_memory=0)) < most
     assert longest(LLAMA, training, H200, held=0.0) > most > longest(LLAMA, training, H200, held=60.0 * 2**30)
-    assert longest(LLAMA, replace(training, expandable_segments=True), H200) > 1.05 * most
+    assert longest(LLAMA, replace(training, expandable_segments=True), H200) > 1.02 * most
 
 
 def test_what_is_taken_beside_tensors() -> None:
