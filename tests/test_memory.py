@@ -151,6 +151,23 @@ def test_what_is_taken_beside_tensors() -> None:
     assert estimate_memory(LLAMA, training, replace(H200, kernel="cpu_flash")).gaps == 0
 
 
+def test_kernels_that_are_tuned_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, set_to = torch.device("cuda", 0), [1.0]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: set_to[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: set_to.append(share))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 19 * 2**30)
+    room = memory.RoomForKernels(gpu)
+    assert set_to == [1.0, 72 / 80], "but for 1 GiB of others, and 7 for the kernels"
+    room.end()
+    assert set_to[-1] == 1.0
+    room = memory.RoomForKernels(gpu)
+    set_to.append(0.5)
+    room.end()
+    assert set_to[-1] == 0.5, "a user has set it since"
+    assert memory.RoomForKernels(gpu).share == 0.5
+
+
 def test_hidden_states_are_in_fp32_where_autocast_begins_so() -> None:
     def kept(**options: Any) -> float:
         return memory_of_step(LLAMA, Training(65536, **options), H200)[1].layer_inputs

@@ -7,7 +7,7 @@ from .cuts import Cut, Hybrid, cheapest_cut, cuts, sharding_for
 from .fit import HOST_ROOM, SETTINGS, Fit, bucket, fit, fits, levels, longest
 from .machine import DATA_SHEETS, KernelRate, Link, Machine, RuleRate, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
-from .memory import MemoryEstimate, estimate_memory, host_bytes, memory_of_step
+from .memory import TUNING, MemoryEstimate, estimate_memory, host_bytes, memory_of_step
 from .model import SHAPES, ModelSize, Training, keeping
 from .recurrence import RecurrenceChoice, RecurrenceCost, RecurrentSize, choose_recurrence, recurrence_cost
 from .segments import Hop, Segment, Segments
@@ -21,7 +21,7 @@ from .work import Layer
 
 # fmt: off
 __all__ = [
-    "DATA_SHEETS", "HOST_ROOM", "SETTINGS", "SHAPES", "Choice", "Cost", "Cut", "Fit", "Hop", "Hybrid",
+    "DATA_SHEETS", "HOST_ROOM", "SETTINGS", "SHAPES", "TUNING", "Choice", "Cost", "Cut", "Fit", "Hop", "Hybrid",
     "KernelRate", "Layer", "Link", "Machine", "Mask", "MaskPattern", "MemoryEstimate", "ModelSize", "Plan",
     "RecurrenceChoice", "RecurrenceCost", "RecurrentSize", "RuleRate", "Segment", "Segments", "Shapes", "Sharding",
     "Step", "StepEstimate", "Tile", "Traffic", "Training", "Transfer", "assign", "bucket", "built_in",

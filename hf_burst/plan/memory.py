@@ -13,7 +13,7 @@ _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in l
 _ON_CPUS = ("cpu_flash", "reference")
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; NCCL; and the local memory of
 # kernels that spill registers, for which the driver provides while Triton tunes those of recurrent layers
-_CONTEXT, _NCCL, _TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
+_CONTEXT, _NCCL, TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
 # what torch's allocator holds beyond its tensors, and what formulas miss, as shares: of what comes and goes in a step,
 # of gradients that come where activations went, and of those under FSDP2; by default, and with expandable segments
 _GAPS, _GAPS_EXPANDABLE = (0.12, 0.35, 0.25), (0.09, 0.15, 0.15)
@@ -111,7 +111,7 @@ def _gaps(model: ModelSize, training: Training, memory: MemoryEstimate) -> float
 
 def _outside(model: ModelSize, training: Training) -> float:
     """Bytes outside of torch's allocator."""
-    return _CONTEXT + (_NCCL if training.gpus > 1 else 0.0) + (_TUNING if model.recurrent else 0.0)
+    return _CONTEXT + (_NCCL if training.gpus > 1 else 0.0) + (TUNING if model.recurrent else 0.0)
 
 
 def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
 from ...host_limits import share_of_host
-from ...plan import HOST_ROOM, SETTINGS, Fit, Machine, ModelSize, Training, bucket, fit, longest
+from ...plan import SETTINGS, TUNING, Fit, Machine, ModelSize, Training, bucket, fit, longest
 from ...resources import resources_of
 from ..model_size import model_size
 from ..optimizers import bytes_to_come
@@ -53,6 +53,7 @@ class Memory(Part):
         self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
         # of the latest step: how it is trained, on what, and what was chosen for it
         self.latest: tuple[Training, Machine, Fit] | None = None
+        self.room: RoomForKernels | None = None  # of a model with recurrent layers
         self.short = 0  # how often the allocator had run out of memory before it
 
     def begin(self, run: ForwardPass) -> None:
@@ -144,10 +145,18 @@ class Memory(Part):
         except BurstError as problem:
             self.chooses = False
             logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
+            return
+        if self.size.recurrent:
+            self._machine(run)  # with all of the GPU's memory
+            self.room = RoomForKernels(run.device)
+
+    def remove(self, model: PreTrainedModel) -> None:
+        if self.room is not None:
+            self.room.end()
 
     def _machine(self, run: ForwardPass) -> Machine:
         known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
-        return replace(known, host_memory=min(int(self.host / HOST_ROOM), known.host_memory))
+        return replace(known, host_memory=min(self.host, known.host_memory))
 
     def _least(self, run: ForwardPass, tokens: int) -> int:
         """The level to begin with for so many tokens: one higher than that of a step of as many, or fewer, that ran out
@@ -184,6 +193,23 @@ class Memory(Part):
             logger.info("hf_burst trains %s with %s: predicted are %s", batch, named(choice), needs)
         if not choice.training.expandable_segments:
             logger.info(_EXPANDABLE)
+
+
+class RoomForKernels:
+    """Memory of a GPU that torch's allocator leaves to the driver, until it ends: for kernels of Triton that spill
+    registers while they are tuned. The allocator keeps what was freed, and gives nothing back where others ask."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.before = device, torch.cuda.get_per_process_memory_fraction(device)
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        self.share = min(self.before, max(0.0, 1 - (others + TUNING) / total))
+        torch.cuda.set_per_process_memory_fraction(self.share, device)
+
+    def end(self) -> None:
+        """Gives the allocator what it had, unless somebody has set it since."""
+        if torch.cuda.get_per_process_memory_fraction(self.device) == self.share:
+            torch.cuda.set_per_process_memory_fraction(self.before, self.device)
 
 
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
