@@ -1118,3 +1118,17 @@ def test_a_version_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "an old torch" in done.stderr
     assert "versions.py: rank 0 of before failed" in done.stderr
+
+
+def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:
+    script, out = ROOT / "recipes/benchmarks/fits.py", tmp_path / "deep" / "fits.json"
+    common = [sys.executable, str(script), "--model", "tiny", "--length", "250", "--document", "100"]
+    for more in (["--steps", "0"], ["--steps", "2", "--folder", str(tmp_path / "trainer")]):
+        words = [*common, *more, "--out", str(out), "--commit", "abc"]
+        subprocess.run(words, check=True, cwd=tmp_path, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, timeout=240)
+    promise, row = json.loads(out.read_text())
+    assert promise["promised"] == row["promised"]
+    assert promise["promised"]["taken_gib"] > promise["promised"]["tensors_gib"] > 0
+    assert (row["status"], row["reason"], len(row["steps"])) == ("ok", None, 2)
+    assert all(step["seconds"] > 0 for step in row["steps"])
+    assert row["git_commit"] == "abc"

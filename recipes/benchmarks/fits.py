@@ -38,7 +38,7 @@ from hf_burst.hf.parts.memory import Memory, expandable_segments
 from hf_burst.plan import SHAPES, Fit, Training, fit, longest
 from hf_burst.plan.machine import named
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
-from recipes.benchmarks.training_job import quantise
+from recipes.benchmarks.training_job import TINY, quantise
 
 GIB = 2**30
 OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
@@ -46,6 +46,7 @@ OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, besi
 FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
 # shapes of checkpoints that the plan has no name for: their sizes as their config.json has them
 MORE: dict[str, dict[str, Any]] = {
+    "tiny": {"model_type": "llama", **TINY},
     "llama-3.2-3b": {
         "model_type": "llama",
         "vocab_size": 128256,

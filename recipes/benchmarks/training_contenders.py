@@ -19,7 +19,6 @@ from hf_burst.hf.accelerate import PATCH
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import Memory
-from hf_burst.plan import SETTINGS
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 from recipes.benchmarks.training_limits import LIMITS, mixers_of
 
@@ -44,8 +43,8 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
 
     try:
         yield loss
-        chosen = [*parts[Memory].chosen.values()][-1:]
-        job.chosen = {name: getattr(config, name) for config in chosen for name in SETTINGS}
+        latest = parts[Memory].latest
+        job.chosen = latest[-1].settings if latest else {}
         if job.chosen:
             job.choices[choice] = {**job.chosen, "memory": "named"}
     finally:
