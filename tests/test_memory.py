@@ -315,6 +315,7 @@ def test_one_process_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeyp
         records = [record for record in caplog.records if record.name.endswith("memory")]
         return [(record.levelno, record.getMessage()) for record in records]
 
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)  # which recipes set
     with caplog.at_level(logging.INFO, "hf_burst"):
         train(0, 1, room_for(1, 1), AUTO)
         (level, text), (_, advice) = told()

@@ -48,7 +48,7 @@ def attention_modules(reader: nn.Module) -> dict[nn.Module, str]:
     All of them say by `is_causal` how far their queries see. Classes from elsewhere may lack it, and are known by their
     name.
     """
-    found = {module: path for path, module in reader.named_modules() if hasattr(module, "is_causal")}
+    found = {module: path for path, module in reader.named_modules() if _says_is_causal(module)}
     inside = {inner for module in found for inner in module.modules()}
     recurrent = set(recurrent_modules(reader))
     for path, module in reader.named_modules():
@@ -56,6 +56,11 @@ def attention_modules(reader: nn.Module) -> dict[nn.Module, str]:
         if own and module not in inside | recurrent and found.keys().isdisjoint(module.modules()):
             found[module] = path
     return found
+
+
+def _says_is_causal(module: nn.Module) -> bool:
+    """Whether the module itself does: wrappers of peft hand on the attributes of what they wrap."""
+    return "is_causal" in vars(module) or hasattr(type(module), "is_causal")
 
 
 def check_attention_functions(model: PreTrainedModel) -> None:
