@@ -314,7 +314,7 @@ def step_memory() -> Figure:
     panels[0].set_ylabel("GiB of a GPU")
     panels[1].annotate("an H200", (32, machine.memory / 2**30 + 3), ha="right", fontsize=8)
     handles, labels = panels[0].get_legend_handles_labels()
-    panels[-1].legend(handles[::-1], labels[::-1], fontsize=8, frameon=False)
+    panels[-1].legend(handles[::-1], labels[::-1], fontsize=8, facecolor="white", edgecolor="white", framealpha=1)
     return figure
 
 
