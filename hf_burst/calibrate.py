@@ -17,7 +17,7 @@ import torch.distributed as dist
 from .cache import cache_file, write_whole
 from .errors import RankMismatchError
 from .host import host_id
-from .host_limits import host_memory
+from .host_limits import gpus_of_host, host_memory
 from .kernels import BackwardInputs, Band, Kernel, KernelRequest, Scores, project_out, select_kernel
 from .mesh import ContextGroup
 from .plan import KernelRate, Link, Machine, built_in
@@ -73,7 +73,7 @@ def machine_of(device: torch.device, ranks: int, per_host: int, kernel: str | No
     no other process, and assumes that GPUs of one host read each other's memory."""
     name, kernel = device_name(device), kernel or default_kernel(device).capabilities.name
     known = _known(name, kernel, _memory(device), per_host, _profiles(name, kernel, ranks))
-    return replace(known, host_memory=host_memory()[0] // per_host)
+    return replace(known, host_memory=host_memory()[0] // max(per_host, gpus_of_host(device)))
 
 
 def calibrate(group: ContextGroup, device: torch.device, kernel: Kernel) -> Machine:

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+# torchrun and accelerate; Open MPI; MPICH and Intel MPI; SLURM
+_LAUNCHERS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _PROCESS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 # by version of control groups: where those of memory lie, and the names of the files with their limit and usage
@@ -16,15 +18,16 @@ _FILES = {1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("
 
 
 def processes() -> int:
-    """How many processes of this job share the host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """How many processes of this job share the host, as launchers tell; 1 if none does."""
+    told = (os.environ.get(name, "") for name in _LAUNCHERS)
+    return max(1, next((int(number) for number in told if number.isdigit()), 1))
 
 
 def share_of_host(device: torch.device) -> int:
     """Bytes of host memory that a process may plan with: an equal part for each GPU of the host, so that jobs beside
     this one keep theirs, and no more than is available for each process of this job."""
     total, available = host_memory()
-    return min(total // max(processes(), _gpus(device)), available // processes())
+    return min(total // max(processes(), gpus_of_host(device)), available // processes())
 
 
 def host_memory() -> tuple[int, int]:
@@ -38,7 +41,7 @@ def host_memory() -> tuple[int, int]:
     return total, max(0, available)
 
 
-def _gpus(device: torch.device) -> int:
+def gpus_of_host(device: torch.device) -> int:
     """The GPUs of the host, also those that CUDA_VISIBLE_DEVICES hides; for other devices 1."""
     if device.type != "cuda":
         return 1

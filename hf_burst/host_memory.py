@@ -70,14 +70,19 @@ class HostMemory:
         left = host_memory()[1] // processes() - ahead.unmade * self.block_bytes
         return self.size + ahead.pending * self.block_bytes + max(0, left)
 
-    def reserve(self, size: int) -> None:
+    def reserve(self, size: int, most: int | None = None) -> None:
         """Sees to it that so many bytes are there in all, or will be when they are taken.
+
+        Args:
+            size (`int`): How many.
+            most (`int`, *optional*): How many the host may be asked for; `self.most` by default.
 
         Raises:
             ConfigError: If the host has not as many.
             KernelError: If the driver refuses to page-lock.
         """
-        taken, most = self.size + self._ahead.pending * self.block_bytes, self.most
+        taken = self.size + self._ahead.pending * self.block_bytes
+        most = self.most if most is None else most
         if size > most:
             raise ConfigError(
                 f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes()} "

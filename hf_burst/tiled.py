@@ -174,8 +174,10 @@ class _Call:
         inputs = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
         with torch.enable_grad():
             begun = new_node()
+            # views, as autocast keeps what it has cast of a leaf, and the leaf, until the whole forward pass ends
+            given = [part.view_as(part) if part.requires_grad else part for part in inputs]
             with _Products(skipped) as products:
-                out = self.forward(*inputs)
+                out = self.forward(*given)
         leaves = leaves_behind(out, begun, inputs)
         if leaves is None:
             raise KernelError(

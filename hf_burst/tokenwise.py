@@ -20,6 +20,7 @@ from .tiled import Forward, leaves_behind, new_node
 
 _TOKENS = 64
 _MANY_ZEROS = 0.1  # of the entries of a weight
+_SMALL_GATE = 0.1  # the largest entry of a vector that may hide what it is multiplied with
 _SMALL = 2**16  # entries of a buffer
 _Results = list[Tensor]  # the output, and the gradients of inputs that are floating point
 
@@ -156,12 +157,17 @@ class _NoDropout(TorchFunctionMode):
 
 @contextmanager
 def _without_zeros(module: nn.Module) -> Iterator[None]:
-    """Puts small numbers in the place of zeros, in weights that have many."""
+    """Puts numbers in the place of zeros, in weights that have many, and in that of small vectors: gates that hide what
+    they will let through."""
     weights = [weight for weight in module.parameters() if type(weight) is nn.Parameter and _is_wide(weight)]
-    before = [(weight, weight.data) for weight in weights if (weight == 0).sum() > _MANY_ZEROS * weight.numel()]
+    zeros = [(weight, weight.data) for weight in weights if (weight == 0).sum() > _MANY_ZEROS * weight.numel()]
+    small = [(weight, weight.data) for weight in weights if weight.dim() < 2 and weight.abs().max() < _SMALL_GATE]
+    before = [*zeros, *small]
     try:
-        for weight, data in before:
+        for weight, data in zeros:
             weight.data = torch.where(data == 0, torch.randn_like(data) * (data.shape or (1,))[-1] ** -0.5, data)
+        for weight, data in small:
+            weight.data = torch.randn_like(data)
         yield
     finally:
         for weight, data in before:
@@ -176,13 +182,18 @@ class _Notes:
         self.lengths = [_length(value) for _, own in self.attributes for value in own.values()]
         self.buffers = list(module.buffers())
         self.values = [buffer.clone() if buffer.numel() <= _SMALL else buffer for buffer in self.buffers]
+        # tensors of which no copy is made, and how often they were changed
+        attributes = [value for _, own in self.attributes for value in own.values() if isinstance(value, Tensor)]
+        large = [buffer for buffer in self.buffers if buffer.numel() > _SMALL]
+        self.versions = [-1 if tensor.is_inference() else tensor._version for tensor in (*attributes, *large)]
         self.module = module
 
     def hold(self) -> bool:
         """Whether they are as they were."""
         now = _Notes(self.module)
         same = [own.keys() == then.keys() for (_, own), (_, then) in zip(now.attributes, self.attributes, strict=True)]
-        if not all(same) or now.lengths != self.lengths or len(now.buffers) != len(self.buffers):
+        same += [now.lengths == self.lengths, now.versions == self.versions]
+        if not all(same) or len(now.buffers) != len(self.buffers):
             return False
         for (_, own), (_, then) in zip(now.attributes, self.attributes, strict=True):
             for name, value in own.items():

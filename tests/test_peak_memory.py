@@ -232,3 +232,21 @@ def test_tiles_keep_nothing_of_their_layers(name):
     batch = models.make_batch("plain", 96)
     whole, tiles = (bytes_of_step(model, batch, {"tiled_mlp": size})[0] for size in (0, 16))
     assert tiles <= whole
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"activation_offloading": 1.0}, {"tiled_mlp": 64}, {"tiled_mlp": 64, "activation_offloading": 1.0}],
+    ids=str,
+)
+def test_the_peak_of_weights_in_fp32_is_as_planned(as_on_gpus, settings):
+    """Under autocast, whose hidden states are in fp32, too."""
+    changes = {"hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 32, "num_key_value_heads": 8}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}, num_hidden_layers=6)).train()
+    model.gradient_checkpointing_enable()
+    tokens = torch.randint(0, 64, (1, LENGTH))
+    _, peak = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, settings, autocast=True)
+    training = Training(LENGTH, 1, 1, sharded="ddp", weights="fp32", **settings)
+    planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, as_on_gpus)
+    assert 0.97 * peak < planned.tensors - planned.held < 1.13 * peak

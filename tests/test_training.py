@@ -262,13 +262,6 @@ def most_likely(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
-def read(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
-    """A loss of one's own, which leaves the labels where they are."""
-    outputs = model(**inputs)
-    loss = outputs.logits.float().logsumexp(-1).mean()
-    return (loss, outputs) if return_outputs else loss
-
-
 def ask(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
     outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
     assert outputs.logits is None
@@ -282,7 +275,6 @@ WITHOUT_LOGITS: dict[str, tuple[dict[str, Any], str]] = {
         {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely},
         "compute_metrics, preprocess_logits_for_metrics would be given .*per_device_eval_batch_size",
     ),
-    "own loss": ({"compute_loss": read}, r"read \(.*test_training.py:\d+\) would be given .*inputs.pop\('labels'\)"),
     "smoothing": ({"label_smoothing_factor": 0.2}, "wants them for label_smoothing_factor: raise the limit"),
     "function": ({"compute_loss_func": squared}, "wants them for compute_loss_func: raise the limit"),
 }

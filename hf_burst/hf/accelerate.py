@@ -291,7 +291,7 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
             continue
         language = known & {cls.__name__ for cls in type(module).__mro__}
         trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
-        if language or (trained and patched.isdisjoint(map(id, module.modules()))):
+        if language or (trained and not patched):
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "

@@ -29,7 +29,7 @@ class Fit(NamedTuple):
     """A level of the rule, and what a step is predicted to take with its settings.
 
     Args:
-        level (`int`): How many settings were added, 0 for none.
+        level (`int`): How far the rule went, 0 for nothing. Some levels change nothing.
         training ([`Training`]): With the settings.
         memory ([`MemoryEstimate`]): What it takes.
         fits (`bool`): Whether the GPU and its host have it.
@@ -77,8 +77,11 @@ def fit(
         least (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
     """
     steps = levels(model, training, machine, fixed)
+    start = min(least, len(steps) - 1)
+    while 0 < start < len(steps) - 1 and steps[start] == steps[start - 1]:
+        start += 1  # nothing changes
     rows = []
-    for level, how in list(enumerate(steps))[min(least, len(steps) - 1) :]:
+    for level, how in list(enumerate(steps))[start:]:
         memory = estimate_memory(model, how, machine, held)
         rows.append(Fit(level, how, memory, fits(memory, machine)))
         if rows[-1].fits:

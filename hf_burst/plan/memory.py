@@ -111,7 +111,12 @@ def _gaps(model: ModelSize, training: Training, memory: MemoryEstimate) -> float
 
 def _outside(model: ModelSize, training: Training) -> float:
     """Bytes outside of torch's allocator."""
-    return _CONTEXT + (_NCCL if training.gpus > 1 else 0.0) + (TUNING if model.recurrent else 0.0)
+    return outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
+
+
+def outside_of_torch(gpus: int) -> float:
+    """Bytes of a GPU that CUDA takes, and NCCL among several of them."""
+    return _CONTEXT + (_NCCL if gpus > 1 else 0.0)
 
 
 def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
@@ -236,6 +241,8 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
     if training.tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
         one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
+        if training.wide_states:  # a tile's gradients beside their sums, and casts of weights and gradients
+            one += 8 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
     if laid.attention:

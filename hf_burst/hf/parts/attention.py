@@ -69,7 +69,8 @@ class _Hooks:
                 self._refuse(module)
             for inner in arrived:
                 setattr(inner, ARRIVED, False)
-            self.ran = True
+            if not torch.compiler.is_compiling():  # a graph may not change what lies outside of a checkpoint
+                self.ran = True
 
     @torch.compiler.disable
     def _refuse(self, module: nn.Module) -> None:
@@ -147,7 +148,7 @@ class Attention(Part):
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
-        self.hooks.under_way, self.hooks.ran = True, False
+        self.hooks.under_way, self.hooks.ran = True, run.compiled
         for module in self.modules:
             vars(module)[ARRIVED] = False
 

@@ -69,7 +69,9 @@ class ForwardPass:
         meshes = {weight.device_mesh for weight in self.model.parameters() if isinstance(weight, DTensor)}
         groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
         members = set(self.group.members) or {dist.get_rank()}
-        return tuple(group for group in groups.values() if not set(dist.get_process_group_ranks(group)) <= members)
+        ranks = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+        order = sorted((own, name) for name, own in ranks.items() if not set(own) <= members)  # the same on all ranks
+        return tuple(groups[name] for _, name in order)
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         """The largest of the numbers of the ranks that share the batch, which all call it at the same time."""

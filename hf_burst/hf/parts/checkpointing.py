@@ -26,7 +26,7 @@ from ...errors import BatchError, ConfigError
 from ...host_memory import HostMemory
 from ...layer_runs import LayerRun, Place, first_tensor
 from ...offload import KeptByLayer, kept_here, unheld
-from ...plan import keeping
+from ...plan import HOST_ROOM, keeping
 from ..hybrid import attention_shapes
 from .base import ForwardPass, Part
 from .tiles import Tile, takes_weights_apart
@@ -55,7 +55,8 @@ class Checkpointing(Part):
         self.home: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
         self.most: int | None = None  # bytes that the host of some rank had left when they did not suffice
-        self.told: int | None = None
+        self.asked = 0  # bytes for which the hosts were asked last
+        self.told = False  # that fewer layers leave
         self.layers = self.leaving = self.begun = 0  # that checkpoint; that offload in this pass; that ran
         self.per_checkpoint = 1
         self.selective = False  # whether a module checkpoints by a context_fn of the user's
@@ -185,7 +186,7 @@ class Checkpointing(Part):
         keeps what it keeps: it is asked for at once."""
         self.leaving = min(round(run.settings.activation_offloading * self.layers), self.layers - 1)
         if self.home is None or self.home.device != run.device:
-            self.home, self.reserved, self.most = HostMemory(run.device), 0, None
+            self.home, self.reserved, self.asked, self.most = HostMemory(run.device), 0, 0, None
         sizes = _kept_bytes(run, self.share)
         if run.settings.activation_offloading != run.config.activation_offloading:
             self._stay_within(run, sizes)
@@ -193,7 +194,7 @@ class Checkpointing(Part):
         if needed > self.reserved:
             error = None
             try:
-                self.home.reserve(needed)
+                self.home.reserve(needed, self.most)
             except Exception as problem:  # whatever it is, the other ranks must not wait for this one
                 error = problem
             run.group.agree({}, error, run.device)
@@ -203,12 +204,13 @@ class Checkpointing(Part):
         """Has fewer layers leave where others have taken the host's memory since it was chosen how many do."""
         assert self.home is not None, "made before"
         wanted, needed = self.leaving, self._bytes_of_host(self.leaving, sizes)
-        if needed > self.reserved and (self.most is None or needed > self.most):
-            self.most = max(self.reserved, int(-run.largest([-self.home.most])[0]))
+        if needed > self.reserved and needed != self.asked:  # once for batches of one size
+            room = HOST_ROOM * (self.home.most - self.home.size)
+            self.asked, self.most = needed, max(self.reserved, int(-run.largest([-self.home.size - room])[0]))
         while self.most is not None and self.leaving and self._bytes_of_host(self.leaving, sizes) > self.most:
             self.leaving -= 1
-        if self.leaving < wanted and self.most != self.told and run.group.rank == 0:
-            self.told = self.most
+        if self.leaving < wanted and not self.told and run.group.rank == 0:
+            self.told = True
             logger.warning(
                 "The host has %.1f GiB left for each process, so %d instead of %d layers are offloaded, and the GPU "
                 "may run out of memory. Give the host more memory, or run fewer jobs on it.",

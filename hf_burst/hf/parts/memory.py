@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
 from ...host_limits import share_of_host
-from ...plan import SETTINGS, TUNING, Fit, Machine, ModelSize, Training, bucket, fit, longest
+from ...plan import SETTINGS, TUNING, Fit, Machine, ModelSize, Training, bucket, fit, longest, outside_of_torch
 from ...resources import resources_of
 from ..model_size import model_size
 from ..optimizers import bytes_to_come
@@ -47,20 +47,22 @@ class Memory(Part):
         self.size: ModelSize | None = None
         self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
         self.host = 0  # bytes of host memory that each process may take
-        self.compiled = False  # whether any rank is
         self.chosen: dict[tuple[int, int], Fit] = {}  # by how many tokens there are at most, and the least level
         self.told = set[tuple[int, int]]()  # of which the log has read: tokens and level
         self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
         # of the latest step: how it is trained, on what, and what was chosen for it
         self.latest: tuple[Training, Machine, Fit] | None = None
         self.room: RoomForKernels | None = None  # of a model with recurrent layers
+        self.steps = False  # whether the latest pass was one of training
         self.short = 0  # how often the allocator had run out of memory before it
 
     def begin(self, run: ForwardPass) -> None:
         self._compare(run)
         if not self.chooses:
             return
-        if run.model.training and torch.is_grad_enabled():
+        self._count_errors(run)
+        self.steps = run.model.training and torch.is_grad_enabled()
+        if self.steps:
             run.settings = self._settings(run)
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
@@ -73,7 +75,7 @@ class Memory(Part):
             return
         if any(note.startswith("hf_burst: ") for note in getattr(problem, "__notes__", ())):
             return
-        if self.latest is None or self.size is None:
+        if self.latest is None or self.size is None or not self.steps:
             problem.add_note(OUT_OF_MEMORY)
             return
         training, machine, choice = self.latest
@@ -115,7 +117,7 @@ class Memory(Part):
                 self.chosen[tokens, least] = fit(self.size, training, machine, self.fixed, self.held, least)
             return self.chosen[tokens, least]
 
-        choice = choose(self._least(run, tokens))
+        choice = choose(max((level for known, level in self.least.items() if known <= tokens), default=0))
         if run.sharing:
             choice = choose(int(run.largest_of_all([choice.level])[0]))
         if (tokens, choice.level) not in self.told:
@@ -137,7 +139,7 @@ class Memory(Part):
         # what one rank cannot do, none does
         limits = [own, -share_of_host(run.device), apart, apart or not run.repeatable, run.compiled]
         self.held, host, tiles, once, compiled = run.largest_of_all(limits)
-        self.host, self.compiled = int(-host), bool(compiled)
+        self.host = int(-host)
         kept = {"tiled_mlp": tiles, "layers_per_checkpoint": once, "activation_offloading": compiled}
         self.fixed |= {name for name, impossible in kept.items() if impossible}
         try:
@@ -158,11 +160,12 @@ class Memory(Part):
         known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
         return replace(known, host_memory=min(self.host, known.host_memory))
 
-    def _least(self, run: ForwardPass, tokens: int) -> int:
-        """The level to begin with for so many tokens: one higher than that of a step of as many, or fewer, that ran out
-        of memory. Torch counts this, wherever the error was raised and whoever caught it."""
+    def _count_errors(self, run: ForwardPass) -> None:
+        """In one process: if the latest step ran out of memory, batches of as many tokens, or more, begin one level
+        higher. Torch counts its errors, wherever one was raised and whoever caught it. Over ranks such a step ends the
+        job."""
         short = out_of_memory(run.device)
-        if self.latest is not None and short > self.short:
+        if self.latest is not None and self.steps and short > self.short and run.group.size == 1 and not run.sharing:
             training, _, choice = self.latest
             self.least[training.length] = choice.level + 1
             logger.warning(
@@ -171,7 +174,6 @@ class Memory(Part):
                 named(choice),
             )
         self.short = short
-        return max((level for known, level in self.least.items() if known <= tokens), default=0)
 
     def _tell(self, run: ForwardPass, choice: Fit, machine: Machine) -> None:
         """Says what was chosen, or that nothing fits."""
@@ -208,18 +210,20 @@ class RoomForKernels:
 
     def end(self) -> None:
         """Gives the allocator what it had, unless somebody has set it since."""
-        if torch.cuda.get_per_process_memory_fraction(self.device) == self.share:
+        if abs(torch.cuda.get_per_process_memory_fraction(self.device) - self.share) < 1e-6:  # torch counts bytes
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
 
 
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:
-    """Bytes of a GPU that do not follow from the batch: all that it holds before the first one, and states of an
-    optimizer that are still to come. `None` for devices whose memory is not counted."""
+    """Bytes of a GPU that do not follow from the batch: tensors that are there before the first one, states of an
+    optimizer that are still to come, and what others take of it beyond CUDA and NCCL, which the plan counts. `None` for
+    devices whose memory is not counted."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    taken = total - free - torch.cuda.memory_reserved(device) + torch.cuda.memory_allocated(device)
-    return float(taken + bytes_to_come(model, device))
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    others = total - free - torch.cuda.memory_reserved(device) - outside_of_torch(ranks)
+    return float(torch.cuda.memory_allocated(device) + max(0.0, others) + bytes_to_come(model, device))
 
 
 def out_of_memory(device: torch.device) -> int:

@@ -121,10 +121,9 @@ def _check_unread(why: str) -> None:
     readers = readers_of_logits()
     if readers:
         raise BatchError(
-            f"{', '.join(readers)} would be given outputs.logits=None: logits {why}. A loss of your own calls the "
-            "model without labels (labels = inputs.pop('labels')), which gathers logits up to "
-            f"BurstConfig.logits_limit_gib. For metrics {_SMALLER}; prediction_loss_only=True evaluates without them, "
-            "and hf_burst.token_losses returns the loss of every token."
+            f"{', '.join(readers)} would be given outputs.logits=None: logits {why}. {_SMALLER.capitalize()}; "
+            "prediction_loss_only=True evaluates without them, and hf_burst.token_losses returns the loss of every "
+            "token."
         )
 
 
