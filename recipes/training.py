@@ -11,8 +11,6 @@ from settings import BurstSettings, DataSettings, ModelSettings
 
 import hf_burst
 
-MOST_RETRIES = 8  # as many settings follow one another
-
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
@@ -117,20 +115,29 @@ def retry_when_short(trainer: "Trainer") -> None:
     """
     import torch
 
-    if trainer.args.world_size > 1:
+    from hf_burst.hf.accelerate import PATCH
+    from hf_burst.hf.parts.memory import Memory
+
+    patches = (getattr(module, PATCH, None) for module in trainer.model.modules())
+    parts = [part for patch in patches if patch is not None for part in patch.parts if isinstance(part, Memory)]
+    if trainer.args.world_size > 1 or not any(part.chooses for part in parts):
         return
     own = trainer.training_step
 
     def training_step(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         accumulated = any(weight.grad is not None for weight in model.parameters())
-        for _ in range(0 if accumulated else MOST_RETRIES):
+        tried: list[Any] = []
+        while True:
             try:
                 return own(model, *args, **kwargs)
             except torch.OutOfMemoryError as problem:
+                settings_of_step = [part.latest and part.latest[-1].settings for part in parts]
+                if accumulated or settings_of_step in tried:
+                    raise
+                tried.append(settings_of_step)
                 print(f"a step ran out of memory, and is tried again with less: {str(problem).splitlines()[0]}")
             model.zero_grad()
             gc.collect()
             torch.cuda.empty_cache()
-        return own(model, *args, **kwargs)
 
     trainer.training_step = training_step  # type: ignore[method-assign]

@@ -292,17 +292,17 @@ PLAIN = str({name: getattr(hf_burst.BurstConfig(), name) for name in SETTINGS})
 
 
 def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
-    for room, config in ((room_for(0, 2), AUTO), (room_for(1, 2), NAMED)):
+    for room, config in ((room_for(0, 2), AUTO), (room_for(2, 2), NAMED)):
         for chosen, error in ranks(2).run(train, room, config):
             assert chosen == [PLAIN, PLAIN]
             assert error < 1e-5
-    results = ranks(2).run(train, room_for(1, 2), AUTO)
+    results = ranks(2).run(train, room_for(2, 2), AUTO)
     assert results[0][0] == results[1][0], "the same on all ranks"
     for (short, long), error in results:
         assert short == PLAIN
         assert "'tiled_mlp': 5" in long
         assert error < 1e-5
-    for (_, long), _ in ranks(2).run(train, room_for(1, 2), AUTO | {"tiled_mlp": 3, "attention_keep": 0.0}):
+    for (_, long), _ in ranks(2).run(train, room_for(2, 2), AUTO | {"tiled_mlp": 3, "attention_keep": 0.0}):
         assert "'tiled_mlp': 3" in long
         assert "'attention_keep': 0.0" in long
     for (_, long), error in ranks(2).run(train, 2000.0, AUTO):
@@ -396,7 +396,7 @@ def test_a_step_that_ran_out_is_followed_by_a_more_frugal_one(caplog: pytest.Log
 
 def test_over_ranks_the_error_names_the_settings_to_take(ranks: Ranks) -> None:
     for found, notes in ranks(2).run(run_short, 2.0**30):
-        assert found == [0, 0, 1, 0, 2]
+        assert found == [0] * 5, "ranks go on alike, whichever of them counts an error"
         assert "start again with BurstConfig(activation_offloading=0.0, tiled_mlp=5" in notes[0]
 
 

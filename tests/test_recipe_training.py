@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,10 @@ import models  # noqa: E402
 import settings  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
+import hf_burst  # noqa: E402
+import tests.models  # noqa: E402
+from hf_burst.hf.accelerate import PATCH  # noqa: E402
+from hf_burst.hf.parts.memory import Memory  # noqa: E402
 from recipes import recall_across_shards  # noqa: E402
 from tests import conversations  # noqa: E402
 from tests.ranks import RankPool, reset_accelerate  # noqa: E402
@@ -231,3 +236,37 @@ def test_a_merged_adapter_answers_what_it_was_taught(ranks: Ranks, files: Path, 
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     right = [answer == value for answer, value in zip(json.loads(done.stdout), known.values(), strict=True)]
     assert sum(right) / len(right) > 0.99
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_step_that_was_short_of_memory_runs_again(accumulated: bool) -> None:
+    """With other settings each time, and not where gradients of earlier batches would be lost."""
+    training = import_module("training")
+    model = hf_burst.patch_model(tests.models.make_model("llama"))
+    (part,) = [part for part in getattr(model, PATCH).parts if isinstance(part, Memory)]
+    levels = [{"tiled_mlp": 0}, {"tiled_mlp": 5}, {"tiled_mlp": 5}]
+    weight = next(model.parameters())
+    if accumulated:
+        weight.grad = torch.ones_like(weight)
+
+    def step(model: torch.nn.Module) -> float:
+        part.latest = (None, None, SimpleNamespace(settings=levels.pop(0)))
+        if len(levels) == short:
+            return 7.0
+        weight.grad = torch.ones_like(weight)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    trainer = SimpleNamespace(model=model, args=SimpleNamespace(world_size=1), training_step=step)
+    training.retry_when_short(trainer)
+    short = 1
+    if accumulated:
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.training_step(model)
+        assert weight.grad is not None
+        return
+    assert trainer.training_step(model) == 7.0
+    assert weight.grad is None, "of the step that was dropped"
+    levels[:], short = [{"tiled_mlp": 0}, {"tiled_mlp": 5}, {"tiled_mlp": 5}], -1
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.training_step(model)
+    assert levels == [], "nothing follows"
