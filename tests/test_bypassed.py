@@ -516,8 +516,9 @@ def test_nothing_is_said_of_what_arrives(ranks: Ranks, size: int, change: Change
     run(ranks, size, serve, change, name)
 
 
-def test_the_check_leaves_nothing_in_graphs() -> None:
-    """All layers share one graph, which is not broken."""
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_the_check_leaves_nothing_in_graphs(checkpoints: bool) -> None:
+    """All layers share one graph, which is not broken, also where they checkpoint."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -525,9 +526,11 @@ def test_the_check_leaves_nothing_in_graphs() -> None:
         return graph.forward
 
     torch._dynamo.reset()
-    model = models.patch(models.make_model("llama", layers=4))
+    model = models.patch(models.make_model("llama", layers=4).train())
+    if checkpoints:
+        model.gradient_checkpointing_enable()
     for layer in model.model.layers:
-        layer.compile(backend=backend)
+        layer.compile(backend=backend, fullgraph=True)
     for seed in range(2):
         model(**models.make_batch("plain", seed=seed)).loss.backward()
     assert len(graphs) == 1
