@@ -4,7 +4,7 @@ from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .choose import Choice, candidates, choose, name_of
 from .cost import Cost, estimate, head_slices
 from .cuts import Cut, Hybrid, cheapest_cut, cuts, sharding_for
-from .fit import HOST_ROOM, SETTINGS, Fit, bucket, fit, fits, levels, longest
+from .fit import HOST_ROOM, SETTINGS, Fit, at_level, bucket, fit, fits, levels, longest
 from .machine import DATA_SHEETS, KernelRate, Link, Machine, RuleRate, built_in, data_sheet, named
 from .mask import Mask, MaskPattern
 from .memory import TUNING, MemoryEstimate, estimate_memory, host_bytes, memory_of_step, outside_of_torch
@@ -55,7 +55,7 @@ __all__ = [
     "Traffic",
     "Training",
     "Transfer",
-    "assign",
+    "assign", "at_level",
     "bucket",
     "built_in",
     "candidates",

@@ -89,6 +89,15 @@ def fit(
     return min(rows, key=lambda row: row.memory.total)
 
 
+def at_level(
+    model: ModelSize, training: Training, machine: Machine, fixed: Collection[str], held: float | None, level: int
+) -> Fit:
+    """A level of the rule, whether it fits or not. Arguments as in [`fit`]."""
+    how = levels(model, training, machine, fixed)[level]
+    memory = estimate_memory(model, how, machine, held)
+    return Fit(level, how, memory, fits(memory, machine))
+
+
 def longest(
     model: ModelSize,
     training: Training,

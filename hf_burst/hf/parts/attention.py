@@ -145,6 +145,7 @@ class Attention(Part):
         forwards = (vars(module).get("forward") or type(module).forward for module in self.modules)
         distinct = {id(forward): forward for forward in forwards}
         run.facts["forward of attention"] = sorted({function_name(forward) for forward in distinct.values()})
+        run.advice["forward of attention"] = "Replace or wrap the forward of attention on all ranks, or on none."
         resources_of(run.group).check()
 
     def begin(self, run: ForwardPass) -> None:
@@ -174,9 +175,10 @@ class Attention(Part):
             vars(module).pop(ARRIVED, None)
         if self.attends and next(_users_of(model), None) is None:
             model.set_attn_implementation(self.before)
-            since = [(config, self.before) for config in _configs_of(language_model_of(model))]
-            for config, before in [*since, *self.copied]:  # layers may have been copied since
-                config._attn_implementation = before
+            for config in _configs_of(language_model_of(model)):  # layers may have been copied since
+                config._attn_implementation = self.before
+        for config, before in self.copied:
+            config._attn_implementation = before
 
     def _set_copies(self, reader: PreTrainedModel) -> None:
         for config in _configs_of(reader):

@@ -57,6 +57,7 @@ class Loss(Part):
                 "hf_burst.unpatch_model(model) first, then change it."
             )
         forward = run.facts["forward of the model"] = forward_name(run.model)
+        run.advice["forward of the model"] = "Replace or wrap the forward of the model on all ranks, or on none."
         if forward.startswith("liger_kernel."):
             raise ConfigError(_PAST_US.format(forward))
         run.facts[_ITEMS] = None if run.items is None else float(run.items)

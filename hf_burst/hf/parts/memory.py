@@ -14,7 +14,19 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
 from ...host_limits import share_of_host
-from ...plan import SETTINGS, TUNING, Fit, Machine, ModelSize, Training, bucket, fit, longest, outside_of_torch
+from ...plan import (
+    SETTINGS,
+    TUNING,
+    Fit,
+    Machine,
+    ModelSize,
+    Training,
+    at_level,
+    bucket,
+    fit,
+    longest,
+    outside_of_torch,
+)
 from ...resources import resources_of
 from ..model_size import model_size
 from ..optimizers import bytes_to_come
@@ -118,8 +130,8 @@ class Memory(Part):
             return self.chosen[tokens, least]
 
         choice = choose(max((level for known, level in self.least.items() if known <= tokens), default=0))
-        if run.sharing:
-            choice = choose(int(run.largest_of_all([choice.level])[0]))
+        if run.sharing and (level := int(run.largest_of_all([choice.level])[0])) != choice.level:
+            choice = at_level(self.size, training, machine, self.fixed, self.held, level)
         if (tokens, choice.level) not in self.told:
             self.told.add((tokens, choice.level))
             self._tell(run, choice, machine)
