@@ -564,7 +564,7 @@ def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) 
     def choose(part: Any, run: Any) -> None:
         asked.append((run.config.memory, run.config.tiled_mlp))
         if run.config.memory == "auto":
-            part.chosen[len(asked)] = replace(run.config, tiled_mlp=16 * len(asked))
+            part.latest = (None, None, types.SimpleNamespace(settings={"tiled_mlp": 16 * len(asked)}))
 
     monkeypatch.setattr(training_contenders.Memory, "begin", choose)
     for length in (70, 90, 70):

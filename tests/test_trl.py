@@ -18,6 +18,7 @@ from transformers import (
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
+from hf_burst.hf.accelerate import _check_patched
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import Case, make_trainer
@@ -257,6 +258,18 @@ def test_models_that_are_trained_must_be_patched(ranks: Ranks, tmp_path: Path, w
     for error in caught.value.errors:
         sentence = "LlamaForSequenceClassification is not patched.*refuses, such as RewardTrainer's, trains without"
         assert pytest.RaisesExc(ConfigError, match=sentence).matches(error), error
+
+
+def test_a_tower_beside_a_patched_model_may_learn() -> None:
+    """It reads no tokens, and gives the model embeddings."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=8, patch_size=4))
+    policy = hf_burst.patch_model(models.make_model("llama"))
+    _check_patched(torch.nn.ModuleList([policy, tower]), 2)
+    with pytest.raises(ConfigError, match="CLIPVisionModel is not patched"):
+        _check_patched(tower, 2)
 
 
 def learn_from_own_words(rank: int, size: int, folder: str, trainer: str, streamed: bool) -> None:

@@ -291,13 +291,22 @@ def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
             continue
         language = known & {cls.__name__ for cls in type(module).__mro__}
         trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
-        if language or (trained and not patched):
+        apart = patched.isdisjoint(map(id, module.modules())) and (not patched or _reads_tokens(module))
+        if language or (trained and apart):
             raise ConfigError(
                 f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
                 "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
                 "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model. A "
                 "class that patch_model refuses, such as RewardTrainer's, trains without BurstParallelismConfig."
             )
+
+
+def _reads_tokens(model: PreTrainedModel) -> bool:
+    """Whether a model has embeddings of tokens, unlike a tower of images beside a language model."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except NotImplementedError:
+        return False
 
 
 def _check_deepspeed(config: dict[str, Any]) -> None:
