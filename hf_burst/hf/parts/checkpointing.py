@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -238,12 +239,22 @@ def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Remembering"]
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
-    embeddings: Any = run.model.get_input_embeddings()
-    itemsize = embeddings.weight.element_size()
-    attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * itemsize + shapes.accumulator_itemsize)
+    itemsize = _dtype_of_states(run.model).itemsize
+    narrow = torch.get_autocast_dtype(run.device.type).itemsize if torch.is_autocast_enabled(run.device.type) else itemsize
+    attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.layout.batch_size * run.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
     return rows * width * itemsize + page, rows * share * attention + 2 * page
+
+
+def _dtype_of_states(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of hidden states: that of the embeddings, or the one to which FSDP2 casts all weights."""
+    embeddings: Any = model.get_input_embeddings()
+    if isinstance(embeddings.weight, DTensor):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                return module._get_fsdp_state()._mp_policy.param_dtype or embeddings.weight.dtype
+    return embeddings.weight.dtype
 
 
 class _Run:
