@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from .attention import AttentionRequest, burst_attention
     from .check.run import check_model
     from .config import BurstConfig
-    from .hf.accelerate import BurstParallelismConfig
-    from .hf.collator import BurstCollator, shard_batch
-    from .hf.monitor import BurstCallback
+    from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
-    from .hf.resume import BurstResume, last_checkpoint
-    from .layout import SequenceLayout
-    from .mesh import ContextGroup
+    from .hf.trainers.accelerate import BurstParallelismConfig
+    from .hf.trainers.logging import BurstCallback
+    from .hf.trainers.resume import BurstResume, last_checkpoint
     from .plan import MaskPattern
+    from .ranks.group import ContextGroup
+    from .ranks.layout import SequenceLayout
 
 _HOME = {
     "AttentionRequest": ".attention",
-    "BurstCallback": ".hf.monitor",
-    "BurstCollator": ".hf.collator",
+    "BurstCallback": ".hf.trainers.logging",
+    "BurstCollator": ".hf.batches.collator",
     "BurstConfig": ".config",
-    "BurstParallelismConfig": ".hf.accelerate",
-    "BurstResume": ".hf.resume",
-    "ContextGroup": ".mesh",
+    "BurstParallelismConfig": ".hf.trainers.accelerate",
+    "BurstResume": ".hf.trainers.resume",
+    "ContextGroup": ".ranks.group",
     "MaskPattern": ".plan",
-    "SequenceLayout": ".layout",
+    "SequenceLayout": ".ranks.layout",
     "burst_attention": ".attention",
     "check_model": ".check.run",
-    "last_checkpoint": ".hf.resume",
+    "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
-    "shard_batch": ".hf.collator",
+    "shard_batch": ".hf.batches.collator",
     "token_losses": ".hf.parts.token_losses",
     "unpatch_model": ".hf.patch",
 }

@@ -31,13 +31,13 @@ sys.path.insert(0, str(ROOT))
 from hf_burst.check.compare import KINDS, TOLERANCE, compare  # noqa: E402
 from hf_burst.check.ranks import RANKS, run_on_ranks  # noqa: E402
 from hf_burst.errors import ConfigError  # noqa: E402
-from hf_burst.hf.verdicts import Verdict, source_hash  # noqa: E402
+from hf_burst.hf.models.verdicts import Verdict, source_hash  # noqa: E402
 from recipes.tiny_models import class_names, is_masked, tiny_model  # noqa: E402
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names  # noqa: E402
 
 BATCH = 12  # classes that share the start of two processes
 RESULTS = ROOT / "recipes" / "results"
-SERVED = ROOT / "hf_burst" / "hf" / "served.json"
+SERVED = ROOT / "hf_burst" / "hf" / "models" / "served.json"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,9 @@ def main() -> None:
     parser.add_argument("--wrappers", action="store_true", help="the image-text-to-text classes, on text")
     parser.add_argument("--classes", nargs="+", help="by default all")
     parser.add_argument("--jobs", type=int, default=1, help="comparisons at a time, of two processes each")
-    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and hf/served.json")
+    parser.add_argument(
+        "--write", action="store_true", help="write recipes/results/coverage*.* and hf/models/served.json"
+    )
     arguments = parser.parse_args()
     table = WRAPPERS if arguments.wrappers else LANGUAGE
     names = arguments.classes or list(table.classes)

@@ -83,7 +83,7 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
     if choice in ("none", "false", "no"):
         return None
     import hf_burst
-    from hf_burst.hf.resume import numbered, what_is_missing
+    from hf_burst.hf.trainers.resume import numbered, what_is_missing
 
     if choice in (AUTO, "true", "yes"):
         latest = hf_burst.last_checkpoint(output_dir)
@@ -108,7 +108,7 @@ def checkpoint(training: "TrainingArguments", run: dict[str, Any]) -> str | None
 
 def of_another_run(folder: str, run: dict[str, Any]) -> str | None:
     """Why a recipe does not go on from a checkpoint: it is of a run with other settings. `None` if it is not."""
-    from hf_burst.hf.resume import STATE, recorded
+    from hf_burst.hf.trainers.resume import STATE, recorded
 
     state = json.loads((Path(folder) / STATE).read_text())
     before = recorded(state.get("stateful_callbacks") or {}).get("settings") or {}
@@ -124,7 +124,7 @@ def why_not_anew(begun: list[Path], run: dict[str, Any]) -> str | None:
     They are not its own, or it had gone on from another folder. Or one has its last file, so that it was not cut off,
     and may be all that is left of a training.
     """
-    from hf_burst.hf.resume import STATE
+    from hf_burst.hf.trainers.resume import STATE
 
     folder = begun[0].parent
     problem = f"{str(folder)!r} holds checkpoints, such as {begun[0].name}, of which none is whole"

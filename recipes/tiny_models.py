@@ -1,6 +1,6 @@
 """A tiny model with random weights for every causal and masked LM class of Transformers, by its own config class.
 
-`hf_burst.hf.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single
+`hf_burst.hf.models.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single
 families need besides, and switches on what their configs leave out.
 """
 
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_burst.check import tiny
 from hf_burst.hf import sizes
-from hf_burst.hf.sizes import LAYERS, VOCABULARY, WINDOW
+from hf_burst.hf.models.sizes import LAYERS, VOCABULARY, WINDOW
 
 SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hf_burst import resources
 from hf_burst.attention import prepare
 from hf_burst.kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Traffic
+from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring import symmetric
 
 

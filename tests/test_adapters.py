@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_burst
 from hf_burst.errors import KernelError
 from hf_burst.hf.parts.adapters import Adapters
-from hf_burst.tiled import tiled
+from hf_burst.layers.tiled import tiled
 from tests import models
 from tests.ranks import RankPool
 from tests.test_tiled import HIDDEN, PRODUCTS, TILE, gated, in_tiles

@@ -25,8 +25,8 @@ from hf_burst.errors import (
     UnsupportedModelError,
 )
 from hf_burst.hf.patch import patch_under_check
-from hf_burst.mesh import ContextGroup
-from hf_burst.resources import resources_of
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ring.resources import resources_of
 from recipes.tiny_wrappers import tiny_wrapper
 from tests import models
 from tests.ranks import RankError, RankPool

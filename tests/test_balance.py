@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaCo
 from hf_burst import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
-from hf_burst.hf.support import layer_patterns
+from hf_burst.hf.models.support import layer_patterns
 from hf_burst.plan import Mask, MaskPattern, assign, balance, imbalance, imbalance_of_steps
 from hf_burst.plan.sharding import pattern
 from tests.oracle import admitted_pairs

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Mask, MaskPattern
+from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, row_products
 from recipes.benchmarks import attention, host_copies, reach, recurrent, training_contenders, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from hf_burst import calibrate as calibration
-from hf_burst.calibrate import (
+from hf_burst.errors import RankMismatchError
+from hf_burst.plan import KernelRate, Machine
+from hf_burst.plan.machine import cpu
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.host import host_id, misplaced
+from hf_burst.ring.calibrate import (
     calibrate,
     default_kernel,
     fit_link,
@@ -20,11 +25,6 @@ from hf_burst.calibrate import (
     profile_path,
     ranks_per_host,
 )
-from hf_burst.errors import RankMismatchError
-from hf_burst.host import host_id, misplaced
-from hf_burst.mesh import ContextGroup
-from hf_burst.plan import KernelRate, Machine
-from hf_burst.plan.machine import cpu
 from tests.ranks import RankError
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_hosts_are_told_apart_as_nccl_does(environments, equal, monkeypatch, tmp
             monkeypatch.setenv("NCCL_HOSTID", environment["NCCL_HOSTID"])
         name = environment.get("name", "same")
         monkeypatch.setattr("socket.gethostname", lambda name=name: name)
-        monkeypatch.setattr("hf_burst.host._BOOT", tmp_path / environment.get("boot", "none"))
+        monkeypatch.setattr("hf_burst.ranks.host._BOOT", tmp_path / environment.get("boot", "none"))
         (tmp_path / "1").write_text("first\n")
         (tmp_path / "2").write_text("second\n")
         found.append(host_id())

@@ -38,8 +38,8 @@ from hf_burst.check.tiny import shrink, tiny_copy
 from hf_burst.cli import main
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
 from hf_burst.hf import support, verdicts
-from hf_burst.hf.sizes import LAYERS, WINDOW
-from hf_burst.tiled import _Call
+from hf_burst.hf.models.sizes import LAYERS, WINDOW
+from hf_burst.layers.tiled import _Call
 from tests import models
 from tests.ranks import RankError, RankPool
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_burst.collectives import all_gather
-from hf_burst.mesh import ContextGroup
+from hf_burst.ranks.collectives import all_gather
+from hf_burst.ranks.group import ContextGroup
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

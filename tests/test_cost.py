@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
-from hf_burst.layout import SequenceLayout
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import (
     KernelRate,
     Layer,
@@ -43,6 +41,8 @@ from hf_burst.plan.machine import DATA_SHEETS, by_data_sheet, cpu, data_sheet, h
 from hf_burst.plan.mask import band_pairs
 from hf_burst.plan.tiles import Tile
 from hf_burst.plan.work import busiest, gathered_rows, lag, pairs_of_ranks, tile_pairs
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention
 from recipes.benchmarks.documents import Documents
 from tests.oracle import admitted_pairs

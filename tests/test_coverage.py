@@ -19,7 +19,7 @@ import transformers
 
 from hf_burst.check.compare import KINDS, TOLERANCE, compare
 from hf_burst.hf import attention
-from hf_burst.hf.verdicts import SERVED, TESTED, Verdict, source_hash
+from hf_burst.hf.models.verdicts import SERVED, TESTED, Verdict, source_hash
 from recipes.coverage import main
 from recipes.tiny_models import class_names, is_masked, tiny_model
 from recipes.tiny_wrappers import tiny_wrapper, wrapper_names

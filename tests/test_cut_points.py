@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 import hf_burst
 from hf_burst.errors import BatchError
 from hf_burst.hf import cutting, patch
-from hf_burst.hf.cutting import TOKEN_INPUTS, CutPoint, TokenInput, cut_inputs, cut_point_of
-from hf_burst.hf.documents import documents_of
+from hf_burst.hf.batches.cutting import TOKEN_INPUTS, CutPoint, TokenInput, cut_inputs, cut_point_of
+from hf_burst.hf.batches.documents import documents_of
+from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import ForwardPass, Part
-from hf_burst.hf.task import CAUSAL, MASKED
 from tests import models
 from tests.ranks import RankError, RankPool
 from tests.test_patch import group_mean, part_of

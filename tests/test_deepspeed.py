@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM, TrainingArguments, get_linear_schedul
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.linear_loss import linear_loss_sum
+from hf_burst.layers.linear_loss import linear_loss_sum
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.test_training import EVALUATED, KINDS, SWITCH, Speaker, evaluate, stream
@@ -257,7 +257,7 @@ def call_anywhere(rank: int, size: int) -> list[float]:
     batch = next(iter(loader))
     losses = []
     for _ in range(2):
-        with mock.patch("hf_burst.hf.head.linear_loss_sum", wraps=linear_loss_sum) as scored:
+        with mock.patch("hf_burst.hf.models.head.linear_loss_sum", wraps=linear_loss_sum) as scored:
             loss = engine(**batch).loss
         assert scored.called, "by a few tokens at a time"
         accelerator.backward(loss)

@@ -13,8 +13,8 @@ from hypothesis import given
 from torch import Tensor
 
 from hf_burst import SequenceLayout
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Segments
+from hf_burst.ranks.group import ContextGroup
 from hf_burst.recurrent import Received, doubling
 from hf_burst.recurrent.gather import handing_on, take_part
 from hf_burst.recurrent.states import by_matrix, by_number, incoming_states

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_burst import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
-from hf_burst.control import ControlGroup
 from hf_burst.errors import (
     BatchError,
     BurstError,
@@ -23,6 +22,7 @@ from hf_burst.errors import (
 from hf_burst.kernels import Scores
 from hf_burst.plan import MaskPattern
 from hf_burst.plan.sharding import pattern
+from hf_burst.ranks.control import ControlGroup
 
 TOKENS = 12
 PATIENCE = 30.0

@@ -27,8 +27,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.resume import what_is_missing
-from hf_burst.watch.report import START_ANEW
+from hf_burst.hf.trainers.resume import what_is_missing
+from hf_burst.ranks.watch.report import START_ANEW
 from tests import restarted
 from tests.hosts import refusal
 from tests.models import make_model
@@ -511,7 +511,7 @@ def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:
 SPAWNED = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from hf_burst import ContextGroup
-from hf_burst.watch import Watch
+from hf_burst.ranks.watch import Watch
 
 def work(rank, port):
     Watch.interval = 0.2

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hf_burst.config import Chunking
-from hf_burst.layout import SequenceLayout
-from hf_burst.mesh import ContextGroup
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import Received, Rule, delta_rule_by_states, delta_rule_in_two_passes, unit_norm
 from hf_burst.recurrent.fla import _FlaKernels
 from tests.delta_steps import token_by_token

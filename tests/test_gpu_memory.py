@@ -14,13 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
-from hf_burst.hf.model_size import model_size
-from hf_burst.host_memory import HostMemory
+from hf_burst.hf.models.model_size import model_size
 from hf_burst.kernels import KernelRequest, explain_kernels
-from hf_burst.offload import KeptByLayer
+from hf_burst.layers.host_memory import HostMemory
+from hf_burst.layers.offload import KeptByLayer
+from hf_burst.layers.tiled import tiled
 from hf_burst.plan import MaskPattern, Training, estimate_memory
 from hf_burst.plan.machine import h200
-from hf_burst.tiled import tiled
 from tests import models, test_adapters
 from tests.ranks import gpu_of
 from tests.test_gpu import (

@@ -21,8 +21,8 @@ from torch import nn
 import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.config import Chunking
-from hf_burst.layout import SequenceLayout
-from hf_burst.mesh import ContextGroup
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import Received, Rule, delta_rule_in_two_passes, fla_kernels, unit_norm
 from tests import models
 from tests.ranks import gpu_of

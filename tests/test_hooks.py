@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.head import LazyLogits
+from hf_burst.hf.models.head import LazyLogits
 from tests import models
 from tests.ranks import RankError, RankPool
 
@@ -186,7 +186,7 @@ def test_a_pre_hook_inside_of_an_adapted_head_is_given_all_tokens() -> None:
     batch, seen = models.make_batch("plain"), []
     model = hf_burst.patch_model(models.make_model("llama", torch.float64))
     model = adapted_head(model, lambda module, args: seen.append(args[0].shape[:-1]), before=True)
-    with mock.patch("hf_burst.linear_loss._LOGITS", 7 * models.VOCABULARY):
+    with mock.patch("hf_burst.layers.linear_loss._LOGITS", 7 * models.VOCABULARY):
         model.train()(**batch).loss.backward()
     assert seen == [batch["input_ids"].shape]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hf_burst import host_limits
-from hf_burst.hf.optimizers import bytes_to_come
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.host_memory import HostMemory
+from hf_burst.hf.trainers.optimizers import bytes_to_come
+from hf_burst.layers.host_memory import HostMemory
 from tests import models
 from tests.ranks import RankPool
 from tests.test_memory import small_gpu

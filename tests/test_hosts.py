@@ -19,8 +19,8 @@ from accelerate import Accelerator
 
 import hf_burst
 from hf_burst import calibrate as calibration
-from hf_burst.calibrate import calibrate, default_kernel
-from hf_burst.mesh import ContextGroup
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ring.calibrate import calibrate, default_kernel
 from tests import test_wrappers, trainers
 from tests.hosts import INTERFACE, HostPool, Network, refusal
 
@@ -99,7 +99,9 @@ def _warnings(rank, size, order):
     with (
         mock.patch.dict(os.environ, NCCL_HOSTID=f"host{order[rank]}"),
         mock.patch.object(
-            logging.getLogger("hf_burst.hf.accelerate"), "warning", lambda text, *values: heard.append(text % values)
+            logging.getLogger("hf_burst.hf.trainers.accelerate"),
+            "warning",
+            lambda text, *values: heard.append(text % values),
         ),
     ):
         Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))

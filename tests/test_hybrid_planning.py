@@ -18,8 +18,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 import hf_burst
 from hf_burst import BurstConfig, SequenceLayout
 from hf_burst.errors import ConfigError
-from hf_burst.hf.hybrid import attention_shapes, recurrent_sizes
-from hf_burst.mesh import ContextGroup
+from hf_burst.hf.models.hybrid import attention_shapes, recurrent_sizes
 from hf_burst.plan import (
     Hybrid,
     Link,
@@ -43,8 +42,9 @@ from hf_burst.plan import (
 from hf_burst.plan.cuts import by_documents
 from hf_burst.plan.machine import cpu, h200
 from hf_burst.plan.sharding import pattern
-from hf_burst.resources import GroupResources
+from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring import PeerToPeer
+from hf_burst.ring.resources import GroupResources
 from tests import models
 from tests.live_memory import LiveMemory
 from tests.ranks import RankPool
@@ -277,7 +277,7 @@ def bytes_of(rank: int, size: int, kind: str, chunking: str, scans: bool) -> tup
         mock.patch("torch.distributed.all_gather", all_gather),
         mock.patch("torch.distributed.reduce_scatter", reduce_scatter),
         mock.patch("torch.distributed.all_to_all_single", all_to_all),
-        mock.patch("hf_burst.resources.PeerToPeer", Wire),
+        mock.patch("hf_burst.ring.resources.PeerToPeer", Wire),
     ):
         out = sharded(kind, layout.segments, ContextGroup.from_mesh(None), scans, *inputs)
         forward = Wire.total

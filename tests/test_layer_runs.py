@@ -23,7 +23,7 @@ import hf_burst
 from hf_burst.errors import ConfigError, KernelError
 from hf_burst.hf.parts import checkpointing
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.layer_runs import LayerRun
+from hf_burst.layers.layer_runs import LayerRun
 from hf_burst.plan import keeping
 from tests import models
 from tests.ranks import RankError, RankPool

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_burst import SequenceLayout
-from hf_burst.hf.documents import documents_of, real_tokens
+from hf_burst.hf.batches.documents import documents_of, real_tokens
 from hf_burst.plan import MaskPattern
 
 RANKS = (1, 2, 3, 4)

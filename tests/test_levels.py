@@ -12,12 +12,12 @@ from hf_burst import unpatch_model
 from hf_burst.config import BurstConfig, Schedule
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
-from hf_burst.layout import SequenceLayout
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Layer, MaskPattern, Shapes, Traffic, estimate, make_plan, rank_traffic
 from hf_burst.plan.machine import cpu
-from hf_burst.resources import resources_of
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.ring import HeadSizes, ShardedAttention, SymmetricPool
+from hf_burst.ring.resources import resources_of
 from tests import models
 from tests.shared_memory import Access, races, shared_memory
 from tests.test_checkpointing import expected_gradients, keep_parts
@@ -195,7 +195,7 @@ def refuse_on_one_host(rank: int, size: int) -> str:
     with mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, synchronize=mock.DEFAULT):
         pool = "no memory here" if rank // 2 else SymmetricPool(ContextGroup(), torch.device("cpu"), 1)
         with (
-            mock.patch("hf_burst.resources.open_pool", return_value=pool),
+            mock.patch("hf_burst.ring.resources.open_pool", return_value=pool),
             pytest.raises(ConfigError, match=r"'symmetric'. cannot be had: no memory here. Take 'auto'"),
             resources.messages(torch.device("cpu"), "symmetric", 2),
         ):

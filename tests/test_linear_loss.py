@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_burst
 from hf_burst import linear_loss
 from hf_burst.errors import ConfigError
-from hf_burst.hf.head import LazyLogits
+from hf_burst.hf.models.head import LazyLogits
 from hf_burst.hf.parts.outputs import Outputs
-from hf_burst.linear_loss import Linear, linear_loss_sum
-from hf_burst.loss import token_loss_sum
+from hf_burst.layers.linear_loss import Linear, linear_loss_sum
+from hf_burst.ranks.loss import token_loss_sum
 from recipes import tiny_models
 from tests import models
 from tests.ranks import RankPool

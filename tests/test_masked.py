@@ -31,9 +31,9 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
-from hf_burst.hf.cutting import cut_batch
-from hf_burst.hf.support import layer_patterns
-from hf_burst.hf.task import CAUSAL, MASKED
+from hf_burst.hf.batches.cutting import cut_batch
+from hf_burst.hf.models.support import layer_patterns
+from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.plan import MaskPattern
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate

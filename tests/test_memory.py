@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.model_size import model_size, shape_named
+from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import Memory
 from hf_burst.plan import (
@@ -40,7 +40,7 @@ from hf_burst.plan import (
     memory_of_step,
     named,
 )
-from hf_burst.resources import GroupResources
+from hf_burst.ring.resources import GroupResources
 from tests import models
 from tests.ranks import RankError, RankPool
 from tests.test_checkpointing import counted, expected_gradients

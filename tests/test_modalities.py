@@ -16,11 +16,11 @@ import hf_burst
 from hf_burst.check.compare import KINDS, Double, compare, make_batch
 from hf_burst.check.run import find_target
 from hf_burst.errors import BatchError, UnsupportedModelError
-from hf_burst.hf.cutting import cut_targets
+from hf_burst.hf.batches.cutting import cut_targets
+from hf_burst.hf.models.support import check_model
 from hf_burst.hf.parts import tokens
 from hf_burst.hf.patch import patch_under_check
-from hf_burst.hf.support import check_model
-from hf_burst.layout import SequenceLayout
+from hf_burst.ranks.layout import SequenceLayout
 from recipes.tiny_wrappers import tiny_wrapper
 from tests import models
 from tests.ranks import RankError, RankPool

@@ -14,12 +14,12 @@ from transformers import LlamaForCausalLM, TrainerCallback
 
 import hf_burst
 from hf_burst.errors import ConfigError
-from hf_burst.hf.cutting import cut_batch
-from hf_burst.hf.model_size import model_size
-from hf_burst.layout import SequenceLayout
-from hf_burst.mesh import ContextGroup
-from hf_burst.resources import resources_of
+from hf_burst.hf.batches.cutting import cut_batch
+from hf_burst.hf.models.model_size import model_size
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.ring import ExchangeClock
+from hf_burst.ring.resources import resources_of
 from tests import models, trainers
 from tests.ranks import RankPool, reset_accelerate
 from tests.trainers import ACCUMULATION, STEPS, Case, make_trainer
@@ -218,7 +218,7 @@ def test_a_model_whose_size_cannot_be_told_is_trained_and_logged(
     def untold(*_: Any) -> None:
         raise ConfigError("The sizes cannot be told.")
 
-    monkeypatch.setattr("hf_burst.hf.monitor.model_size", untold)
+    monkeypatch.setattr("hf_burst.hf.trainers.logging.model_size", untold)
     logs = watch(0, 1, str(tmp_path), Case(burst=1), {})
     assert len(logs) == STEPS
     assert all(KEYS - {"mfu"} <= set(entry) and "mfu" not in entry for entry in logs)

@@ -29,8 +29,8 @@ import hf_burst
 from hf_burst import host_memory
 from hf_burst.errors import ConfigError, KernelError, RankMismatchError
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.host_memory import HostMemory
-from hf_burst.offload import KeptByLayer, OffloadedTensor
+from hf_burst.layers.host_memory import HostMemory
+from hf_burst.layers.offload import KeptByLayer, OffloadedTensor
 from tests import models
 from tests.ranks import RankError, RankPool
 from tests.test_checkpointing import SWITCHES

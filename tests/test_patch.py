@@ -20,10 +20,10 @@ import hf_burst
 from hf_burst import resources
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf import cutting, verdicts
-from hf_burst.hf.accelerate import PATCH
-from hf_burst.hf.cutting import CutPoint
+from hf_burst.hf.batches.cutting import CutPoint
+from hf_burst.hf.batches.sharded import checksum
 from hf_burst.hf.parts.base import Part
-from hf_burst.hf.sharded import checksum
+from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
 from hf_burst.plan.machine import cpu
 from tests import models

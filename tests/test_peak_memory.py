@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 import hf_burst
-from hf_burst.hf.model_size import model_size
+from hf_burst.hf.models.model_size import model_size
 from hf_burst.kernels import BackwardInputs
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.plan import Training, estimate_memory
@@ -168,8 +168,8 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     )
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *further, **named: (q, k))
     monkeypatch.setattr(CpuFlashKernel, "backward", sums_in_fp32(CpuFlashKernel.backward))
-    monkeypatch.setattr("hf_burst.adapted_linear.wide_product", lambda left, right: (left @ right).float())
-    monkeypatch.setattr("hf_burst.offload._SMALL", 1024)
+    monkeypatch.setattr("hf_burst.layers.adapted_linear.wide_product", lambda left, right: (left @ right).float())
+    monkeypatch.setattr("hf_burst.layers.offload._SMALL", 1024)
     return replace(cpu(), kernel="flash_attn_4")
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_burst.errors import UnsupportedModelError
+from hf_burst.hf.models.peft_methods import PEFT_METHODS, check_adapters
 from hf_burst.hf.parts.dropout import check_shared_dropout
-from hf_burst.hf.peft_methods import PEFT_METHODS, check_adapters
 from tests import models
 from tests.ranks import RankPool
 from tests.test_wrappers import gradients_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hf_burst.layout import SequenceLayout
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Segments
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import (
     Received,
     Rule,

@@ -20,7 +20,7 @@ import hf_burst
 from hf_burst import collectives
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf import recurrent
-from hf_burst.hf.doors import recurrent_modules
+from hf_burst.hf.models.rewrites import recurrent_modules
 from hf_burst.hf.parts import recurrence
 from hf_burst.recurrent import Received, halo
 from recipes.tiny_models import tiny_model

@@ -22,11 +22,11 @@ from hf_burst.check.compare import Double
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.errors import UnsupportedModelError
 from hf_burst.hf import doors, recurrent
-from hf_burst.hf.doors import recurrent_modules
-from hf_burst.hf.hybrid import recurrent_sizes
+from hf_burst.hf.models.hybrid import recurrent_sizes
+from hf_burst.hf.models.rewrites import recurrent_modules
 from hf_burst.hf.parts import base
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import Segments
+from hf_burst.ranks.group import ContextGroup
 from hf_burst.recurrent import delta, diagonal, halo, own_heads
 from hf_burst.recurrent.states import incoming_states
 from recipes.tiny_models import tiny_model

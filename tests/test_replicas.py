@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf import sharded
-from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.batches.sharded import sum_of_bits
 from hf_burst.hf.parts.replicas import Replicas, check_averaged
-from hf_burst.hf.sharded import sum_of_bits
-from hf_burst.mesh import ContextGroup
+from hf_burst.hf.trainers.accelerate import PATCH
+from hf_burst.ranks.group import ContextGroup
 from tests import models
 from tests.ranks import RankError, RankPool
 

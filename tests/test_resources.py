@@ -20,8 +20,8 @@ import torch.distributed as dist
 import hf_burst
 from hf_burst import AttentionRequest, burst_attention, resources
 from hf_burst.errors import ConfigError, RankMismatchError
-from hf_burst.mesh import ContextGroup
-from hf_burst.resources import resources_of
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ring.resources import resources_of
 from tests import models, trainers
 from tests.ranks import RankPool, forked
 from tests.shared_memory import shared_memory

@@ -24,9 +24,9 @@ from transformers import (
 from hf_burst.check.tiny import shrink
 from hf_burst.cli import main
 from hf_burst.errors import ConfigError
-from hf_burst.hf.model_size import model_size, shape_named
+from hf_burst.hf.models.model_size import model_size, shape_named
+from hf_burst.hf.models.verdicts import SERVED
 from hf_burst.hf.parts.adapters import Adapters
-from hf_burst.hf.verdicts import SERVED
 from hf_burst.plan import (
     DATA_SHEETS,
     SHAPES,

@@ -11,8 +11,8 @@ from hf_burst import AttentionRequest, MaskPattern, SequenceLayout
 from hf_burst.attention import AttentionCache
 from hf_burst.config import Schedule
 from hf_burst.kernels import Scores
-from hf_burst.resources import resources_of
 from hf_burst.ring import symmetric
+from hf_burst.ring.resources import resources_of
 from tests.shared_memory import Access, InPlace, Stream, on, races, shared_memory
 from tests.test_ring import PRODUCTS, SCHEDULES, Case, assert_exact, attend, context_group, fitting, put_together
 

@@ -20,11 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import ConfigError, KernelError
-from hf_burst.hf.accelerate import PATCH
+from hf_burst.hf.models.support import base_model
 from hf_burst.hf.parts.tiles import TiledMLP, candidates
-from hf_burst.hf.support import base_model
+from hf_burst.hf.trainers.accelerate import PATCH
+from hf_burst.layers.tiled import tiled
 from hf_burst.plan import Segments
-from hf_burst.tiled import tiled
 from recipes.tiny_models import tiny_model
 from tests import models
 from tests.ranks import RankPool

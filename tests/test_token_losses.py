@@ -58,7 +58,7 @@ def peak_of_losses(rank: int, size: int) -> tuple[int, torch.Tensor]:
         return plain(module, hidden)
 
     with (
-        mock.patch("hf_burst.linear_loss._LOGITS", 7 * models.VOCABULARY),
+        mock.patch("hf_burst.layers.linear_loss._LOGITS", 7 * models.VOCABULARY),
         mock.patch.object(torch.nn.Linear, "forward", forward),
     ):
         losses = hf_burst.token_losses(model, models.make_batch("plain", 101))

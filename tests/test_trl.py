@@ -18,7 +18,7 @@ from transformers import (
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, UnsupportedModelError
-from hf_burst.hf.accelerate import _check_patched
+from hf_burst.hf.trainers.accelerate import _check_patched
 from tests import models, trainers
 from tests.ranks import RankError, RankPool, reset_accelerate
 from tests.trainers import Case, make_trainer

@@ -27,13 +27,13 @@ from transformers import TrainerCallback
 
 import hf_burst
 from hf_burst import control
-from hf_burst.control import address_towards
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
-from hf_burst.hf.accelerate import SIZE_VARIABLE
+from hf_burst.hf.trainers.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.resources import resources_of
-from hf_burst.watch import Report, Verdict, Watch, channel, stuck, watch_of_process
-from hf_burst.watch.report import after_the_limit
+from hf_burst.ranks.control import address_towards
+from hf_burst.ranks.watch import Report, Verdict, Watch, channel, stuck, watch_of_process
+from hf_burst.ranks.watch.report import after_the_limit
+from hf_burst.ring.resources import resources_of
 from tests import models, trainers
 from tests.ranks import forked
 
@@ -453,7 +453,7 @@ def test_no_rank_is_called_killed_if_the_store_is_gone() -> None:
 SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist
 from hf_burst import ContextGroup
-from hf_burst.watch import Watch
+from hf_burst.ranks.watch import Watch
 Watch.interval = 0.2
 dist.init_process_group("gloo")
 ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"), doing="the first pass")
@@ -485,7 +485,7 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
 def test_processes_end_while_their_watches_ask_the_store() -> None:
     """A thread that came back from the store while the interpreter ends would abort them, after all was well."""
     script = (
-        "import torch.distributed as dist; from hf_burst.watch import Watch, watch_of_process; Watch.interval = 1e-5; "
+        "import torch.distributed as dist; from hf_burst.ranks.watch import Watch, watch_of_process; Watch.interval = 1e-5; "
         "dist.init_process_group('gloo'); watch_of_process(); dist.barrier()"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
@@ -497,8 +497,8 @@ LATE = """
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from hf_burst.watch import Watch, watch_of_process
-from hf_burst.watch.messenger import Messenger
+from hf_burst.ranks.watch import Watch, watch_of_process
+from hf_burst.ranks.watch.messenger import Messenger
 
 class Late:
     def __del__(self, sleep=time.sleep):
@@ -532,7 +532,7 @@ import atexit
 atexit.register(lambda: print(time.monotonic() - began))  # called last: hf_burst registers later
 import os, signal, sys, time
 import torch.distributed as dist
-from hf_burst.watch import watch_of_process
+from hf_burst.ranks.watch import watch_of_process
 
 port, server = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import hf_burst
 from hf_burst import offload
-from hf_burst.host_memory import HostMemory
+from hf_burst.layers.host_memory import HostMemory
 from tests import models
 from tests.ranks import reset_accelerate
 

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from transformers import LlamaForCausalLM
 
-from hf_burst.hf.model_size import model_size, shape_named
-from hf_burst.layout import SequenceLayout
+from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.plan import MaskPattern, Tile, Training, make_plan, memory_of_step, named
+from hf_burst.ranks.layout import SequenceLayout
 
 ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelError
-from ..layout import SequenceLayout
-from ..offload import Kept, kept_here
-from ..resources import resources_of
+from ..layers.offload import Kept, kept_here
+from ..ranks.layout import SequenceLayout
+from ..ring.resources import resources_of
 from .operator import TrackedAttention
 from .prepare import InputKind, sharded_attention
 from .request import AttentionRequest

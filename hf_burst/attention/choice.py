@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ConfigError
-from ..layout import SequenceLayout
-from ..mesh import ContextGroup
 from ..plan import Layer, Machine, Shapes, assign, choose, cut, name_of
-from ..resources import resources_of
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
 from ..ring import HeadSizes, accumulation_dtype
+from ..ring.resources import resources_of
 from .request import AttentionRequest
 
 logger = logging.getLogger(__name__)

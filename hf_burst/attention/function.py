@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import BatchError, KernelError, ShardingError
-from ..layout import SequenceLayout
-from ..mesh import ContextGroup, group_by_name
+from ..ranks.group import ContextGroup, group_by_name
+from ..ranks.layout import SequenceLayout
 from .cache import AttentionCache
 from .choice import machine_of_group, named_schedule, with_schedule
 from .prepare import InputKind, deterministic, kernel_for

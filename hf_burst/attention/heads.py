@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardingError
-from ..mesh import ContextGroup
 from ..plan import Sharding
-from ..resources import resources_of
+from ..ranks.group import ContextGroup
 from ..ring import MOST_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
+from ..ring.resources import resources_of
 
 
 def tokens_to_heads(

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import KernelError
-from ..resources import resources_of
 from ..ring import HeadSizes, accumulation_dtype, kept_shapes, row_products
+from ..ring.resources import resources_of
 from .choice import machine_of_group, schedule_of
 from .prepare import InputKind, sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import Kernel, KernelRequest, select_kernel
-from ..layout import SequenceLayout
-from ..mesh import ContextGroup
 from ..plan import Machine
-from ..resources import GroupResources
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
 from ..ring import HeadSizes, ShardedAttention
+from ..ring.resources import GroupResources
 from .choice import schedule_of
 from .request import AttentionRequest, Flat
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from ..kernels import Scores
-from ..mesh import ContextGroup
 from ..plan import MaskPattern
+from ..ranks.group import ContextGroup
 
 # A request as torch.library declares it. A missing window is -1, a missing number 0, and one process "".
 SCHEMA = (

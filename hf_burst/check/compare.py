@@ -14,15 +14,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import BurstError, UnsupportedModelError
-from ..hf.cutting import modalities_of
-from ..hf.documents import documents_of
-from ..hf.doors import recurrent_modules
+from ..hf.batches.cutting import modalities_of
+from ..hf.batches.documents import documents_of
+from ..hf.models.rewrites import recurrent_modules
+from ..hf.models.sizes import VOCABULARY
+from ..hf.models.support import check_model
+from ..hf.models.task import task_of
+from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
-from ..hf.sizes import VOCABULARY
-from ..hf.support import check_model
-from ..hf.task import task_of
-from ..hf.verdicts import Verdict, fingerprint
-from ..loss import IGNORE_INDEX
+from ..ranks.loss import IGNORE_INDEX
 from .tiny import first_position, note
 
 KINDS = ("one sequence", "packed", "padded")

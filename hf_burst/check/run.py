@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..errors import BatchError, ConfigError
-from ..hf.verdicts import Verdict, remember
+from ..hf.models.verdicts import Verdict, remember
 from .compare import BatchComparison, compare, compare_batch
 from .ranks import RANKS, run_on_ranks
 from .tiny import prepare, tiny_copy

@@ -8,8 +8,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..hf.models.sizes import (
+    EXTENDED,
+    HEAD_COUNTS,
+    LAYER_COUNTS,
+    LAYER_LISTS,
+    LAYERS,
+    POSITION_COUNTS,
+    POSITIONS,
+    small_size,
+)
 from ..hf.parts.tokens import numbers_tokens
-from ..hf.sizes import EXTENDED, HEAD_COUNTS, LAYER_COUNTS, LAYER_LISTS, LAYERS, POSITION_COUNTS, POSITIONS, small_size
 
 _NO_PART_OF_IT = {"quantization_config", "id2label", "label2id", "auto_map"}
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..calibrate import calibrate, default_kernel
+from ..ring.calibrate import calibrate, default_kernel
 from .doctor import describe_machine
 from .launch import joined
 

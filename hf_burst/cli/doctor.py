@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from ..calibrate import machine_for, machine_of, profile_path, reaches_peers
 from ..config import Schedule
 from ..errors import BurstError, ConfigError
 from ..kernels import KernelRequest, explain_kernels
-from ..mesh import ContextGroup
 from ..plan import (
     DATA_SHEETS,
     Cut,
@@ -37,6 +35,8 @@ from ..plan import (
     name_of,
     named,
 )
+from ..ranks.group import ContextGroup
+from ..ring.calibrate import machine_for, machine_of, profile_path, reaches_peers
 from ..version import __version__
 from . import hosts
 from .launch import backend_of, device_here, joined, launched

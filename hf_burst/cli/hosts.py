@@ -17,7 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import ConfigError
-from ..host import HOST_VARIABLE, host_id, misplaced
+from ..ranks.host import HOST_VARIABLE, host_id, misplaced
 
 SIZE_VARIABLE = "HF_BURST_SIZE"
 _PREFIXES = ("HF_BURST_", "NCCL_", "TORCH_NCCL_", "GLOO_", "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_NUM_")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import ConfigError
-from ..mesh import ContextGroup
+from ..ranks.group import ContextGroup
 
 
 def launched() -> tuple[int, int]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from ..calibrate import machine_of
 from ..config import BurstConfig
 from ..errors import ConfigError, ShardingError
 from ..plan import (
@@ -28,6 +27,7 @@ from ..plan import (
     named,
 )
 from ..plan.model import Sharded, Weights
+from ..ring.calibrate import machine_of
 from .recurrence import describe_laid_out
 
 _HELP = f"a name on the hub, a folder or config.json of a model, a class of Transformers, or one of {', '.join(SHAPES)}"
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace, documents: tuple[int, ...], length: int) 
 def find_model(name: str, trust_remote_code: bool) -> ModelSize:
     """The sizes of a model by its config."""
     from ..check.run import find_target  # which takes seconds to import
-    from ..hf.model_size import model_size, shape_named
+    from ..hf.models.model_size import model_size, shape_named
 
     try:
         target = find_target(shape_named(name) or name, trust_remote_code)

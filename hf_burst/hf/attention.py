@@ -17,10 +17,10 @@ from ..attention import AttentionCache, AttentionRequest, attend
 from ..config import BurstConfig
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
-from ..layout import SequenceLayout
-from ..mesh import ContextGroup
 from ..plan import MaskPattern, Segments
 from ..plan.recurrence import Way
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
 
 NAME = "hf_burst"
 CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers

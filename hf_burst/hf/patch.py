@@ -19,14 +19,17 @@ from transformers import PreTrainedModel
 
 from ..config import BurstConfig
 from ..errors import ConfigError, UnsupportedModelError
-from ..mesh import ContextGroup
 from ..plan import RecurrentSize, Shapes
-from ..resources import resources_of
-from ..watch import watch_of_process
-from .accelerate import PATCH, check_joined, resolve_group
+from ..ranks.group import ContextGroup
+from ..ranks.watch import watch_of_process
+from ..ring.resources import resources_of
 from .attention import CALL_KEY
-from .cutting import CutPoint, bound_arguments, cut_point_of, language_model_of
-from .hybrid import attention_shapes, hybrid_of, recurrent_sizes
+from .batches.cutting import CutPoint, bound_arguments, cut_point_of, language_model_of
+from .batches.sharded import is_sharded
+from .models.hybrid import attention_shapes, hybrid_of, recurrent_sizes
+from .models.peft_methods import check_adapters
+from .models.support import base_model, check_model, verdict_on
+from .models.task import task_of
 from .parts.adapters import Adapters
 from .parts.attention import Attention
 from .parts.base import ForwardPass, Part
@@ -43,10 +46,7 @@ from .parts.rope import LongestPosition
 from .parts.tiles import Tile, TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
-from .peft_methods import check_adapters
-from .sharded import is_sharded
-from .support import base_model, check_model, verdict_on
-from .task import task_of
+from .trainers.accelerate import PATCH, check_joined, resolve_group
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (

@@ -1,5 +1,5 @@
 """A machine in a few numbers: how fast its kernels, its memory and its links are. `cost.py` and `step.py` predict
-seconds from them, `hf_burst.calibrate` measures them. Data sheets stand in for GPUs that nobody measured."""
+seconds from them, `hf_burst.ring.calibrate` measures them. Data sheets stand in for GPUs that nobody measured."""
 
 import json
 import math

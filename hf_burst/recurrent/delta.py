@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.group import ContextGroup
 from .exchange import to_heads, to_tokens
 from .gather import handing_on, take_part
 from .pieces import Rule, joined, wide

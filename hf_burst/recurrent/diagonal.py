@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import from_host
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.group import ContextGroup
 from .gather import handing_on, take_part
 from .once import made_once
 from .pieces import Rule, wide

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import refuse_second_derivative
-from ..mesh import ContextGroup
 from ..plan import Hop, Segments
 from ..plan.traffic import Pass
+from ..ranks.collectives import refuse_second_derivative
+from ..ranks.group import ContextGroup
 from .gather import handing_on
 from .received import Received
 

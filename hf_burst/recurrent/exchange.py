@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..attention import heads_to_tokens, tokens_to_heads
-from ..collectives import all_gather
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.collectives import all_gather
+from ..ranks.group import ContextGroup
 
 
 def to_heads(tensors: Sequence[Tensor], segments: Segments, group: ContextGroup) -> list[Tensor]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.group import ContextGroup
 from .received import Received
 
 Slots = dict[tuple[int, int], Tensor]  # by rank and place of the segment

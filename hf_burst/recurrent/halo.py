@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..collectives import refuse_second_derivative
 from ..kernels import from_host
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.collectives import refuse_second_derivative
+from ..ranks.group import ContextGroup
 from .once import made_once
 from .received import Received
 

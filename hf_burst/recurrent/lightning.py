@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.group import ContextGroup
 from .exchange import own_heads
 from .pieces import Rule, wide
 from .received import Received

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives import all_gather
 from ..errors import KernelError
-from ..mesh import ContextGroup
+from ..ranks.collectives import all_gather
+from ..ranks.group import ContextGroup
 
 _Shards = tuple[Tensor, ...]
 _Entry = tuple[Any, _Shards]  # shape and dtype of what was sent, and what came
@@ -37,7 +37,7 @@ class Received:
         self.place = 0
 
     def all_gather(self, tensor: Tensor, group: ContextGroup) -> _Shards:
-        """The tensors of all ranks, see [`hf_burst.collectives.all_gather`]; errors as in `exchange`."""
+        """The tensors of all ranks, see [`hf_burst.ranks.collectives.all_gather`]; errors as in `exchange`."""
         return self.exchange(tensor, lambda kept: all_gather(tensor, group, kept)) if group.size > 1 else (tensor,)
 
     def exchange(self, tensor: Tensor, send: Callable[[_Shards | None], _Shards]) -> _Shards:

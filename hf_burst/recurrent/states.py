@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.group import ContextGroup
 from .doubling import Scan
 from .gather import gather_slots
 from .received import Received

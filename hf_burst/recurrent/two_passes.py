@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..collectives import refuse_second_derivative
-from ..mesh import ContextGroup
 from ..plan import Segments
+from ..ranks.collectives import refuse_second_derivative
+from ..ranks.group import ContextGroup
 from .gather import handing_on, take_part
 from .once import made_once
 from .pieces import Rule, joined

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..mesh import ContextGroup
 from ..plan import Traffic
+from ..ranks.group import ContextGroup
 
 # Blocks of one channel are published one after another; those of different channels live side by side.
 Channel = Literal["blocks", "gradients", "tokens to heads", "heads to tokens"]

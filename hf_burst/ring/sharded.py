@@ -12,9 +12,9 @@ from torch import Tensor
 from ..config import Schedule
 from ..errors import ShardingError
 from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
-from ..mesh import ContextGroup
 from ..plan import Mask, Sharding, head_slices, make_plan
 from ..plan.steps import Rotating
+from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
 from .gather import gather_backward, gather_forward
 from .loop import RingAttention, backward, forward

@@ -23,9 +23,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from ..host import host_id
-from ..mesh import ContextGroup
 from ..plan import Traffic
+from ..ranks.group import ContextGroup
+from ..ranks.host import host_id
 from .exchange import Channel, HeadRound, Pending, Round, Shape
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
 
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     """The symmetric memory of a group on this rank's device, or why its ranks cannot read each other's memory; on all
-    of them alike. Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.resources`.
+    of them alike. Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.ring.resources`.
     """
     refusal = _refusal(device)
     mine = (host_id(), device.index, refusal)

@@ -17,10 +17,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.config import Schedule
-from hf_burst.layout import SequenceLayout
 from hf_burst.plan import Layer, MaskPattern, Shapes, candidates, choose, estimate, name_of
 from hf_burst.plan.choose import fetched_share
 from hf_burst.plan.machine import h200
+from hf_burst.ranks.layout import SequenceLayout
 from recipes.benchmarks.documents import Documents
 
 RESULTS = Path(__file__).parent / "results"

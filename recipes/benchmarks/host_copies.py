@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst.host_memory import HostMemory
+from hf_burst.layers.host_memory import HostMemory
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
 

@@ -28,9 +28,7 @@ import torch.distributed as dist
 
 import hf_burst
 from hf_burst.attention import burst_attention
-from hf_burst.calibrate import calibrate, default_kernel
 from hf_burst.config import Schedule
-from hf_burst.mesh import ContextGroup
 from hf_burst.plan import (
     Layer,
     Machine,
@@ -47,7 +45,9 @@ from hf_burst.plan import (
 from hf_burst.plan.machine import h200
 from hf_burst.plan.traffic import row_bytes
 from hf_burst.plan.work import rotating_of
-from hf_burst.resources import resources_of
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ring.calibrate import calibrate, default_kernel
+from hf_burst.ring.resources import resources_of
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 

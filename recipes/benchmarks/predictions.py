@@ -20,7 +20,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.config import Schedule
-from hf_burst.hf.model_size import model_size
+from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan import Training, estimate, estimate_memory, estimate_step
 from hf_burst.plan.machine import h200
 from recipes.benchmarks.choice import layer_of, measured

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout
 from hf_burst.config import Chunking
 from hf_burst.hf.attention import ForwardCall
-from hf_burst.hf.recurrent import COUNTERPARTS, Run, Scope, in_place_of_innermost
+from hf_burst.hf.models.recurrent import COUNTERPARTS, Run, Scope, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import Received
 from recipes.benchmarks.clock import Clock

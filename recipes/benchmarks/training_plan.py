@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from hf_burst.hf.model_size import model_size
+from hf_burst.hf.models.model_size import model_size
 from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step
 from hf_burst.plan.machine import Machine, by_data_sheet, cpu, data_sheet
 from recipes.benchmarks.training_contenders import BY_PEFT

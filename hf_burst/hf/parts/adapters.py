@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...adapted_linear import adapted_linear, autocast_dtype
+from ...layers.adapted_linear import adapted_linear, autocast_dtype
 from .base import ForwardPass, Part, StandIn
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}

@@ -10,11 +10,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
-from ...resources import resources_of
+from ...ring.resources import resources_of
 from ..attention import ARRIVED, CALL_KEY, NAME, LazyMask, register
-from ..bypassed import attention_modules, check_attention_functions, forward_name, function_name
-from ..cutting import language_model_of
-from ..support import has_attention
+from ..batches.cutting import language_model_of
+from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
+from ..models.support import has_attention
 from .base import ForwardPass, Handles, Part
 
 _PATCHED: WeakKeyDictionary[PreTrainedModel, "Attention"] = WeakKeyDictionary()

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from ...config import BurstConfig
 from ...errors import ConfigError
-from ...layout import SequenceLayout
-from ...mesh import ContextGroup
 from ...plan import Hybrid
 from ...plan.recurrence import SCANNED_FROM, Way
+from ...ranks.group import ContextGroup
+from ...ranks.layout import SequenceLayout
 from ..attention import ForwardCall
-from ..cutting import TokenInput
-from ..hybrid import chosen_way
-from ..task import Task
+from ..batches.cutting import TokenInput
+from ..models.hybrid import chosen_way
+from ..models.task import Task
 
 Handles = Sequence[RemovableHandle]
 

@@ -24,11 +24,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...attention import AttentionCache
 from ...errors import BatchError, ConfigError
-from ...host_memory import HostMemory
-from ...layer_runs import LayerRun, Place, first_tensor
-from ...offload import KeptByLayer, kept_here, unheld
+from ...layers.host_memory import HostMemory
+from ...layers.layer_runs import LayerRun, Place, first_tensor
+from ...layers.offload import KeptByLayer, kept_here, unheld
 from ...plan import HOST_ROOM, keeping
-from ..hybrid import attention_shapes
+from ..models.hybrid import attention_shapes
 from .base import ForwardPass, Part
 from .tiles import Tile, takes_weights_apart
 
@@ -240,7 +240,9 @@ def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
     itemsize = _dtype_of_states(run.model).itemsize
-    narrow = torch.get_autocast_dtype(run.device.type).itemsize if torch.is_autocast_enabled(run.device.type) else itemsize
+    narrow = (
+        torch.get_autocast_dtype(run.device.type).itemsize if torch.is_autocast_enabled(run.device.type) else itemsize
+    )
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.layout.batch_size * run.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages

@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
-from ...loss import IGNORE_INDEX, group_loss
-from ...mesh import ContextGroup
-from ..accelerate import resolve_group
+from ...ranks.group import ContextGroup
+from ...ranks.loss import IGNORE_INDEX, group_loss
 from ..attention import CALL_KEY
-from ..bypassed import forward_name
-from ..cutting import language_model_of
-from ..head import LazyLogits, loss_sum
-from ..task import calls_loss_function, computes_loss
+from ..batches.cutting import language_model_of
+from ..models.bypassed import forward_name
+from ..models.head import LazyLogits, loss_sum
+from ..models.task import calls_loss_function, computes_loss
+from ..trainers.accelerate import resolve_group
 from .base import ForwardPass, Part
 from .experts import balance_share
 

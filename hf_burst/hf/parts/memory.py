@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...config import BurstConfig
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
-from ...host_limits import share_of_host
+from ...layers.host_limits import share_of_host
 from ...plan import (
     SETTINGS,
     TUNING,
@@ -27,9 +27,9 @@ from ...plan import (
     longest,
     outside_of_torch,
 )
-from ...resources import resources_of
-from ..model_size import model_size
-from ..optimizers import bytes_to_come
+from ...ring.resources import resources_of
+from ..models.model_size import model_size
+from ..trainers.optimizers import bytes_to_come
 from .base import ForwardPass, Part
 from .tiles import takes_weights_apart
 

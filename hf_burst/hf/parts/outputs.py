@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
-from ...layout import SequenceLayout
-from ...loss import gather_kept, gather_tokens
+from ...ranks.layout import SequenceLayout
+from ...ranks.loss import gather_kept, gather_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
-from ..head import LazyHead, is_hooked, is_watched, lazy_head
+from ..models.head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import ForwardPass, Part
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError, UnsupportedModelError
 from ...recurrent import Received, fla_kernels
 from ..attention import CALL_KEY, ForwardCall
-from ..bypassed import check_recurrent_sources, function_name
-from ..doors import over_ranks, recurrent_modules
-from ..recurrent import RUN_KEY, Function, Run, Scope, functions_of, in_place_of_innermost
+from ..models.bypassed import check_recurrent_sources, function_name
+from ..models.recurrent import RUN_KEY, Function, Run, Scope, functions_of, in_place_of_innermost
+from ..models.rewrites import over_ranks, recurrent_modules
 from .base import ForwardPass, Handles, Part
 
 logger = logging.getLogger(__name__)

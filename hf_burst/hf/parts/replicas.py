@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config import BurstConfig
 from ...errors import ConfigError
-from ...mesh import ContextGroup
-from ..sharded import sum_of_bits
+from ...ranks.group import ContextGroup
+from ..batches.sharded import sum_of_bits
 from .base import ForwardPass, Part
 
 _SEEN = "_hf_burst_trained"  # the attribute of a DDP that has the parameters that were trained under it

@@ -9,10 +9,10 @@ from torch.autograd import forward_ad
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
-from ...loss import IGNORE_INDEX
+from ...ranks.loss import IGNORE_INDEX
+from ..batches.documents import batch_shape
 from ..callers import is_checkpointed
-from ..documents import batch_shape
-from ..peft_methods import check_adapters
+from ..models.peft_methods import check_adapters
 from .base import ForwardPass, Part
 
 _DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")

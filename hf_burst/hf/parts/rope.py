@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import UnsupportedModelError
-from ..sharded import LAYOUT_KEY, ShardedBatch, longest_position
+from ..batches.sharded import LAYOUT_KEY, ShardedBatch, longest_position
 from .base import ForwardPass, Handles, Part
 
 

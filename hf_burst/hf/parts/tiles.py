@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError
-from ...tiled import tiled
-from ...tokenwise import obstacle_to_tiles
-from ..cutting import language_model_of
-from ..doors import recurrent_modules
-from ..head import is_partitioned
-from ..support import is_attention
+from ...layers.tiled import tiled
+from ...layers.tokenwise import obstacle_to_tiles
+from ..batches.cutting import language_model_of
+from ..models.head import is_partitioned
+from ..models.rewrites import recurrent_modules
+from ..models.support import is_attention
 from .base import ForwardPass, Part, StandIn
 from .replicas import has_fsdp1
 

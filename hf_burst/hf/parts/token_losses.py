@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import BatchError, ConfigError
-from ...loss import IGNORE_INDEX, gather_tokens
-from ..accelerate import PATCH
-from ..documents import batch_shape
-from ..head import token_losses_of
-from ..sharded import checksum, is_sharded
+from ...ranks.loss import IGNORE_INDEX, gather_tokens
+from ..batches.documents import batch_shape
+from ..batches.sharded import checksum, is_sharded
+from ..models.head import token_losses_of
+from ..trainers.accelerate import PATCH
 from .base import ForwardPass, Part
 from .tokens import check_ranges
 

@@ -10,13 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
-from ...loss import IGNORE_INDEX
 from ...plan import Segments
+from ...ranks.loss import IGNORE_INDEX
 from ..attention import CALL_KEY, ForwardCall
-from ..cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
-from ..documents import BOUNDARY_KEYS, tokens_of
-from ..sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
-from ..support import layer_patterns
+from ..batches.cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
+from ..batches.documents import BOUNDARY_KEYS, tokens_of
+from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
+from ..models.support import layer_patterns
 from .base import ForwardPass, Handles, Part
 
 CONTENT = "content (checksum)"

@@ -1,0 +1,95 @@
+"""The explicit mode: batches that are sharded before they reach the model."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import get_worker_info
+
+from ...config import BurstConfig
+from ...errors import BatchError
+from ...ranks.group import ContextGroup
+from ..models.task import Task, task_named
+from ..trainers.accelerate import resolve_group
+from .cutting import cut_batch
+from .sharded import LAYOUT_KEY, describe_shard
+
+
+def shard_batch(
+    batch: Mapping[str, Any],
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    config: BurstConfig | None = None,
+    causal: bool = True,
+) -> dict[str, Any]:
+    """This rank's part of a full batch.
+
+    Labels are shifted before they are cut, except those of masked language models. Position ids are made explicit.
+    Padding masks and packed documents go into a layout (the key `"burst_batch"`). Sequences are padded to whole chunks.
+
+    Args:
+        batch (mapping): What a Transformers data collator returns: `input_ids` of shape `(batch, tokens)`, and any of
+            `labels`, `attention_mask`, `position_ids`, `token_type_ids`, `inputs_embeds`, `cu_seq_lens_q`, `seq_idx`.
+            Equal on all ranks of the group.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share the sequence; by default those of
+            accelerate's state ([`BurstParallelismConfig`]), else all.
+        config ([`BurstConfig`], *optional*): How to cut. Chunks are balanced for layers that see whole documents.
+        causal (`bool`, defaults to `True`): Whether the model is causal, or else a masked one (`...ForMaskedLM`).
+
+    Returns:
+        `dict`: The same keys for this rank's tokens, without `attention_mask`, with `position_ids` and, if there were
+        `labels` and it is causal, `shift_labels`. Pass it to a patched model as it is.
+
+    Raises:
+        BatchError: If the batch is empty, shapes disagree or the mask is not padding.
+    """
+    group = resolve_group(None if mesh is None else ContextGroup.from_mesh(mesh))
+    return _shard(batch, config or BurstConfig(), group, task_named(causal))
+
+
+def _shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> dict[str, Any]:
+    if "shift_labels" in batch or LAYOUT_KEY in batch:
+        raise BatchError("The batch carries shift_labels, so it counts as sharded already. Shard it once.")
+    shard, layout = cut_batch(batch, config, group.rank, group.size, task)
+    return {**shard, LAYOUT_KEY: describe_shard(shard, batch, layout, group.rank, task)}
+
+
+class BurstCollator:
+    """A data collator that shards what another one returns. For `Trainer(data_collator=...)` or a `DataLoader`.
+
+    Args:
+        base_collator (`Callable`): Any collator that returns a mapping of tensors, such as
+            `DataCollatorForLanguageModeling` or `DataCollatorWithFlattening`.
+        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in [`shard_batch`].
+        config ([`BurstConfig`], *optional*): As in [`shard_batch`].
+        causal (`bool`, *optional*): As in [`shard_batch`]. By default `False` for a `base_collator` that masks tokens
+            (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
+
+    Example:
+
+    ```python
+    >>> collator = hf_burst.BurstCollator(DataCollatorForLanguageModeling(tokenizer, mlm=False))
+    ```
+    """
+
+    def __init__(
+        self,
+        base_collator: Callable[[list[Any]], Mapping[str, Any]],
+        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        config: BurstConfig | None = None,
+        causal: bool | None = None,
+    ) -> None:
+        self.base_collator = base_collator
+        self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
+        self.config = config or BurstConfig()
+        self._named = None if mesh is None else ContextGroup.from_mesh(mesh)
+        self._sent: ContextGroup | None = None  # the group of the process that sent this copy to a worker
+
+    def __call__(self, features: list[Any]) -> dict[str, Any]:
+        """Collates samples, then shards the batch."""
+        group = self._sent if self._sent and get_worker_info() else resolve_group(self._named)
+        return _shard(self.base_collator(features), self.config, group, task_named(self.causal))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers of a data loader, which know nothing of groups."""
+        return {**self.__dict__, "_sent": resolve_group(self._named)}

@@ -1,0 +1,200 @@
+"""Full batches cut over the ranks: which inputs have tokens, where a model is cut, and the cutting itself."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...config import BurstConfig
+from ...errors import BatchError
+from ...plan import Hybrid, MaskPattern
+from ...ranks.layout import SequenceLayout
+from ...ranks.loss import IGNORE_INDEX
+from ..models.task import CAUSAL, Task
+from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """An input of a model that has a value for each token."""
+
+    name: str  # the argument of `forward`
+    dim: int = 1  # its dimension of tokens
+    pad: int = 0  # the value of tokens that are appended to fill the last chunk
+
+
+TOKEN_INPUTS = (
+    TokenInput("input_ids"),
+    TokenInput("inputs_embeds"),
+    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
+    TokenInput("token_type_ids"),
+)
+_TARGETS = ("labels", "shift_labels")
+_PER_LAYER = (TokenInput("per_layer_inputs"),)  # of Gemma 3n and 4
+_EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed."""
+
+    path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
+    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
+
+
+CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
+
+
+def cut_point_of(model: nn.Module) -> CutPoint:
+    """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
+    embeddings to its language model, else the model itself."""
+    known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
+    cut_point = next(known, None)
+    if cut_point is None:
+        path = language_model_path(model)
+        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
+    return cut_point
+
+
+def modalities_of(config: PreTrainedConfig) -> list[str]:
+    """The names of the configs that a wrapper's config holds: of its language model, and of its towers for images and
+    sound; empty for the config of a language model alone."""
+    return sorted({"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs))
+
+
+def language_model_path(model: Any) -> str:
+    """Where a model of several modalities has its language model, such as `"model.language_model"`; else empty."""
+    if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
+        return ""
+    decoder = model.get_decoder()
+    if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
+        return ""
+    return next((path for path, module in model.named_modules() if module is decoder), "")
+
+
+def language_model_of(model: PreTrainedModel) -> Any:
+    """The part of a model that works on tokens: the language model of a wrapper, or else the model itself."""
+    return model.get_submodule(cut_point_of(model).path)
+
+
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by name.
+
+    A class of the user's may hand on `*args`. The names are those of its first base class that names tokens.
+    """
+    signatures = [inspect.signature(vars(cls)["forward"]) for cls in type(module).__mro__ if "forward" in vars(cls)]
+    naming = [signature for signature in signatures if set(TOKEN_KEYS) & set(signature.parameters)]
+    bound = (naming or signatures)[0].bind_partial(module, *args, **kwargs)
+    arguments: dict[str, Any] = {}
+    for index, (name, value) in enumerate(bound.arguments.items()):
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        elif index:  # the first is the model
+            arguments[name] = value
+    return arguments
+
+
+def cut_batch(
+    batch: Mapping[str, Any], config: BurstConfig, rank: int, ranks: int, task: Task = CAUSAL
+) -> tuple[dict[str, Any], SequenceLayout]:
+    """One rank's part of a full batch, its targets and token inputs, and the layout; see [`shard_batch`]."""
+    layout = layout_of(batch, config, ranks, task, {MaskPattern(task.causal): 1})
+    return cut_inputs({**batch, **cut_targets(batch, layout, rank, task)}, layout, rank), layout
+
+
+def layout_of(
+    batch: Mapping[str, Any],
+    config: BurstConfig,
+    ranks: int,
+    task: Task,
+    patterns: Mapping[MaskPattern, int],
+    hybrid: Hybrid | None = None,
+) -> SequenceLayout:
+    """How a full batch is laid over the ranks, for layers that see as far as `patterns` say, and recurrent ones."""
+    return SequenceLayout.for_batch(
+        documents_of(batch, task),
+        ranks,
+        config.chunking_over(ranks),
+        real=real_tokens(batch),
+        patterns=patterns,
+        stretches=config.stretches,
+        hybrid=hybrid,
+    )
+
+
+def cut_targets(batch: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task) -> dict[str, torch.Tensor]:
+    """One rank's part of the labels, and of the targets that follow from them; empty for a batch without labels.
+
+    Raises:
+        BatchError: If the labels have another shape than the tokens, or padding is to be predicted.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        return {}
+    rows, length = batch_shape(batch)
+    if tuple(labels.shape) != (rows, length):
+        raise BatchError(f"labels have shape {tuple(labels.shape)}; they must be ({rows}, {length}).")
+    targets = task.targets_of(labels)
+    mask = batch.get("attention_mask")
+    if mask is not None:
+        # padding sees other tokens than in Transformers, isolated padding apart, so its predictions must not count
+        counted = (targets[task.targets] != IGNORE_INDEX) & (mask == 0)
+        for row, start in enumerate(task.isolated_padding(layout.real)):
+            counted[row, :start] = False
+        if counted.any():
+            raise BatchError(
+                f"{int(counted.sum())} tokens of padding that attention_mask hides have labels to predict. Set the "
+                f"labels of padding to {IGNORE_INDEX}."
+            )
+    return {name: layout.shard(value, rank, IGNORE_INDEX) for name, value in targets.items()}
+
+
+def cut_inputs(
+    inputs: Mapping[str, Any],
+    layout: SequenceLayout,
+    rank: int,
+    token_inputs: Sequence[TokenInput] = TOKEN_INPUTS,
+    positions: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """One rank's part of the inputs of a cut point, by name. Targets among them are cut already.
+
+    Position ids are made explicit: `positions` of shape `(batch, tokens)`, or from 0, where the inputs have none. The
+    padding mask and the boundaries of documents are left out: the layout has them.
+
+    Raises:
+        BatchError: For a tensor of which it is not known whether it has a token dimension.
+    """
+    whole = {name: value for name, value in inputs.items() if name not in (*BOUNDARY_KEYS, "attention_mask")}
+    tokens = tokens_of(whole)
+    rows, length = tokens.shape[:2]
+    if whole.get("position_ids") is not None:
+        positions = whole["position_ids"]
+    elif positions is None:
+        positions = torch.arange(length, device=tokens.device)
+    whole["position_ids"] = positions.expand(*positions.shape[:-2], rows, length)
+    known = {token_input.name: token_input for token_input in token_inputs}
+    part = {}
+    for name, value in whole.items():
+        if name in known and value is not None:
+            cut = layout.shard(value, rank, known[name].pad, known[name].dim)
+            part[name] = _filled(cut, value, layout, rank) if name in _EMBEDDINGS and layout.padding else cut
+        elif name not in _TARGETS and isinstance(value, torch.Tensor) and value.ndim >= 2:
+            raise BatchError(
+                f"{name} of shape {tuple(value.shape)} looks like values of tokens, images or audio, and hf_burst does "
+                f"not know how to shard it; known are {', '.join((*known, *_TARGETS))} and attention_mask. Remove it "
+                "from the batch."
+            )
+        else:
+            part[name] = value
+    return part
+
+
+def _filled(cut: torch.Tensor, whole: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
+    """Embeddings of a rank, with a real token's in the place of padding: a deviation of zeros has no gradient."""
+    real = layout.shard(torch.ones(whole.shape[1], dtype=torch.bool, device=whole.device), rank, dim=0)
+    return torch.where(real.view(1, -1, *[1] * (cut.ndim - 2)), cut, whole[:, :1].detach())

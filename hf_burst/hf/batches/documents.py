@@ -1,0 +1,144 @@
+"""What a batch says of itself: its tokens, its padding, and where its documents begin."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...errors import BatchError
+from ..models.task import CAUSAL, Task
+
+TOKEN_KEYS = ("input_ids", "inputs_embeds")
+# the keys of packing collators; folded into the layout
+BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """The `input_ids` of a batch, `(batch, tokens)`, or else its `inputs_embeds`, `(batch, tokens, hidden)`.
+
+    Raises:
+        BatchError: If it has neither, or an empty one.
+    """
+    for key in TOKEN_KEYS:
+        tensor = batch.get(key)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.ndim < 2 or tensor.numel() == 0:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise BatchError(f"{key} is {shape}; it must be a tensor of shape (batch, tokens), neither of them 0.")
+        return tensor
+    raise BatchError(
+        f"The batch holds {sorted(batch)}; it needs input_ids (or inputs_embeds) of shape (batch, tokens)."
+    )
+
+
+def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """`(batch, tokens)` of a batch."""
+    rows, length = tokens_of(batch).shape[:2]
+    return rows, length
+
+
+def documents_of(batch: Mapping[str, Any], task: Task = CAUSAL) -> list[tuple[int, ...]]:
+    """The document boundaries of each row of a full batch, cumulative from 0 to the number of tokens.
+
+    Explicit boundaries decide: `cu_seq_lens_q`, or else `seq_idx`. Only without both, and without an `attention_mask`,
+    a document begins where position ids do not go on by one, as in Transformers. Padding is a document of its own,
+    see [`Task.padding_bounds`].
+
+    Raises:
+        BatchError: For shapes that do not fit the batch, masks that are not padding, and positions that start anew
+            beside a mask, which pack documents for some kernels of Transformers and not for others.
+    """
+    rows, length = batch_shape(batch)
+    real = real_tokens(batch)
+    positions = batch.get("position_ids")
+    if positions is not None:
+        if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, rows):
+            raise BatchError(
+                f"position_ids have shape {tuple(positions.shape)}; for this batch they must be ({rows}, {length})."
+            )
+        positions = positions.expand(rows, length)
+    starts = _explicit_starts(batch, rows, length)
+    if starts is None and positions is not None and batch.get("attention_mask") is None:
+        starts = _changes(positions[:, 1:] != positions[:, :-1] + 1)
+    elif starts is None:
+        starts = [set() for _ in range(rows)]
+        if positions is not None:
+            _check_no_restart(positions, real or ((0, length),) * rows)
+    for row, (start, stop) in enumerate(real):
+        starts[row].update(task.padding_bounds(start, stop))
+    return [(0, *sorted(bounds - {0, length}), length) for bounds in starts]
+
+
+def real_tokens(batch: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    """The tokens `[start, stop)` of each row that `attention_mask` does not hide; `()` if it hides none.
+
+    Raises:
+        BatchError: For masks that are not padding: 4 dimensions, holes, values besides 0 and 1.
+    """
+    rows, length = batch_shape(batch)
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return ()
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (rows, length):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise BatchError(
+            f"attention_mask is {shape}; over several ranks it must be ({rows}, {length}) and mark padding only. Pack "
+            "documents by position_ids that start anew at 0."
+        )
+    if bool((mask == 1).all()):
+        return ()
+    visible = mask.cpu() != 0
+    if not torch.equal(visible.to(mask.dtype), mask.cpu()):
+        raise BatchError("attention_mask holds other values than 0 and 1. Pack documents by position_ids instead.")
+    spans = []
+    for row in range(rows):
+        tokens = visible[row].nonzero().flatten()
+        if len(tokens) == 0:
+            raise BatchError(f"attention_mask hides all of row {row}. Drop empty sequences from the batch.")
+        first, last = int(tokens[0]), int(tokens[-1])
+        if last - first + 1 != len(tokens):
+            raise BatchError(f"attention_mask of row {row} has holes; only padding at an end of a sequence is served.")
+        spans.append((first, last + 1))
+    return tuple(spans)
+
+
+def _explicit_starts(batch: Mapping[str, Any], rows: int, length: int) -> list[set[int]] | None:
+    """Where documents begin by `cu_seq_lens_q`, or else by `seq_idx`; `None` without both."""
+    lengths, numbers = batch.get("cu_seq_lens_q"), batch.get("seq_idx")
+    if lengths is not None:
+        bounds = torch.as_tensor(lengths).flatten().tolist()
+        if rows != 1 or not bounds or bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+            raise BatchError(
+                f"cu_seq_lens_q is {str(bounds)[:80]} for a batch of {rows} x {length} tokens; packed lengths need one "
+                f"row, and must rise from 0 to {length}."
+            )
+        return [set(bounds)]
+    if numbers is None:
+        return None
+    if not isinstance(numbers, torch.Tensor) or tuple(numbers.shape) != (rows, length) or numbers.is_floating_point():
+        shape = tuple(numbers.shape) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
+        raise BatchError(
+            f"seq_idx is {shape}; for this batch it must hold integers of shape ({rows}, {length}), one a document."
+        )
+    return _changes(numbers[:, 1:] != numbers[:, :-1])
+
+
+def _changes(differs: torch.Tensor) -> list[set[int]]:
+    """For each row, the tokens that differ from the one before, from `(batch, tokens - 1)`."""
+    starts: list[set[int]] = [set() for _ in range(len(differs))]
+    for row, token in differs.nonzero().tolist():
+        starts[row].add(token + 1)
+    return starts
+
+
+def _check_no_restart(positions: torch.Tensor, real: tuple[tuple[int, int], ...]) -> None:
+    """Raises for positions of tokens, padding apart, that go back."""
+    back = (positions[:, 1:] <= positions[:, :-1]).cpu()
+    for row, (start, stop) in enumerate(real):
+        restarts = back[row, start : stop - 1].nonzero().flatten().tolist()
+        if restarts:
+            raise BatchError(
+                f"position_ids of row {row} go back at token {start + restarts[0] + 1} beside an attention_mask. Leave "
+                "the attention_mask out if documents are packed there; otherwise let positions rise."
+            )

@@ -1,0 +1,175 @@
+"""Batches that arrive sharded: what they carry, how they are recognised, and the checksums of batches."""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config import BurstConfig
+from ...errors import BatchError
+from ...ranks.group import ContextGroup
+from ...ranks.layout import SequenceLayout
+from ..models.task import CAUSAL, Task
+from .cutting import TOKEN_INPUTS, TokenInput
+from .documents import batch_shape
+
+LAYOUT_KEY = "burst_batch"
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio's share of 2**64 (Knuth, The Art of Computer Programming 6.4)
+
+
+_PIECE = 2**22  # values of a weight that are summed at a time
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """What a sharded batch carries beside its tensors, under the key `"burst_batch"`."""
+
+    layout: SequenceLayout
+    rank: int  # whose part it is
+    fingerprint: int  # checksum of the whole batch
+    positions: int  # checksum of the position ids of this part
+    longest: int  # the longest position of the whole batch
+    labelled: bool  # whether the batch had labels
+    task: Task  # of the model for which it was cut
+
+
+def is_sharded(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch counts as sharded: by its layout or its `shift_labels`."""
+    return batch.get("shift_labels") is not None or batch.get(LAYOUT_KEY) is not None
+
+
+def describe_shard(
+    shard: Mapping[str, Any], full: Mapping[str, Any], layout: SequenceLayout, rank: int, task: Task
+) -> ShardedBatch:
+    """The companion of a shard, with the checksums by which the model finds shards that do not belong together."""
+    labelled = shard.get("labels") is not None
+    positions = _number({"position_ids": shard["position_ids"]})
+    return ShardedBatch(layout, rank, _number(full), positions, longest_position(full), labelled, task)
+
+
+def longest_position(full: Mapping[str, Any]) -> int:
+    """The longest position of a full batch."""
+    positions = full.get("position_ids")
+    return batch_shape(full)[1] - 1 if positions is None else int(positions.max())
+
+
+def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> SequenceLayout:
+    """The layout of a batch that arrived sharded, for the config, group and task of the model.
+
+    Raises:
+        BatchError: If it was sharded for another rank, group or kind of model, or if its position ids do not match.
+    """
+    about: ShardedBatch | None = batch.get(LAYOUT_KEY)
+    _check_shard(batch, about, task)
+    rows, own = batch_shape(batch)
+    if about is None:
+        return _layout_by_positions(batch["position_ids"], config, group)
+    layout = about.layout
+    if (about.rank, layout.ranks) != (group.rank, group.size):
+        raise BatchError(
+            f"The batch was sharded as part {about.rank} of {layout.ranks}, this process is rank {group.rank} of "
+            f"{group.size}. Give the collator the same mesh as patch_model."
+        )
+    if (layout.batch_size, layout.sharding.tokens(group.rank)) != (rows, own):
+        raise BatchError(
+            f"The shard holds {rows} x {own} tokens, its layout says {layout.batch_size} x "
+            f"{layout.sharding.tokens(group.rank)}. Do not cut or pad a batch after it was sharded."
+        )
+    if _number({"position_ids": batch["position_ids"]}) != about.positions:
+        raise BatchError(
+            "The position_ids do not match the sharding: they were changed after the batch was sharded. Leave them as "
+            "hf_burst.shard_batch made them."
+        )
+    return layout
+
+
+def _check_shard(batch: Mapping[str, Any], about: ShardedBatch | None, task: Task) -> None:
+    """Raises for a shard of another kind of model, and for one with tensors too many or too few."""
+    rows, own = batch_shape(batch)
+    made_for = CAUSAL if about is None else about.task
+    if made_for != task:
+        raise BatchError(
+            f"The batch was cut for a {made_for.kind} language model, and this is a {task.kind} one, whose labels are "
+            f"{'' if task.causal else 'not '}shifted. Give shard_batch or BurstCollator causal={task.causal}."
+        )
+    for key in ("position_ids", task.targets):
+        value = batch.get(key)
+        if key == task.targets and value is None and about is not None:
+            continue  # a batch that had no labels
+        if value is None or tuple(value.shape) != (rows, own):
+            shape = "missing" if value is None else f"of shape {tuple(value.shape)}"
+            raise BatchError(
+                f"The batch carries {LAYOUT_KEY} or shift_labels, so it counts as sharded, but its {key} are {shape}; "
+                f"they must be ({rows}, {own}) like the tokens of this rank. Make it with hf_burst.shard_batch or "
+                "BurstCollator."
+            )
+    if batch.get("attention_mask") is not None:
+        raise BatchError(
+            "A sharded batch carries an attention_mask. shard_batch folds it into the layout; leave it out."
+        )
+    if about is not None and about.labelled and batch.get("labels") is None:
+        raise BatchError(
+            "The labels were taken out of a sharded batch, as Trainer does for label smoothing and compute_loss_func. "
+            "Give the model full batches instead (no BurstCollator): their logits are gathered."
+        )
+
+
+def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: ContextGroup) -> SequenceLayout:
+    """The layout of a shard that was made by hand: whole sequences, cut as the config says."""
+    rows, own = positions.shape
+    chunking = config.chunking_over(group.size)
+    sequence = (0, own * group.size)
+    layout = SequenceLayout.for_batch([sequence] * rows, group.size, chunking, stretches=config.stretches)
+    expected = layout.indices(group.rank).to(positions.device)
+    if layout.padding or not bool((positions == expected).all()):
+        raise BatchError(
+            f"The position_ids of this shard do not match {chunking} sharding of one document of "
+            f"{own * group.size} tokens over {group.size} ranks: rank {group.rank} holds tokens "
+            f"{[(run.start, run.stop) for run in layout.sharding.runs(group.rank)]}. Make shards with "
+            "hf_burst.shard_batch or BurstCollator, which also serve packed documents."
+        )
+    return layout
+
+
+def checksum(batch: Mapping[str, Any], token_inputs: Sequence[TokenInput] = TOKEN_INPUTS) -> torch.Tensor | None:
+    """A checksum of the token inputs, labels and padding mask of a batch, for which the host need not wait.
+
+    Returns:
+        `torch.LongTensor`, a scalar; `None` if there are no such tensors.
+    """
+    total: torch.Tensor | None = None
+    for key in (*(token_input.name for token_input in token_inputs), "labels", "attention_mask"):
+        value = batch.get(key)
+        if not isinstance(value, torch.Tensor):
+            continue
+        bits = _bits(value)
+        tokens = bits.flatten(2).sum(2, dtype=torch.int64) if bits.ndim > 2 else bits.to(torch.int64)
+        order = torch.arange(1, tokens.numel() + 1, device=tokens.device)  # a token counts by where it stands
+        # products wrap around: odd factors lose nothing of a number
+        own = ((tokens.flatten() + zlib.crc32(key.encode())) * (order * _SPREAD * 2 + 1)).sum()
+        total = own if total is None else total * _SPREAD + own.to(total.device)
+    return total
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A checksum of the values of a tensor, each read as an integer and weighed by where it stands: `torch.LongTensor`,
+    a scalar on its device. A part of the tensor is in memory as int64 at a time."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    order = torch.arange(1, min(tensor.numel(), _PIECE) + 1, device=tensor.device) * _SPREAD * 2 + 1
+    for piece in _bits(tensor).flatten().split(_PIECE):
+        total = total * _SPREAD + (piece.to(torch.int64) * order[: len(piece)]).sum()
+    return total
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    bits = tensor.detach()
+    return bits.contiguous().view(_SAME_SIZE[bits.dtype.itemsize]) if bits.is_floating_point() else bits
+
+
+def _number(batch: Mapping[str, Any]) -> int:
+    """The checksum of a batch on the host."""
+    value = checksum(batch)
+    return 0 if value is None else int(value)

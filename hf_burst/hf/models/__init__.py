@@ -1,0 +1,1 @@
+"""Which models are served, and how their functions are found."""

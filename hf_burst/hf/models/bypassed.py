@@ -1,0 +1,110 @@
+"""What may go past the functions that patching puts in place: forwards that were replaced, and attention functions."""
+
+import inspect
+import sys
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ...errors import UnsupportedModelError
+from ..attention import NAME
+from .recurrent import COUNTERPARTS
+from .rewrites import DOORS, recurrent_modules
+
+_WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # which autocast, compile, convert what is returned
+# of transformers.integrations: each computes the attention of the mask that it is given
+_ATTENTION_FUNCTIONS = {
+    *("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward"),
+    *("eager_paged_attention_forward", "sdpa_attention_paged_forward", "paged_attention_forward"),
+}
+
+
+def function_name(function: Any) -> str:
+    """The module and name of a function or method, inside of what known libraries wrap it in."""
+    while True:
+        if isinstance(function, partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        place = type(function).__module__ if code is None else str(function.__globals__.get("__name__"))
+        inner = getattr(function, "__wrapped__", None)
+        if inner is None or not place.startswith(_WRAPPERS):
+            return f"{place}.{type(function).__qualname__ if code is None else code.co_qualname}"
+        function = inner
+
+
+def forward_name(module: nn.Module) -> str:
+    """The function that runs where a module is called, see [`function_name`]."""
+    return function_name(vars(module).get("forward") or type(module).forward)
+
+
+def attention_modules(reader: nn.Module) -> dict[nn.Module, str]:
+    """The modules of a language model that call an attention function of Transformers, and their paths.
+
+    All of them say by `is_causal` how far their queries see. Classes from elsewhere may lack it, and are known by their
+    name.
+    """
+    found = {module: path for path, module in reader.named_modules() if _says_is_causal(module)}
+    inside = {inner for module in found for inner in module.modules()}
+    recurrent = set(recurrent_modules(reader))
+    for path, module in reader.named_modules():
+        own = not type(module).__module__.startswith("transformers.") and type(module).__name__.endswith("Attention")
+        if own and module not in inside | recurrent and found.keys().isdisjoint(module.modules()):
+            found[module] = path
+    return found
+
+
+def _says_is_causal(module: nn.Module) -> bool:
+    """Whether the module itself does: wrappers of peft hand on the attributes of what they wrap."""
+    return "is_causal" in vars(module) or hasattr(type(module), "is_causal")
+
+
+def check_attention_functions(model: PreTrainedModel) -> None:
+    """Raises for an attention function that is neither one of Transformers nor ours: what it does would be lost."""
+    for module in attention_modules(model):
+        name = getattr(getattr(module, "config", None), "_attn_implementation", model.config._attn_implementation)
+        if name in (NAME, None):
+            continue
+        file = type(module).__module__
+        names = vars(sys.modules[file]) if file in sys.modules else {}
+        if name == "eager":
+            function = names.get("eager_attention_forward")
+            known = function is None or function_name(function).startswith(("transformers.", f"{file}."))
+        else:
+            interface = names.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+            function = interface.get(name) or interface.get(name.removeprefix("paged|"))
+            place, _, own = function_name(function).rpartition(".")
+            known = place.startswith("transformers.") and own in _ATTENTION_FUNCTIONS
+        mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+        if known and mask is not None and not function_name(mask).startswith("transformers."):
+            function, known = mask, False
+        if not known:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} attends by {name!r}, which is {function_name(function)}. BurstAttention "
+                "would take its place, without whatever it adds to Transformers' own functions. If you mean plain "
+                "attention, call model.set_attn_implementation('sdpa') first."
+            )
+
+
+def check_recurrent_sources(model: nn.Module) -> None:
+    """Raises for a recurrent class whose forward was replaced, by which it is not known as recurrent any more."""
+    kinds: set[Any] = set(map(type, model.modules()))
+    for kind in kinds.difference(map(type, recurrent_modules(model))):
+        forward: Any = inspect.unwrap(kind.forward)
+        home = {base.__module__ for base in kind.__mro__}
+        own = getattr(forward, "__globals__", {}).get("__name__") in home
+        if not own and kind.__module__.startswith("transformers.models.") and _was_recurrent(kind):
+            raise UnsupportedModelError(
+                f"The forward of {kind.__name__} was replaced by {function_name(kind.forward)}, to which no state can "
+                "pass from another rank. Put its own back before the model is patched."
+            )
+
+
+@cache
+def _was_recurrent(kind: Any) -> bool:
+    """Whether a class is recurrent by its source."""
+    return kind.__name__ in DOORS or any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS)

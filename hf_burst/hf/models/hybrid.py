@@ -1,0 +1,96 @@
+"""What the planner knows of a model with recurrent layers: their sizes, the heads of its attention, and the machine."""
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...config import BurstConfig
+from ...plan import Hybrid, Machine, RecurrentSize, Shapes, choose_recurrence
+from ...plan.recurrence import Way
+from ...ranks.layout import SequenceLayout
+from .recurrent import functions_of
+from .rewrites import recurrent_modules
+from .support import has_attention, patterns_of_layers
+from .task import task_of
+
+logger = logging.getLogger(__name__)
+
+_DELTA, _KIMI = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+
+
+def recurrent_sizes(model: nn.Module) -> tuple[RecurrentSize, ...]:
+    """The recurrent layers of a model, by kind and size; empty if it has none, or one does not say how large it is."""
+    sizes = [_size_of(module) for module in recurrent_modules(model)]
+    known = Counter(size for size in sizes if size is not None)
+    return () if None in sizes else tuple(replace(size, layers=count) for size, count in known.items())
+
+
+def attention_shapes(model: PreTrainedModel, itemsize: int = 2) -> Shapes | None:
+    """The heads of a model's attention: those of its first layer that has it; `None` if none has."""
+    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
+    if not layers:
+        return None
+    first = layers[0][0]
+    q_heads, size = first.num_attention_heads, head_size(first)
+    kv_heads = getattr(first, "num_key_value_heads", None) or q_heads
+    return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, itemsize, 4)
+
+
+def head_size(layer: PreTrainedConfig) -> int:
+    """The size of the heads of queries and keys."""
+    named = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)
+    return int(named or layer.hidden_size // layer.num_attention_heads)
+
+
+def hybrid_of(
+    sizes: tuple[RecurrentSize, ...], shapes: Shapes | None, machine: Machine, config: BurstConfig
+) -> Hybrid | None:
+    """What batches are cut for; `None` for models without recurrent layers."""
+    return Hybrid(sizes, shapes, machine, config.recurrence, config.schedule) if sizes else None
+
+
+@lru_cache(maxsize=64)
+def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
+    """How the recurrent layers of a pass pass what they know. Rank 0 logs why, quietly for packed documents, as there
+    is a choice for every batch."""
+    choice = choose_recurrence(hybrid.recurrent, layout.segments, hybrid.machine, hybrid.recurrence)
+    if rank == 0:
+        count = sum(len(row) - 1 for row in layout.documents) - (layout.batch_size if layout.padding else 0)
+        level = logging.INFO if count == layout.batch_size else logging.DEBUG
+        batch = f"{layout.batch_size} x {layout.length - layout.padding} tokens, documents: {count}"
+        logger.log(level, "hf_burst passes recurrent layers by %s for %s (%s)", choice.way, batch, choice.reason)
+    return choice.way
+
+
+def _size_of(module: Any) -> RecurrentSize | None:
+    """The size of one recurrent module, by the attributes that all of its kind have in Transformers."""
+    kind: Any = type(module)
+    functions = functions_of(kind)
+    if not functions:  # it computes its states inside of its own forward, and is not priced
+        return None
+    convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
+    size = RecurrentSize("convolution", 1)
+    if convolution is not None:
+        size = replace(size, channels=convolution.out_channels, reach=convolution.kernel_size[0] - 1)
+    try:
+        if _DELTA in functions:
+            heads, keys = (module.num_v_heads, module.num_k_heads), (module.head_k_dim, module.head_v_dim)
+            return replace(size, kind="delta", heads=heads[0], key_heads=heads[1], keys=keys[0], values=keys[1])
+        if _KIMI in functions:
+            heads, width = module.num_heads, module.head_dim
+            own = {"heads": heads, "key_heads": heads, "keys": width, "values": width, "decays": width}
+            return replace(size, kind="delta", **own)
+        if "mamba2_chunk_scan" in functions:
+            own = {"heads": module.num_heads, "values": module.head_dim, "key_heads": module.n_groups}
+            return replace(size, kind="scan", keys=module.ssm_state_size, **own)
+        if "mamba_selective_scan" in functions:
+            own = {"heads": module.intermediate_size, "key_heads": 1, "keys": module.ssm_state_size, "values": 1}
+            return replace(size, kind="selective", **own)
+    except AttributeError:  # a class from outside of Transformers
+        return None
+    return size

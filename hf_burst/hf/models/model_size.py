@@ -1,0 +1,150 @@
+"""The sizes of a model of Transformers, counted without its weights."""
+
+import re
+from collections import Counter
+from copy import deepcopy
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ...errors import ConfigError, UnsupportedModelError
+from ...plan import SHAPES, MaskPattern, ModelSize, Shapes
+from ..batches.cutting import language_model_path
+from .hybrid import attention_shapes, head_size, recurrent_sizes
+from .rewrites import recurrent_modules
+from .support import check_model, has_attention, patterns_of_layers
+from .task import task_of
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LAYER = re.compile(r"\.\d+\.")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
+
+
+def model_size(model_class: type[PreTrainedModel], config: PreTrainedConfig, name: str | None = None) -> ModelSize:
+    """Counts the weights of a model that is made on torch's `meta` device, where nothing takes memory. Of a class that
+    wraps a language model, what counts as used is the language model and the head: a batch of text needs no more.
+
+    Args:
+        model_class (`type`): A class with a language-model head.
+        config (`PreTrainedConfig`): Its config; not changed.
+        name (`str`, *optional*): What to call it; the name of the class by default.
+
+    Raises:
+        ConfigError: If no model can be made of this config, or it does not name its sizes.
+        UnsupportedModelError: If hf_burst never serves such a model.
+    """
+    try:
+        return _counted(model_class, config, name or model_class.__name__)
+    except UnsupportedModelError:
+        raise
+    except Exception as problem:  # whatever the code of a model raises
+        cause = f"{type(problem).__name__}: {str(problem).strip()[:200]}"
+        raise ConfigError(
+            f"The sizes of {name or model_class.__name__} ({model_class.__name__}) cannot be told by its config "
+            f"({cause}). Give the config.json of a model of this class that can be loaded."
+        ) from problem
+
+
+def _counted(model_class: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> ModelSize:
+    """The sizes of a model."""
+    with torch.device("meta"):
+        model = model_class(deepcopy(config))
+    check_model(model)
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    counts = _Weights(model)
+    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
+    sizes = [head_size(layer) for layer, _ in layers]
+    patterns, mean = Counter[MaskPattern](), sum(sizes) / max(1, len(sizes))
+    for (_, pattern), size in zip(layers, sizes, strict=True):
+        patterns[pattern] += size
+    shapes, recurrent = attention_shapes(model), recurrent_sizes(model)
+    linear = [
+        module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and counts.reads(path)
+    ]
+    rows = [module.weight.shape[:: -1 if isinstance(module, nn.Linear) else 1] for module in linear]  # inputs first
+    return ModelSize(
+        name=name,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        inner=round((counts.used - counts.head - counts.mixing) / (3 * text.hidden_size * text.num_hidden_layers)),
+        q_heads=shapes.q_heads if shapes else 0,
+        kv_heads=shapes.kv_heads if shapes else 0,
+        head_dim=round(mean),
+        value_dim=(getattr(layers[0][0], "v_head_dim", None) or round(mean)) if layers else 0,
+        vocabulary=text.vocab_size,
+        weights=sum(weight.numel() for weight in model.parameters()),
+        used=round(counts.used),
+        head=counts.head,
+        tied=counts.tied,
+        adapted=sum(inputs + outputs for inputs, outputs in rows),
+        patterns=tuple((pattern, total / mean) for pattern, total in patterns.items()),
+        recurrent=recurrent,
+        unused=counts.unused,
+        norms=_normed(model, counts, shapes) / text.num_hidden_layers,
+    )
+
+
+def _normed(model: PreTrainedModel, counts: "_Weights", shapes: Shapes | None) -> float:
+    """Elements of a token that norms of its layers are given, but torch's own and those of recurrent layers."""
+    total = 0.0
+    recurrent = {id(inner) for module in recurrent_modules(model) for inner in module.modules()}
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        known = "Norm" in type(module).__name__ and not isinstance(module, nn.LayerNorm | nn.RMSNorm)
+        if not known or weight is None or id(module) in recurrent or not (_LAYER.search(path) and counts.reads(path)):
+            continue
+        of_heads = {"q": shapes.q_heads, "k": shapes.kv_heads} if shapes and weight.shape == (shapes.head_dim,) else {}
+        total += weight.numel() * of_heads.get(path.rpartition(".")[2][:1], 1)
+    return total
+
+
+class _Weights:
+    """The weights of a model, counted by what a batch of text does with them.
+
+    `used` are those that a token is multiplied with, `head` and `mixing` those of them in the language-model head and
+    in layers that mix tokens (attention, recurrent ones), and `unused` those beside the language model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.path, text = language_model_path(model), model.config.get_text_config()
+        self.weight = getattr(model.get_output_embeddings(), "weight", None)
+        tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        mixers = {id(weight) for module in recurrent_modules(model) for weight in module.parameters()}
+        experts = _first(text, _EXPERTS, 0)  # 0 also in configs of models that could have some
+        share = _first(text, _CHOSEN, 1) / experts if experts else 1.0
+        self.tied = any(self.weight is table for table in tables)
+        self.head = 0 if self.weight is None else self.weight.numel()
+        self.used, self.mixing, self.unused = 0.0, 0, 0
+        self.used += self.head
+        for path, weight in model.named_parameters(remove_duplicate=False):  # layers that share weights use them each
+            if weight is self.weight or any(weight is table for table in tables):
+                self.unused += 0 if self.reads(path) or weight is self.weight else weight.numel()
+                continue
+            if not self.reads(path):
+                self.unused += weight.numel()
+                continue
+            routed = ("experts." in path and not re.search("shared|router", path)) or (
+                weight.ndim == 3 and len(weight) == experts and id(weight) not in mixers
+            )
+            self.used += weight.numel() * (share if routed else 1)
+            mixes = "attn" in path or "attention" in path or id(weight) in mixers
+            self.mixing += weight.numel() if mixes else 0
+
+    def reads(self, path: str) -> bool:
+        """Whether a batch of text comes to a module, or a weight, by its path."""
+        return not self.path or path.startswith(f"{self.path}.")
+
+
+def shape_named(name: str) -> PreTrainedConfig | None:
+    """The config of one of [`SHAPES`]; `None` for other names."""
+    sizes = SHAPES.get(name.lower())
+    return AutoConfig.for_model(**sizes) if sizes else None
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...], default: int) -> int:
+    """The first of these numbers that a config has."""
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), default)

@@ -1,0 +1,272 @@
+"""The functions that recurrent layers of Transformers call, over the ranks that share a sequence.
+
+A layer with a state calls functions of its module: a convolution, a delta rule, a scan. Whoever installed a package of
+kernels finds those of the package there, and plain torch otherwise. Each has a counterpart here, which calls it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import CellType, FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ...errors import UnsupportedModelError
+from ...plan import Segments
+from ...ranks.group import ContextGroup
+from ...recurrent import (
+    Received,
+    Rule,
+    causal_convolution,
+    delta_rule_by_heads,
+    delta_rule_by_states,
+    delta_rule_in_two_passes,
+    fla_kernels,
+    own_heads,
+    scan_by_channels,
+    scan_by_states,
+    unit_norm,
+)
+from ..attention import ForwardCall
+
+RUN_KEY = "burst_run"  # the keyword argument by which a Run comes into a checkpoint
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer in a pass over ranks; the keyword argument `burst_run`."""
+
+    call: ForwardCall
+    received: Received
+
+
+@dataclass
+class Scope:
+    """What the functions of one layer know of the pass."""
+
+    run: Run | None = None
+    under_way: bool = False  # whether a pass over ranks is, of which the layer is to tell
+
+    @property
+    def call(self) -> ForwardCall:
+        assert self.run is not None, "set before the layer runs"
+        return self.run.call
+
+    @property
+    def received(self) -> Received:
+        assert self.run is not None, "set before the layer runs"
+        return self.run.received
+
+    @property
+    def group(self) -> ContextGroup:
+        return self.call.group
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether heads are exchanged, and states do not pass."""
+        return self.call.way == "heads"
+
+    @property
+    def segments(self) -> Segments:
+        return self.call.segments
+
+    @property
+    def segments_of_rows(self) -> Segments:
+        """Those of a layer that reads padding as it reads other tokens."""
+        real = self.call.layout.real
+        return self.segments.once(_segments_of_rows, real) if real else self.segments
+
+
+def _segments_of_rows(segments: Segments, real: tuple[tuple[int, int], ...]) -> Segments:
+    """The segments of a padded batch whose documents begin where their padding does: one object for all layers."""
+    rows, length = zip(segments.documents, real, strict=True), segments.sharding.stop
+    documents = tuple((0, *sorted({*row} - {0, *span, length}), length) for row, span in rows)
+    return Segments(segments.sharding, documents)
+
+
+def _convolution(original: Function, scope: Scope) -> Function:
+    def causal_conv1d_fn(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+    ) -> Tensor:
+        def convolve(laid: Tensor) -> Tensor:
+            out: Tensor = original(laid, weight, bias, activation=activation)
+            return out
+
+        return causal_convolution(convolve, x, weight.shape[-1] - 1, scope.segments, scope.group, scope.received)
+
+    return causal_conv1d_fn
+
+
+def _delta_rule(original: Function, scope: Scope) -> Function:
+    packed, by_fla = _takes(original, "cu_seqlens"), _takes(original, "cp_context")
+
+    def chunk_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, Tensor | None]:
+            q, k, v, decay, rate = rows
+            options = {} if bounds is None else {"cu_seqlens": bounds}
+            out, last = original(
+                q,
+                k,
+                v,
+                g=decay,
+                beta=rate,
+                initial_state=states,
+                output_final_state=ends,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+                **options,
+            )
+            return out, last
+
+        inputs = (query, key, value, g, beta)
+        if scope.by_heads:
+            return delta_rule_by_heads(Rule(rule, packed), inputs, scope.segments, scope.group), None
+        arguments = scope.segments, scope.group, scope.received
+        kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA has four
+        if kernels is None:
+            return delta_rule_by_states(Rule(rule, packed), inputs, *arguments), None
+        if use_qk_l2norm_in_kernel:
+            inputs = (unit_norm(query), unit_norm(key), value, g, beta)
+            use_qk_l2norm_in_kernel = False
+        return delta_rule_in_two_passes(Rule(rule, packed), kernels, inputs, *arguments), None
+
+    return chunk_delta_rule
+
+
+def _scan(original: Function, scope: Scope) -> Function:
+    packed = _takes(original, "seq_idx")
+
+    def mamba2_chunk_scan(
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, **options: Any
+    ) -> Tensor:
+        if any(options.get(name) is not None for name in ("z", "initial_states")):
+            raise UnsupportedModelError(
+                "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
+                "sequences that one GPU holds."
+            )
+        group, segments, limit = scope.group, scope.segments, options.get("dt_limit", (0.0, float("inf")))
+        steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
+        heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
+        if scope.by_heads:
+            heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
+
+        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
+            hidden, rates, keys, queries = rows
+            places = {} if bounds is None else {"seq_idx": _places(bounds, hidden.shape[1])}
+            out = original(hidden, rates, B=keys, C=queries, chunk_size=chunk_size, **heads, **steps, **places)
+            return out, None
+
+        if scope.by_heads:
+            if b.shape[2] % group.size:  # a rank has heads whose group is another's
+                b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
+            return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), segments, group)
+        applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
+        applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
+        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), segments, group, scope.received)
+
+    return mamba2_chunk_scan
+
+
+def _places(bounds: Tensor, tokens: int) -> Tensor:
+    """The number of its piece for each token of a row: `(1, tokens)`."""
+    numbers = torch.arange(len(bounds) - 1, device=bounds.device, dtype=torch.int32)
+    return numbers.repeat_interleave(bounds.diff(), output_size=tokens)[None]  # the device is not asked how many
+
+
+def _selective_scan(original: Function, scope: Scope) -> Function:
+    def mamba_selective_scan(
+        x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        own = {name: options.pop(name, None) for name in ("D", "delta_bias")}
+        own = {name: None if value is None else own_heads(value, scope.group) for name, value in own.items()}
+        decay = own_heads(a, scope.group)
+
+        def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
+            hidden, steps, *gate, keys, queries = (row.transpose(1, 2) for row in rows)
+            out = original(hidden, steps, decay, keys, queries, z=gate[0] if gate else None, **own, **options)
+            return out.transpose(1, 2), None
+
+        channels = [tensor.transpose(1, 2) for tensor in (x, dt, z) if tensor is not None]
+        shared = [tensor.transpose(1, 2) for tensor in (b, c)]
+        return scan_by_channels(Rule(rule, False), channels, shared, scope.segments, scope.group).transpose(1, 2)
+
+    return mamba_selective_scan
+
+
+def _unfused(original: Function, scope: Scope) -> Function:
+    """In place of a function that does several steps at once; a layer that gets nothing does one after another."""
+    return lambda *args, **kwargs: None
+
+
+COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxyType(
+    {
+        "causal_conv1d_fn": _convolution,
+        "torch_chunk_gated_delta_rule": _delta_rule,
+        "chunk_kimi_delta_attention": _delta_rule,
+        "mamba2_chunk_scan": _scan,
+        "mamba2_split_conv1d_scan_combined": _unfused,
+        "mamba_selective_scan": _selective_scan,
+        "mamba_inner_fn": _unfused,
+    }
+)
+
+
+def functions_of(kind: Any) -> tuple[str, ...]:
+    """The functions with a counterpart that modules of a class call, by their names."""
+    return _functions_of(kind.forward)
+
+
+@cache
+def _functions_of(forward: Any) -> tuple[str, ...]:
+    forward = inspect.unwrap(forward)
+    called = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
+
+
+def rebound(module: nn.Module, scope: Scope) -> Function:
+    """The forward of a module's class, which calls the counterparts; the class and its source file stay as they are."""
+    forward: Any = type(module).forward
+    kind: Any = type(module)
+    functions = inspect.unwrap(forward).__globals__
+    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(kind)}
+
+    def rebind(inner: FunctionType) -> FunctionType:
+        return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)
+
+    return in_place_of_innermost(forward, rebind)
+
+
+def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function]) -> Any:
+    """A copy of a decorated function with another function inside of all decorators, made of the one there."""
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return make(function)
+    contents = [cell.cell_contents for cell in function.__closure__]
+    cells = [CellType(in_place_of_innermost(value, make) if value is inner else value) for value in contents]
+    return _copy(function, function.__globals__, tuple(cells))
+
+
+def _copy(function: FunctionType, names: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+    """A copy of a function, with these globals and this closure."""
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _takes(function: Any, argument: str) -> bool:
+    """Whether a function, or what is chosen in its place, takes an argument. Transformers leaves out all others."""
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), function.__closure__ or ()
+    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    return argument in held.get("applicable_params", ())

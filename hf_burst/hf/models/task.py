@@ -1,0 +1,148 @@
+"""What a model learns: to predict the next token (causal) or masked tokens. All differences between both are here."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from ...config import BurstConfig
+from ...errors import ConfigError, UnsupportedModelError
+from ...ranks.loss import IGNORE_INDEX, shift_labels
+
+_WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
+    "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",
+    "trigram_input": "adds the embeddings of the neighbouring tokens of a sequence",
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The task of a language model. There are two, `CAUSAL` and `MASKED`."""
+
+    kind: str  # its word in errors
+    causal: bool  # whether a query sees no later key; that of `MaskPattern`
+    targets: str  # the key of the labels that a rank's tokens are to predict
+    shifted: str  # added to errors about labels that are shifted
+    generates: bool  # whether the model takes a cache and `logits_to_keep`
+    loss_in_model: bool  # whether `model.loss_function` computes the loss, or else it follows from the outputs
+
+    def targets_of(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The labels, and what tokens are to predict, by their keys in a batch; `(batch, tokens)` each."""
+        return {"labels": labels, "shift_labels": shift_labels(labels)} if self.causal else {"labels": labels}
+
+    def padding_bounds(self, start: int, stop: int) -> tuple[int, ...]:
+        """Boundaries of a row whose tokens `[start, stop)` are real. No causal query sees padding on the right."""
+        return (start,) if self.causal else (start, stop)
+
+    def isolated_padding(self, real: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
+        """For each row, how many tokens of padding at its start see nothing, here and in Transformers."""
+        return tuple(start if self.causal else 0 for start, _ in real)
+
+    def overrides(self, use_cache: bool) -> dict[str, Any]:
+        """The arguments of the model that a pass sets."""
+        if self.causal:
+            return {} if use_cache else {"use_cache": False}
+        return {"labels": None}  # some classes average their loss by themselves
+
+    def window(self, sliding_window: int) -> int:
+        """How many tokens a query sees beside itself, in each direction. Causal windows count the query."""
+        return sliding_window - self.causal
+
+    def check_config(self, config: BurstConfig, name: str) -> None:
+        """Raises for settings that a model of this class name cannot have."""
+        if not self.causal and 0 < config.attention_keep < 1:
+            raise ConfigError(
+                f"BurstConfig.attention_keep is {config.attention_keep}, and the first part of a sequence of {name} "
+                "sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
+            )
+
+    def check_model(self, model: PreTrainedModel, reader: PreTrainedModel) -> None:
+        """Raises for models whose tokens see others than the task says; `reader` is the part that reads tokens."""
+        return _check_decoder(model, reader) if self.causal else _check_encoder(model)
+
+    def check_loss(self, model: PreTrainedModel) -> None:
+        """Raises for losses that are not exact over several ranks; `model` is the one that [`computes_loss`]."""
+        if not self.loss_in_model:
+            return
+        if model.loss_function is not ForCausalLMLoss:
+            name = getattr(model.loss_function, "__name__", repr(model.loss_function))
+            raise UnsupportedModelError(
+                f"model.loss_function is {name}; over several ranks only Transformers' ForCausalLMLoss and "
+                "ForMaskedLMLoss are exact. Load the class with a language-model head. If the loss was set, set it "
+                "back, or leave labels out and compute a loss of your own on the gathered logits."
+            )
+        if not calls_loss_function(model):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes its loss by itself instead of by model.loss_function, where the "
+                "ranks could add theirs up."
+            )
+
+
+CAUSAL = Task("causal", True, "shift_labels", " (after the shift by one token)", generates=True, loss_in_model=True)
+MASKED = Task("masked", False, "labels", "", generates=False, loss_in_model=False)
+
+
+def task_named(causal: bool) -> Task:
+    """The task by the public argument `causal`."""
+    return CAUSAL if causal else MASKED
+
+
+def task_of(model: PreTrainedModel) -> Task:
+    """The task of a model, by its loss function."""
+    return task_named(model.loss_function is not ForMaskedLMLoss)
+
+
+def computes_loss(model: PreTrainedModel, reader: PreTrainedModel) -> PreTrainedModel:
+    """The model that computes the loss: a wrapper, or else the language model inside of it, which `reader` is."""
+    return reader if calls_loss_function(reader) and not calls_loss_function(model) else model
+
+
+def calls_loss_function(model: PreTrainedModel) -> bool:
+    """Whether the model's class computes its loss by `model.loss_function`, or else by itself."""
+    return any("loss_function" in forward.__code__.co_names for forward in forwards_of(model))
+
+
+def forwards_of(model: PreTrainedModel) -> list[Any]:
+    """The `forward` of the model's class and of its bases, without decorators."""
+    return [inspect.unwrap(vars(cls)["forward"]) for cls in type(model).__mro__ if "forward" in vars(cls)]
+
+
+def _check_decoder(model: PreTrainedModel, reader: PreTrainedModel) -> None:
+    """Raises for a model whose tokens see later ones."""
+    config, name = model.config, type(model).__name__
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(f"config.is_causal is False, and {name} is not a masked language model.")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(
+            f"config.use_bidirectional_attention is {config.use_bidirectional_attention}, and {name} is not a masked "
+            "language model. Set it to False."
+        )
+    if any(hasattr(module, "is_decoder") and not module.is_decoder for module in reader.modules()):
+        raise UnsupportedModelError(
+            f"{name} was made as an encoder, whose tokens see later ones. Of encoders, those that predict masked "
+            "tokens are served (AutoModelForMaskedLM); for a decoder, make it with is_decoder=True in its config."
+        )
+
+
+def _check_encoder(model: PreTrainedModel) -> None:
+    """Raises for a decoder, and for a model that mixes tokens elsewhere than in attention."""
+    config, name = model.config, type(model).__name__
+    if getattr(config, "is_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} was made as a decoder, whose tokens see no later ones. Make it with is_decoder=False in its "
+            "config, or load its class with a causal language-model head (AutoModelForCausalLM)."
+        )
+    for setting, why in _WHOLE_SEQUENCE.items():
+        if getattr(config, setting, False):
+            raise UnsupportedModelError(
+                f"config.{setting} is {getattr(config, setting)}: {name} {why}, of which a rank has a part. Only "
+                "models made with it switched off are served."
+            )
+    ignored = getattr(config, "sparse_pred_ignore_index", IGNORE_INDEX)
+    if getattr(config, "sparse_prediction", False) and ignored != IGNORE_INDEX:
+        raise UnsupportedModelError(
+            f"config.sparse_pred_ignore_index is {ignored}; only {IGNORE_INDEX} is served with sparse_prediction."
+        )

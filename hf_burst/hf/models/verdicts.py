@@ -1,0 +1,190 @@
+"""Why a class is served: hf_burst comes with its comparison, or `hf-burst check` found it exact on this machine."""
+
+import hashlib
+import json
+import logging
+import re
+import shlex
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...cache import cache_file, write_whole
+from ...errors import ConfigError, UnsupportedModelError
+from ...version import __version__
+from .sizes import LAYER_COUNTS, LAYER_LISTS, STEPS, is_size
+
+logger = logging.getLogger(__name__)
+
+# written by recipes/coverage.py: the classes it found exact, each with a hash of its source in this Transformers
+_TABLE = json.loads(Path(__file__).with_name("served.json").read_text())
+TESTED: str = _TABLE["transformers"]
+SERVED: dict[str, str] = _TABLE["classes"]
+
+_NO_STRUCTURE = re.compile(
+    r"^_|drop|jitter|vocab_size$|token_(ids?|index)$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
+    r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
+)
+# libraries whose classes treat each token by itself, or are compared by the tests: no verdict depends on their source
+_LIBRARIES = re.compile(
+    r"builtins|abc|typing|collections|transformers|torch|peft|accelerate|trl|liger_kernel|hf_burst|deepspeed|torchao|"
+    r"transformer_engine|bitsandbytes|gptqmodel|awq|hqq|eetq|aqlm|optimum|compressed_tensors|auto_round|spqr_quant|"
+    r"vptq|quark|sinq|fouroversix|fp_quant"
+)
+_NORMS = re.compile(r"fla\.modules\.[\w.]*Norm\w*")  # of flash-linear-attention, which has convolutions there, too
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison of two ranks with one process.
+
+    Args:
+        result (`str`): `"exact"`, `"wrong"`, `"refused"` (by the sentence in `note`) or `"not buildable"`.
+        errors (`dict`): By kind of batch, the greatest error of the loss or a gradient, relative to its greatest entry.
+        note (`str`): What else there is to know.
+        fingerprint (`str`): What the verdict holds for, see [`fingerprint`].
+    """
+
+    result: str
+    errors: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    fingerprint: str = ""
+
+
+def source_hash(module: str) -> str | None:
+    """A short hash of the source of a loaded Python module; `None` if it has no file, as in a notebook."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        return _digest(Path(file).read_bytes()) if file else None
+    except OSError:
+        return None
+
+
+def own_classes(model: PreTrainedModel) -> list[type]:
+    """The classes of a model and its layers that come from none of the known libraries, by their names."""
+    classes = {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
+    own = [kind for kind in classes if not _LIBRARIES.fullmatch(kind.__module__.partition(".")[0])]
+    own = [kind for kind in own if not _NORMS.fullmatch(f"{kind.__module__}.{kind.__qualname__}")]
+    return sorted(own, key=lambda kind: kind.__qualname__)
+
+
+def fingerprint(model: PreTrainedModel, config: PreTrainedConfig | None = None) -> str | None:
+    """A hash of all that a verdict on a model holds for: the source of its class, its layers and the modules beside
+    them, the settings of its config that are no sizes, and the versions of Transformers, torch and hf_burst.
+
+    Args:
+        model (`PreTrainedModel`): The model, of any size.
+        config (`PreTrainedConfig`, *optional*): The config before it was made tiny; that of the model if left out.
+
+    Returns:
+        `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
+    """
+    own = own_classes(model)
+    roots = {kind.__module__.partition(".")[0] for kind in own}
+    pending = {cls.__module__ for kind in {type(module) for module in model.modules()} for cls in kind.__mro__}
+    hashes: dict[str, str | None] = {}
+    while pending:
+        name = pending.pop()
+        in_transformers = name.startswith("transformers.models.")
+        if name in hashes or not (in_transformers or name.partition(".")[0] in roots):
+            continue
+        hashes[name] = source_hash(name)
+        names = vars(sys.modules[name]) if name in sys.modules and not in_transformers else {}
+        if "__path__" not in names:  # the names in a package follow from what else was imported
+            pending |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in names.values()}
+    if None in hashes.values():
+        return None
+    sources, settings = sorted(map(str, {*hashes.values()})), _structure((config or model.config).to_dict())
+    versions = [transformers.__version__, torch.__version__, __version__]
+    parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, settings, versions]
+    return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def remember(verdict: Verdict) -> Path:
+    """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
+    path = cache_file("check", verdict.fingerprint)
+    try:
+        write_whole(path, json.dumps(asdict(verdict), indent=1))
+    except OSError as problem:
+        raise ConfigError(
+            f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
+            "written."
+        ) from problem
+    return path
+
+
+def served_by(model: PreTrainedModel) -> str:
+    """By which comparison a model is served. Ranks that share a sequence must agree on it.
+
+    Returns:
+        `str`: `"shipped"` if hf_burst comes with the comparison, of the class or of one that it is made from; else
+        `"checked <fingerprint>"`.
+
+    Raises:
+        UnsupportedModelError: If it was compared by nobody, or was found wrong here.
+    """
+    name, config_name = type(model).__name__, model.config.name_or_path
+    command = "hf_burst.check_model(model)"
+    if config_name:
+        command = f"hf-burst check {shlex.quote(config_name)} (or, in Python, {command})"
+    bases = [cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.models.")]
+    shipped = next((cls for cls in bases if cls.__name__ in SERVED), None)
+    newer = Version(transformers.__version__).release[:2] > Version(TESTED).release[:2]
+    unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
+    verdict: Verdict | None = None
+    with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
+        verdict = Verdict(**json.loads(cache_file("check", fingerprint(model) or "").read_text()))
+    if verdict is not None and verdict.result != "exact":
+        reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
+        raise UnsupportedModelError(
+            f"{name} was compared with one process by hf-burst check and found {verdict.result} over several ranks "
+            f"({reasons}), so it is refused. Once its source is changed, {command} compares it anew."
+        )
+    if shipped is type(model) and unchanged and not own_classes(model):
+        return "shipped"
+    if verdict is not None:
+        return f"checked {verdict.fingerprint}"
+    if shipped is None:
+        raise UnsupportedModelError(
+            f"{name} has not been checked to be exact over several ranks, so it is refused. To compare it with one "
+            f"process and have it served, run on every node: {command}"
+        )
+    if not unchanged:
+        logger.warning(
+            "The source of %s in transformers %s differs from that in %s, the newest that hf_burst was tested with. To "
+            "compare it with one process, run on every node: %s",
+            *(shipped.__name__, transformers.__version__, TESTED, command),
+        )
+    return "shipped"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def _structure(value: Any, key: str = "", layers: int = 0) -> Any:
+    """A config without its sizes: they and floats count as set or not, steps as one or more, lists by their kinds."""
+    if isinstance(value, dict) and not all(str(name).isdecimal() for name in value):
+        layers = next((value[name] for name in LAYER_COUNTS if isinstance(value.get(name), int)), layers)
+        entries = {str(name): _structure(entry, str(name), layers) for name, entry in value.items()}
+        return {name: entry for name, entry in entries.items() if entry and not _NO_STRUCTURE.search(name)}
+    if isinstance(value, dict | list | tuple | set):
+        entries_of_layers = value.values() if isinstance(value, dict) else value
+        if LAYER_LISTS.search(key) and len(value) != layers and all(type(entry) is int for entry in value):
+            return bool(value)
+        kinds = [_structure(each, key if isinstance(each, int) else "", layers) for each in entries_of_layers]
+        return sorted({json.dumps(kind, sort_keys=True) for kind in kinds})
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if key == "max_window_layers":  # the first one with a window: none of the layers, or some, or all
+        return (value > 0) + (value >= layers)
+    if STEPS.search(key):
+        return max(0, min(value, 2))
+    return value if isinstance(value, int) and not is_size(key) else value > 0

@@ -1,0 +1,1 @@
+"""The join with accelerate and the Trainer."""

@@ -1,0 +1,404 @@
+"""accelerate's mesh: data-parallel x context-parallel, by a subclass of its own `ParallelismConfig`."""
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.data_loader import get_sampler
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils.deepspeed import DummyScheduler
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.trainer_utils import seed_worker
+
+from ...errors import BatchError, ConfigError
+from ...ranks.group import CP_DIM, ContextGroup
+from ...ranks.host import host_id, misplaced
+
+logger = logging.getLogger(__name__)
+
+SIZE_VARIABLE = "HF_BURST_SIZE"
+PATCH = "_hf_burst"  # the attribute by which a patched model is known
+
+
+@dataclass(repr=False)
+class BurstParallelismConfig(ParallelismConfig):
+    """Lays the mesh for hf_burst: groups of `burst_size` neighbouring ranks share a sequence, groups are data-parallel.
+
+    Passed by the official argument, `Accelerator(parallelism_config=...)` or
+    `TrainingArguments(parallelism_config=...)`; accelerate's data loaders then give every rank of a group the same
+    batch. What is left of the ranks is data-parallel: sharded under FSDP2, replicated otherwise. Under FSDP2
+    `dp_replicate_size=N` makes N copies of the weights, each sharded over neighbouring ranks, such as those of a host.
+
+    Args:
+        burst_size (`int`, *optional*): Ranks that share a sequence; all ranks by default.
+
+    Example:
+
+    ```python
+    >>> accelerator = Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
+    ```
+    """
+
+    burst_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.burst_size is not None and (not isinstance(self.burst_size, int) or self.burst_size < 1):
+            raise ConfigError(
+                f"burst_size is {self.burst_size!r}; it must be an int of at least 1, or None for all ranks."
+            )
+        for name in ("tp_size", "cp_size", "sp_size"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} beside burst_size={self.burst_size}: a sequence is sharded by "
+                    f"burst_size alone, and tensor parallelism is not combined with it. Leave {name} at 1."
+                )
+
+    @classmethod
+    def from_env(cls) -> "BurstParallelismConfig":
+        """Reads `burst_size` from the environment variable `HF_BURST_SIZE`; unset, all ranks share a sequence.
+
+        A script under `accelerate launch`, which builds accelerate's own class only, calls this.
+        """
+        value = os.environ.get(SIZE_VARIABLE)
+        if value is None:
+            return cls()
+        if not value.isdigit() or int(value) < 1:
+            raise ConfigError(
+                f"{SIZE_VARIABLE}={value!r} is not a number of ranks; set it to an integer of at least 1."
+            )
+        return cls(burst_size=int(value))
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether several ranks share a sequence; known once the mesh is laid."""
+        return (self.burst_size or 1) > 1
+
+    @property
+    def total_size(self) -> int:
+        """The number of ranks of the whole mesh."""
+        return int(self.dp_replicate_size * self.dp_shard_size * (self.burst_size or 1))
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Mesh dimensions whose ranks receive the same batch."""
+        return [CP_DIM] if self.shares_sequences else []
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Mesh dimensions over which FSDP shards the model."""
+        return (["dp_shard"] if self.dp_shard_enabled else []) + self.non_dp_dim_names
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Mesh dimensions over which the loss is averaged."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Divides the ranks into groups, then builds the mesh as accelerate does."""
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if self.burst_size is None:
+            self.burst_size = max(1, world // (self.dp_replicate_size * self.dp_shard_size))
+        fsdp = AcceleratorState._shared_state.get("fsdp_plugin")
+        shards = fsdp is not None and fsdp.fsdp_version == 2
+        given = self.burst_size * self.dp_replicate_size
+        if (shards or self.dp_replicate_size == 1) and self.dp_shard_size == 1 and world % given == 0:
+            self._set_size("dp_shard" if shards else "dp_replicate", world // given)
+        self._agree(world, device_type, shards)
+        self._sizes[CP_DIM] = self.burst_size
+        mesh = super().build_device_mesh(device_type)
+        if mesh is not None:
+            _share_time_limit(mesh)
+        if self.shares_sequences:
+            _warn_of_places(world, self.burst_size)
+        return mesh
+
+    def _agree(self, world: int, device_type: str, shards: bool) -> None:
+        """Raises on all ranks if they would make different meshes, which they would wait for, or an impossible one."""
+        names = ("burst_size", "dp_replicate_size", "dp_shard_size")
+        facts, error = {name: getattr(self, name) for name in names}, None
+        if self.total_size != world:
+            error = ConfigError(
+                f"burst_size={self.burst_size} x dp_replicate_size={self.dp_replicate_size} x "
+                f"dp_shard_size={self.dp_shard_size} is {self.total_size} ranks, but {world} were launched. Launch a "
+                "multiple of burst_size (accelerate launch --num_processes N) or choose a burst_size that divides it."
+            )
+        elif shards and self.dp_replicate_size == world > 1:
+            error = ConfigError(
+                f"dp_replicate_size={world} under FSDP2 gives each of {world} ranks a copy of the weights: FSDP2 has "
+                "nothing to shard. Launch without FSDP, or choose fewer copies, such as one a host."
+            )
+        sizes = " x ".join(f"{name}={size}" for name, size in facts.items())
+        advice = f"Launch every node with the same burst_size and {SIZE_VARIABLE}, and the same config of accelerate."
+        device = (
+            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        )
+        doing = f"the making of a mesh of {sizes}"
+        ContextGroup.from_mesh(None).agree(facts, error, device, advice=dict.fromkeys(names, advice), doing=doing)
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        """Tells a new accelerator of the groups; accelerate's own check refuses CPU processes, served here."""
+        check_processes()
+        if self.shares_sequences:
+            _Shared(accelerator, self.burst_size or 1)
+
+
+def _warn_of_places(ranks: int, size: int) -> None:
+    """Says once if groups of `size` ranks reach over more hosts than they must: they are right, and slower."""
+    hosts = [""] * ranks
+    dist.all_gather_object(hosts, host_id())
+    problem = misplaced(hosts, size)
+    if problem and dist.get_rank() == 0:
+        logger.warning("%s", problem)
+
+
+def _share_time_limit(mesh: DeviceMesh) -> None:
+    """Gives the groups of a mesh the time limit of all ranks (`ddp_timeout`); torch would give them its own."""
+    limit = ContextGroup.from_mesh(None).time_limit(torch.device(mesh.device_type))
+    for name in mesh.mesh_dim_names or ():
+        dist.distributed_c10d._set_pg_timeout(limit, mesh.get_group(name))
+
+
+class _Shared:
+    """The methods of one accelerator that must know that the ranks of a group, `size` of them, hold the same batch."""
+
+    def __init__(self, accelerator: Accelerator, size: int) -> None:
+        self.accelerator, self.size = accelerator, size
+        for name in ("prepare", "prepare_model", "prepare_data_loader", "prepare_scheduler", "gather_for_metrics"):
+            setattr(accelerator, name, getattr(self, name))
+        if accelerator.distributed_type is DistributedType.DEEPSPEED:
+            _check_deepspeed(accelerator.deepspeed_plugin.deepspeed_config)
+            accelerator._prepare_deepspeed = self._prepare_deepspeed
+            members = accelerator.torch_device_mesh[CP_DIM].get_group()  # of dimensions, data loaders know this alone
+            mesh = DeviceMesh.from_group(members, accelerator.device.type, mesh_dim_names=("tp",))
+            accelerator.state.ds_device_mesh = mesh
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        for item in args:
+            _check_patched(item, self.size)
+        return Accelerator.prepare(self.accelerator, *args, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        _check_patched(model, self.size, evaluation_mode)
+        return Accelerator.prepare_model(self.accelerator, model, device_placement, evaluation_mode)
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
+        _check_data_loader(data_loader, self.accelerator.dispatch_batches)
+        self.accelerator.dataloader_config.dispatch_batches = False  # None would dispatch an IterableDataset
+        seeded = data_loader.worker_init_fn
+        if isinstance(seeded, partial) and seeded.func is seed_worker:  # workers of a group draw the same
+            group = self.accelerator.process_index // self.size
+            data_loader.worker_init_fn = partial(seed_worker, **{**seeded.keywords, "rank": group})
+        return Accelerator.prepare_data_loader(self.accelerator, data_loader, *args, **kwargs)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        return self._step_by_group(Accelerator.prepare_scheduler(self.accelerator, scheduler))
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        for item in args:
+            if isinstance(item, DummyScheduler) and item.total_num_steps is not None:
+                item.total_num_steps *= self.size  # which accelerate divides by all processes
+        return tuple(map(self._step_by_group, Accelerator._prepare_deepspeed(self.accelerator, *args)))
+
+    def _step_by_group(self, prepared: Any) -> Any:
+        """Accelerate steps a scheduler for every process, and a group has one batch."""
+        schedulers = self.accelerator._schedulers
+        if type(prepared) is AcceleratedScheduler:
+            groups = 1 if prepared.split_batches else self.accelerator.num_processes // self.size
+            schedulers[schedulers.index(prepared)] = prepared = GroupScheduler(prepared, groups)
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """A group counts once. Only single numbers (counts of tokens) of sharded batches are needed of every rank."""
+        modules = (module for model in self.accelerator._models for module in model.modules())
+        sharded = any(getattr(module, PATCH).explicit for module in modules if hasattr(module, PATCH))
+        if sharded and isinstance(input_data, torch.Tensor) and input_data.ndim == 0:
+            state, numbers = self.gradient_state, self.accelerator.gather(input_data)
+            uneven = state.end_of_dataloader and state.remainder > 0
+            return numbers[: state.remainder * self.size] if uneven else numbers
+        try:
+            check = _check_not_sharded if sharded else torch.Tensor.detach
+            recursively_apply(check, input_data, error_on_other_type=True)
+        except TypeError:  # as accelerate finds out
+            use_gather_object = True
+        if use_gather_object and self.accelerator.process_index % self.size:
+            input_data = []
+        return Accelerator.gather_for_metrics(self, input_data, use_gather_object)
+
+    def gather(self, tensors: Any) -> Any:
+        """What `Accelerator.gather_for_metrics` calls: the first rank of each group speaks for it."""
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            rows = tensor.shape[0] if tensor.ndim else 1
+            return self.accelerator.gather(tensor).unflatten(0, (-1, self.size, rows))[:, 0].flatten(0, 1)
+
+        return recursively_apply(once, tensors)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        return self.accelerator.gradient_state
+
+
+class GroupScheduler(AcceleratedScheduler):
+    """A prepared learning rate scheduler that is stepped once for each of the `batches` that all processes hold."""
+
+    def __init__(self, prepared: AcceleratedScheduler, batches: int) -> None:
+        super().__init__(prepared.scheduler, prepared.optimizers, prepared.step_with_optimizer, split_batches=True)
+        self.batches = batches
+        self.ends = not prepared.split_batches  # accelerate goes beyond the last step where batches are split
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        counted = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.batches if counted else 1):
+            last = getattr(self.scheduler, "total_steps", None) if counted and self.ends else None
+            if last is None or self.scheduler._step_count <= last:
+                super().step(*args, **kwargs)
+
+
+def _check_not_sharded(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim > 1:
+        raise BatchError(
+            f"gather_for_metrics was given a tensor of shape {tuple(tensor.shape)} after a batch that arrived sharded: "
+            "it holds this rank's tokens only. For predict() and compute_metrics give the model full batches (no "
+            "BurstCollator): their outputs are put together."
+        )
+    return tensor
+
+
+def _check_patched(item: Any, size: int, evaluates: bool = False) -> None:
+    """Raises for a model of Transformers that [`patch_model`] has not seen, if it is trained or a language model. Other
+    models that only help a training, such as one that gives rewards, may hold whole sequences."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    entries = [names for mapping in mappings for names in mapping.values()]
+    known = {name for names in entries for name in ([names] if isinstance(names, str) else names)}
+    modules = list(item.modules()) if isinstance(item, nn.Module) else []
+    patched = {id(part) for module in modules if hasattr(module, PATCH) for part in module.modules()}
+    for module in modules:
+        if not isinstance(module, PreTrainedModel) or id(module) in patched:
+            continue
+        language = known & {cls.__name__ for cls in type(module).__mro__}
+        trained = not evaluates and any(parameter.requires_grad for parameter in module.parameters())
+        apart = patched.isdisjoint(map(id, module.modules())) and (not patched or _reads_tokens(module))
+        if language or (trained and apart):
+            raise ConfigError(
+                f"{type(module).__name__} is not patched, so each of the {size} ranks that share a sequence would hold "
+                "all of it. Call hf_burst.patch_model(model) before the model is prepared; DPOTrainer and KTOTrainer "
+                "load a reference model of their own, so load it yourself, patch it too and pass it as ref_model. A "
+                "class that patch_model refuses, such as RewardTrainer's, trains without BurstParallelismConfig."
+            )
+
+
+def _reads_tokens(model: PreTrainedModel) -> bool:
+    """Whether a model has embeddings of tokens, unlike a tower of images beside a language model."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except NotImplementedError:
+        return False
+
+
+def _check_deepspeed(config: dict[str, Any]) -> None:
+    """Raises for settings of DeepSpeed by which ranks share a sequence or a layer in its own way."""
+    for name, size in {
+        "sequence_parallel_size": config.get("sequence_parallel_size", 1),
+        "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 1),
+    }.items():
+        if size > 1:
+            raise ConfigError(
+                f"The DeepSpeed config has {name}={size} beside BurstParallelismConfig: a sequence is sharded by "
+                "burst_size alone, and tensor parallelism is not combined with it. Take it out of the DeepSpeed config."
+            )
+
+
+def _check_data_loader(data_loader: DataLoader, dispatch: bool | None) -> None:
+    """Raises for loaders whose batches cannot be the same on all ranks of a group."""
+    if dispatch:
+        raise ConfigError(
+            "dispatch_batches=True hands every rank a part of each batch, and the ranks that share a sequence need the "
+            "same one. Leave dispatch_batches out (Trainer: accelerator_config); it is then set to False."
+        )
+    collator = getattr(data_loader.collate_fn, "data_collator", data_loader.collate_fn)
+    online = getattr(collator, "__module__", "").startswith("trl.") and getattr(collator, "__name__", "") == "identity"
+    if online or type(get_sampler(data_loader)).__name__ == "RepeatSampler":
+        raise ConfigError(
+            "The trainer generates what it learns from (GRPO, RLOO, on-policy distillation), and the ranks that share "
+            "a sequence would generate different ones. Served are Trainer, SFTTrainer, DPOTrainer and KTOTrainer; use "
+            "this trainer without BurstParallelismConfig and patch_model."
+        )
+
+
+def check_processes() -> None:
+    """Raises a ConfigError where the launcher, torch.distributed and accelerate count different processes.
+
+    Without a GPU accelerate takes every process for the only one, unless it is told to use CPUs.
+    """
+    joined = dist.get_world_size() if dist.is_initialized() else 1
+    launched = max(_launched(), joined)
+    counted = PartialState._shared_state.get("num_processes")
+    if counted is not None and counted != launched:
+        raise ConfigError(
+            f"accelerate knows of {counted} of the {launched} processes that were launched, so nobody "
+            "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True); for DeepSpeed on CPUs rather "
+            "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
+            "GPUs launch with `accelerate launch --num_processes N script.py`."
+        )
+
+
+def check_joined() -> None:
+    """Raises a ConfigError for one of several processes that were launched together, before they are joined or after
+    they parted."""
+    if _launched() > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"This is one of {_launched()} processes that were launched together, and torch.distributed does not join "
+            "them: each would train by itself. Make the Accelerator, or call torch.distributed.init_process_group(), "
+            "before the first batch. After the processes have parted, call hf_burst.unpatch_model(model)."
+        )
+
+
+def _launched() -> int:
+    """How many processes torchrun, or a launcher that is built on it, has started."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def resolve_group(named: ContextGroup | None) -> ContextGroup:
+    """The ranks that share a sequence: those of the mesh that the user named, else of accelerate's state, else all.
+
+    The named one is looked up anew: torch.distributed gives the names of groups that were destroyed to new ones.
+
+    Raises:
+        ConfigError: If both name different groups, the named one is gone or has other members by now, accelerate itself
+            shards sequences, or processes that were launched together do not know of each other, see
+            [`check_processes`].
+    """
+    check_processes()
+    named = named and named.renewed()
+    state = AcceleratorState._shared_state
+    config = state.get("parallelism_config")
+    if isinstance(config, BurstParallelismConfig):
+        device_mesh = state.get("device_mesh") or config.device_mesh
+        shared = ContextGroup.from_mesh(device_mesh[CP_DIM]) if config.shares_sequences else ContextGroup()
+        if named is not None and named.members != shared.members:
+            raise ConfigError(
+                f"Two groups are named: the mesh passed to hf_burst has the ranks {named.members}, "
+                f"BurstParallelismConfig(burst_size={shared.size}) has {shared.members}. Pass one of them only."
+            )
+        return named or shared
+    if config is not None and (config.cp_size > 1 or config.sp_size > 1):
+        raise ConfigError(
+            f"accelerate's own ParallelismConfig has cp_size={config.cp_size} and sp_size={config.sp_size}, so the "
+            "sequence would be sharded twice. Use hf_burst.BurstParallelismConfig(burst_size=N) instead."
+        )
+    return named or ContextGroup.from_mesh(None)

@@ -1,0 +1,214 @@
+"""What people watch while a model trains: speed, memory, balance and messages, in the logs of `Trainer`."""
+
+import logging
+import resource
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from ...errors import BurstError, ConfigError
+from ...plan import ModelSize, data_sheet
+from ...ranks.layout import SequenceLayout
+from ...ring import ExchangeClock
+from ...ring.resources import resources_of
+from ..batches.cutting import language_model_path
+from ..models.model_size import model_size
+from .accelerate import PATCH, resolve_group
+
+logger = logging.getLogger(__name__)
+
+
+class BurstCallback(TrainerCallback):
+    """Adds speed, memory, balance and messages to everything that a trainer logs, for Weights & Biases, TensorBoard,
+    trackio and the log history; and prints a line with the time that is left.
+
+    | key | value |
+    |---|---|
+    | `tokens_per_second_per_gpu` | tokens that are not padding, each counted once, by seconds and processes |
+    | `mfu` | model FLOPs utilisation: the share of the GPU's peak in bf16; nothing is counted that is computed again |
+    | `peak_memory_gib` | of torch's allocator on the rank with the most; on CPUs of the whole process |
+    | `packing_imbalance` | by how much the busiest rank's attention is above the mean, 0.02 is 2 % |
+    | `exchange_seconds` | of one step, in which attention waited for other ranks; measured in the step after a log |
+
+    Numbers are those of the steps since the last log. Evaluation and saving do not count. Ranks exchange five numbers
+    for each log, and no step waits for the device but those that are logged.
+
+    Args:
+        trainer (`Trainer`): The trainer, of any kind, of a patched model.
+        peak_flops (`float`, *optional*): FLOP/s of one GPU, for `mfu`. By default that of its data sheet; there is no
+            `mfu` for GPUs that are not known.
+        progress (`bool`, defaults to `True`): Whether to print a line for each log.
+
+    Example:
+
+    ```python
+    >>> trainer.add_callback(hf_burst.BurstCallback(trainer))
+    ```
+    """
+
+    def __init__(self, trainer: Trainer, peak_flops: float | None = None, progress: bool = True) -> None:
+        self.trainer, self.progress = trainer, progress
+        device = trainer.args.device
+        sheet = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.peak = peak_flops or (sheet.peak if sheet else 0.0)
+        self.passes = self.tokens = 0  # of training, since the last log
+        self.pairs = self.imbalance = 0.0  # of these passes, added up
+        self.seconds = self.mark = 0.0  # of the steps since the last log; when the clock was looked at
+        self.samples = self.warm = False  # whether the next step's messages are timed; whether one step is over
+        self.clock: ExchangeClock | None = None
+        self.handle: RemovableHandle | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Goes before the callbacks that report, and finds the model."""
+        callbacks = self.trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)
+        trained: Any = self.trainer.model
+        model = next((module for module in trained.modules() if PATCH in vars(module)), None)
+        if model is None:
+            raise ConfigError(
+                "BurstCallback watches models that hf_burst has patched, and the trainer's is not. Call "
+                "hf_burst.patch_model(model) before the trainer is made."
+            )
+        self.size: ModelSize | None = None
+        try:
+            self.size = model_size(type(model), model.config)
+        except BurstError as problem:
+            logger.warning("BurstCallback logs no mfu. %s", problem)
+        self.patch = getattr(model, PATCH)
+        self.group = resolve_group(self.patch.group)
+        self.trained = _share_that_learns(model.get_submodule(language_model_path(model)))
+        self.on_train_end()  # of a training that was interrupted
+        self.handle = model.register_forward_pre_hook(self._count)
+        self.began, self.first, self.warm, self.samples = time.perf_counter(), state.global_step, False, False
+        self.mark = self.began
+        self._reset()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Starts to time messages, if this is the step for it."""
+        if self.samples and self.group.size > 1:
+            self.clock = resources_of(self.group).clock = ExchangeClock(args.device)
+        self.samples = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts the time of the step."""
+        self._look()
+        resources_of(self.group).clock = None
+        if not self.warm:  # connections are open and kernels compiled from now on
+            self.samples = self.warm = True
+            self.began, self.first = self.mark, state.global_step
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves out the time of an evaluation, or of a checkpoint."""
+        self.mark = time.perf_counter()
+
+    on_save = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Adds the numbers to the log of a training step."""
+        if not logs or "loss" not in logs or not self.passes:
+            return
+        self._look()  # the loss has made the host wait for the device
+        numbers = self._numbers()
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)  # which has a copy
+        if self.progress and state.is_world_process_zero:
+            tqdm.write(self._line(state, logs))
+        self._reset()
+        self.samples = True
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves the model as it was."""
+        resources_of(self.group).clock = None
+        if self.handle is not None:
+            self.handle.remove()
+
+    @torch.compiler.disable
+    def _count(self, module: nn.Module, args: Any) -> None:
+        """The forward pre-hook, behind that of the patch."""
+        if not module.training:
+            resources_of(self.group).clock = None  # of a training that was interrupted
+        elif torch.is_grad_enabled() and self.patch.run is not None:
+            layout = self.patch.run.layout
+            self.tokens += tokens_of(layout)
+            self.pairs += pairs_of(layout, self.size) if self.size else 0.0
+            self.imbalance += layout.imbalance
+            self.passes += 1
+
+    def _reset(self) -> None:
+        """Begins with the numbers of the next log."""
+        self.passes = self.tokens = 0
+        self.pairs = self.imbalance = self.seconds = 0.0
+        self.clock = None
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        self.seconds, self.mark = self.seconds + now - self.mark, now
+
+    def _numbers(self) -> dict[str, float]:
+        """The numbers of all ranks."""
+        flops = self.size.flops(self.tokens, self.pairs, self.trained) if self.size else 0.0
+        exchange = -1.0 if self.clock is None else self.clock.seconds()
+        device = self.trainer.args.device
+        work = [self.tokens / self.group.size, flops / self.group.size]
+        mine = [*work, self.seconds, peak_memory(device), self.imbalance / self.passes]
+        every = self.trainer.accelerator.gather(torch.tensor([[*mine, exchange]], dtype=torch.float64, device=device))
+        tokens_each, flops_each, *_ = every.mean(0).tolist()
+        *_, seconds, memory, imbalance, exchange = every.max(0).values.tolist()
+        return {
+            "tokens_per_second_per_gpu": tokens_each / seconds,
+            **({"mfu": flops_each / seconds / self.peak} if self.peak and self.size else {}),
+            "peak_memory_gib": memory,
+            "packing_imbalance": imbalance,
+            **({"exchange_seconds": exchange} if exchange >= 0 else {}),
+        }
+
+    def _line(self, state: TrainerState, logs: dict[str, float]) -> str:
+        """The progress, and the time that is left."""
+        done = state.global_step - self.first
+        each = (time.perf_counter() - self.began) / done if done else self.seconds  # evaluation and saving included
+        left = timedelta(seconds=round(each * (state.max_steps - state.global_step)))
+        mfu = f", MFU {logs['mfu']:.1%}" if "mfu" in logs else ""
+        speed = f"{logs['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU{mfu}, {logs['peak_memory_gib']:.1f} GiB"
+        return f"step {state.global_step:,} of {state.max_steps:,}, {left} left, loss {logs['loss']:.4g}, {speed}"
+
+
+def tokens_of(layout: SequenceLayout) -> int:
+    """The tokens of a batch that are not padding."""
+    return sum(stop - start for start, stop in _spans(layout))
+
+
+def pairs_of(layout: SequenceLayout, size: ModelSize) -> float:
+    """The (query, key) pairs of these tokens, added up over the layers of a model."""
+    pairs = 0.0
+    for (start, stop), row in zip(_spans(layout), layout.documents, strict=True):
+        bounds = (0, *(bound - start for bound in row if start < bound < stop), stop - start)
+        if stop > start:
+            pairs += sum(count * pattern.mask(stop - start, bounds).pairs for pattern, count in size.patterns)
+    return pairs
+
+
+def _spans(layout: SequenceLayout) -> tuple[tuple[int, int], ...]:
+    """Where the tokens of each row lie that are not padding."""
+    return layout.real or ((0, layout.length - layout.padding),) * layout.batch_size
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory so far, in GiB: of torch's allocator on a GPU, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _share_that_learns(model: nn.Module) -> float:
+    """The share of the weights that have a gradient; DeepSpeed has sizes of its own for those that it shards."""
+    sizes = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
+    return sum(size for size, learns in sizes if learns) / sum(size for size, _ in sizes)

@@ -1,0 +1,191 @@
+"""A frozen linear layer with a low-rank adapter (LoRA, arXiv 2106.09685): y = x W' + b + s (x A') B'.
+
+Library code scales the product of the adapter and adds it in passes of their own over the widest tensors of a layer.
+Here products add up in place. The backward pass needs x and x A', which are saved before anything else is computed: a
+checkpoint that runs its layer again may stop there.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..ranks.collectives import refuse_second_derivative
+
+
+def adapted_linear(
+    tensor: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scaling: float,
+    dropped: Tensor | None = None,
+    skipped: bool = False,
+) -> Tensor:
+    """A linear layer and its adapter.
+
+    Under autocast all factors are cast as linear layers cast them. Gradients of the adapter are rounded once, to its
+    dtype.
+
+    Args:
+        tensor (`torch.Tensor` of shape `(..., n, in_features)`): x.
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): W, which gets no gradient; or a `Params4bit` of
+            bitsandbytes, whose numbers are made of 4 bits in each pass.
+        bias (`torch.Tensor` of shape `(out_features,)`, *optional*): b, which gets none either.
+        down (`torch.Tensor` of shape `(rank, in_features)`): A.
+        up (`torch.Tensor` of shape `(out_features, rank)`): B.
+        scaling (`float`): s.
+        dropped (`torch.Tensor` of shape `(..., n, in_features)`, *optional*): What the adapter is given instead of x.
+        skipped (`bool`, defaults to `False`): Whether nobody reads the result, which is then not computed.
+
+    Returns:
+        `torch.Tensor` of shape `(..., n, out_features)`.
+    """
+    tensors = (tensor, weight, bias, down, up, dropped)
+    if has_torch_function(tensors):
+        factors = tensor, weight, bias, down, up, scaling
+        handled: Tensor = handle_torch_function(adapted_linear, tensors, *factors, dropped=dropped, skipped=skipped)
+        return handled
+    dtype = autocast_dtype(tensor, weight) or tensor.dtype
+    tensor, dropped = tensor.to(dtype), None if dropped is None else dropped.to(dtype)
+    frozen = plain_weight(weight, dtype)
+    base = frozen, None if bias is None else bias.detach().to(dtype)
+    with torch.no_grad():
+        inner = functional.linear(tensor if dropped is None else dropped, down.to(dtype))
+    learn = torch.is_grad_enabled() and any(
+        factor is not None and factor.requires_grad for factor in (tensor, dropped, down, up)
+    )
+    if not learn:
+        return _product(tensor, base, inner, up.to(dtype), scaling)
+    state = _quant_state(weight)
+    saved: Tensor = _Saved.apply(tensor, dropped, down, up, inner, frozen if state is None else weight.detach())
+    call = _Call(saved.grad_fn, state, tensor.requires_grad, dropped is not None, scaling, skipped)
+    out: Tensor = _AdaptedLinear.apply(call, saved, dropped, down, up, inner, base)
+    return out
+
+
+def autocast_dtype(tensor: Tensor, weight: Tensor) -> torch.dtype | None:
+    """To which autocast casts the factors of a linear layer; `None` if it does not."""
+    kind = tensor.device.type
+    casts = torch.is_autocast_enabled(kind) and torch.float64 not in (weight.dtype, tensor.dtype)
+    return torch.get_autocast_dtype(kind) if casts else None
+
+
+def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight as products take it: cast, or made of 4 bits."""
+    return _of_4_bits(weight.detach(), _quant_state(weight)).to(dtype)
+
+
+def _quant_state(weight: Tensor) -> Any:
+    """By which bitsandbytes makes numbers of a weight in 4 bits; `None` for others."""
+    return getattr(weight, "quant_state", None)
+
+
+def _of_4_bits(weight: Tensor, state: Any) -> Tensor:
+    if state is None:
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    numbers: Tensor = dequantize_4bit(weight, state)
+    return numbers
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """A product of matrices that is not rounded to their dtype. Autocast must be off, which would round it."""
+    dtype = wide(left.dtype)
+    if left.dtype == dtype or left.device.type != "cuda":  # elsewhere products have the dtype of their factors
+        return left.to(dtype) @ right.to(dtype)
+    product: Tensor = torch.mm(left, right, out_dtype=dtype)
+    return product
+
+
+def _product(
+    tensor: Tensor, base: tuple[Tensor, Tensor | None], inner: Tensor, up: Tensor, scaling: float, skipped: bool = False
+) -> Tensor:
+    weight, bias = base
+    out = tensor.new_empty(*tensor.shape[:-1], len(weight))  # no view, which could not be changed in place
+    if skipped:
+        return out
+    rows, factors = out.view(-1, len(weight)), (tensor.flatten(0, -2), weight.T)
+    torch.mm(*factors, out=rows) if bias is None else torch.addmm(bias, *factors, out=rows)
+    rows.addmm_(inner.flatten(0, -2), up.T, alpha=scaling)
+    return out
+
+
+class _Call(NamedTuple):
+    """One call, beside its tensors."""
+
+    saved: Any  # the node behind what the backward pass needs
+    state: Any  # of a weight in 4 bits
+    learns: bool  # whether x needs a gradient
+    drops: bool  # whether the adapter is given something else
+    scaling: float
+    skipped: bool
+
+
+class _Saved(torch.autograd.Function):
+    """What the backward pass needs, saved before the product is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, dropped: Tensor | None, down: Tensor, up: Tensor, inner: Tensor, weight: Tensor
+    ) -> Tensor:
+        given = tensor if dropped is None else dropped
+        ctx.save_for_backward(given, inner, down.to(given.dtype), up.to(given.dtype), weight)
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradient, None, None, None, None, None
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """The product, of factors that a [`_Saved`] node saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        tensor: Tensor,
+        dropped: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        inner: Tensor,
+        base: tuple[Tensor, Tensor | None],
+    ) -> Tensor:
+        ctx.call, ctx.dtypes = call, (down.dtype, up.dtype)
+        return _product(tensor, base, inner, up.to(inner.dtype), call.scaling, call.skipped)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        with torch.autocast(gradient.device.type, enabled=False):
+            return None, *_gradients(ctx.call, gradient, ctx.needs_input_grad[2:5], ctx.dtypes), None, None
+
+
+def _gradients(
+    call: _Call, gradient: Tensor, learn: tuple[bool, ...], dtypes: tuple[torch.dtype, torch.dtype]
+) -> list[Tensor | None]:
+    """Those of x, of what the adapter is given instead, and of A and B."""
+    given, inner, down, up, weight = call.saved.saved_tensors
+    of_dropped, of_down, of_up = learn
+    rows = gradient.flatten(0, -2)
+    d_inner = rows.new_empty(len(rows), len(down)).addmm_(rows, up, beta=0, alpha=call.scaling)
+    d_up = call.scaling * wide_product(rows.T, inner.flatten(0, -2)) if of_up else None
+    d_down = wide_product(d_inner.T, given.flatten(0, -2)) if of_down else None
+    d_dropped = d_inner @ down if of_dropped else None
+    d_tensor = rows @ _of_4_bits(weight, call.state).to(rows.dtype) if call.learns else None
+    if d_tensor is not None and not call.drops:
+        d_tensor.addmm_(d_inner, down)
+    parts = [None if part is None else part.to(dtype) for part, dtype in zip((d_down, d_up), dtypes, strict=True)]
+    shape = gradient.shape[:-1]
+    return [*(None if part is None else part.view(*shape, part.shape[-1]) for part in (d_tensor, d_dropped)), *parts]

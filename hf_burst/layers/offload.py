@@ -1,0 +1,182 @@
+"""Activation offloading: tensors that wait in host memory until the backward pass asks for them.
+
+Copies run on streams of their own, in both directions at a time, and host memory is page-locked and used again. What a
+layer keeps leaves while the layer computes, and comes back while the layer after it is computed again.
+"""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelError
+from .host_memory import HostMemory, Page, check_unchanged
+
+logger = logging.getLogger(__name__)
+
+_SMALL = 2**20  # bytes; smaller tensors stay
+
+Kept = Callable[[], Tensor]  # the tensor that is kept, wherever it is
+
+
+class OffloadedTensor:
+    """A tensor that begins to leave for host memory now, and can be fetched as often as it is asked for.
+
+    Args:
+        tensor (`torch.Tensor`): Not to be changed before [`HostMemory.settle`].
+        home ([`HostMemory`]): Where it goes.
+    """
+
+    def __init__(self, tensor: Tensor, home: HostMemory) -> None:
+        self.home, self.pages = home, list[Page]()
+        self.coming: tuple[Tensor, Any] | None = None
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        left = tensor.detach() if dense else tensor.detach().contiguous()
+        self.form = left.shape, left.stride(), left.dtype
+        self.pages = home.take(left.nbytes)
+        self.copied = home.module.Event()
+        home.outward.wait_stream(home.computing)
+        with home.module.stream(home.outward):
+            for page, part in zip(self.pages, _bytes(left).split(home.page_bytes), strict=True):
+                if page.read is not None:
+                    home.outward.wait_event(page.read)
+                page.memory[: len(part)].copy_(part, non_blocking=True)
+            self.copied.record(home.outward)
+        home.leaving.append((left, left._version, self.copied))
+
+    def prefetch(self) -> None:
+        """Starts to bring the tensor back, behind what the device has been given to do so far."""
+        if self.coming is not None:
+            return
+        home, (shape, stride, dtype) = self.home, self.form
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=home.device)
+        arrived = home.module.Event()
+        home.inward.wait_stream(home.computing)
+        home.inward.wait_event(self.copied)
+        with home.module.stream(home.inward):
+            for page, part in zip(self.pages, _bytes(tensor).split(home.page_bytes), strict=True):
+                part.copy_(page.memory[: len(part)], non_blocking=True)
+            arrived.record(home.inward)
+        for page in self.pages:
+            page.read = arrived
+        self.coming = tensor, arrived
+
+    def fetch(self) -> Tensor:
+        """The tensor on its device again. It belongs to the caller."""
+        self.prefetch()
+        assert self.coming is not None
+        (tensor, arrived), self.coming = self.coming, None
+        self.home.computing.wait_event(arrived)
+        return tensor
+
+    def __del__(self) -> None:
+        if self.coming is not None:  # memory that is still written to must not be used again
+            self.home.computing.wait_event(self.coming[1])
+        self.home.free.extend(self.pages)
+
+
+class KeptByLayer:
+    """What one run of a checkpointed layer keeps for its backward pass, on the host or where it is.
+
+    When the layer runs again, what is asked for next begins to come back.
+
+    Args:
+        home ([`HostMemory`]): Where it leaves for.
+        leaves (`bool`): Whether it does.
+        following ([`KeptByLayer`], *optional*): That of the layer which the backward pass runs next.
+    """
+
+    def __init__(self, home: HostMemory, leaves: bool, following: "KeptByLayer | None") -> None:
+        home.settle()
+        self.home, self.leaves, self.following = home, leaves, following
+        self.offloaded: list[OffloadedTensor] = []
+        self.comes = False
+
+    def keep(self, tensor: Tensor) -> Kept:
+        """Keeps a tensor, on the host if the layer `leaves`, the tensor is not small, and the host has room."""
+        if not self.leaves or tensor.nbytes < _SMALL or tensor.device != self.home.device:
+            return _Kept(self, kept_here(tensor))
+        if self.home.refused is None:
+            try:
+                self.offloaded.append(OffloadedTensor(tensor, self.home))
+                return _Kept(self, self.offloaded[-1].fetch)
+            except KernelError as problem:  # in the midst of a step the other ranks would wait for this one
+                self.home.refused = problem.with_traceback(None)  # whose frames hold tensors
+                logger.warning("hf_burst keeps tensors on the GPU until this step ends: %s", problem)
+        return _Kept(self, kept_here(tensor))
+
+    def prefetch(self) -> None:
+        """Everything begins to come back, once."""
+        if not self.comes:
+            self.comes = True
+            for tensor in self.offloaded:
+                tensor.prefetch()
+
+    @contextlib.contextmanager
+    def once_more(self) -> Iterator[None]:
+        """What is fetched meanwhile is to come back once more, and nothing follows it."""
+        following, self.following = self.following, None
+        try:
+            yield
+        finally:
+            self.following, self.comes = following, False
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What [`KeptByLayer`] hands out: where the layer runs again, its tensor."""
+
+    layer: KeptByLayer
+    fetch: Kept
+
+    def __call__(self) -> Tensor:
+        self.layer.home.settle()
+        self.layer.prefetch()
+        tensor = self.fetch()
+        if self.layer.following is not None:
+            self.layer.following.prefetch()
+        return tensor
+
+
+class _Unheld(torch.autograd.Function):
+    """A leaf's values in a graph that begins with a number instead. Whoever has the leaf by then gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, values: Tensor, leaf: "weakref.ref[Tensor]") -> Tensor:
+        ctx.leaf = leaf
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        if (leaf := ctx.leaf()) is not None:
+            leaf.backward(gradients[0])
+        return None, None, None
+
+
+def unheld(leaf: Tensor) -> Tensor:
+    """A leaf, for a graph that does not keep it: graphs hold their leaves until the backward pass has ended, wherever
+    what was kept of them went."""
+    number = torch.zeros((), device=leaf.device, requires_grad=True)
+    result: Tensor = _Unheld.apply(number, leaf.detach(), weakref.ref(leaf))
+    return result
+
+
+def kept_here(tensor: Tensor) -> Kept:
+    """Keeps a tensor where it is, and raises when it is asked for if it was changed in place meanwhile."""
+    version, tensor = tensor._version, tensor.detach()
+
+    def kept() -> Tensor:
+        check_unchanged(tensor, version)
+        return tensor
+
+    return kept
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a dense tensor, in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

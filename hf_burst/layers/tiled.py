@@ -1,0 +1,283 @@
+"""Modules that treat every token by itself, computed some tokens at a time: what a tile needs inside is there for one
+tile only, in both passes.
+
+The forward pass keeps the input alone, and notes what the result of each tile depends on. The backward pass computes
+each tile again, differentiates it by torch's own autograd, and adds up gradients in fp32 (fp64 for fp64).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import KernelError
+from ..ranks.collectives import refuse_second_derivative
+from .adapted_linear import adapted_linear, wide
+from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
+
+Forward = Callable[..., Tensor]
+
+
+@torch.compiler.disable
+def tiled(module: nn.Module, forward: Forward, tokens: int, *inputs: Tensor) -> Tensor:
+    """What a module returns for its inputs, computed tile by tile.
+
+    Args:
+        module (`torch.nn.Module`): It is not changed.
+        forward (callable): Its forward, or another one: from inputs `(..., tokens, features)` to an output of that
+            form, each token by itself. Whatever tensors it uses get their gradients, if they are leaves.
+        tokens (`int`): Most tokens of a tile, of all rows of the batch together.
+        inputs (`torch.Tensor` of shape `(..., n, features)`): What the module is given. Tensors of other forms among
+            them are not cut, so that all is computed at once.
+
+    Returns:
+        `torch.Tensor` of shape `(..., n, features)`.
+
+    Raises:
+        KernelError: If the result depends on tensors that were computed outside and have a gradient to pass on.
+    """
+    rows = inputs[0].shape[:-2].numel()
+    size = max(1, tokens // max(1, rows))
+    if inputs[0].shape[-2] <= size or len({tensor.shape[:-1] for tensor in inputs}) > 1:
+        return forward(*inputs)
+    call = _Call(module, forward, size, [tensor.requires_grad for tensor in inputs])
+    if not torch.is_grad_enabled():
+        return call.compute(inputs)
+    anchor = torch.empty(0, requires_grad=True)  # there is a node behind the inputs, also if they need no gradient
+    kept = _Keep.apply(anchor, *inputs)
+    call.kept = next(tensor.grad_fn for tensor in kept if tensor.grad_fn is not None)
+    call.surroundings = [
+        *(autocast_as_now(inputs[0].device.type), draws_as_now(*inputs)),
+        *(function_modes_as_now(), training_as_now(module)),
+    ]
+    output = [call.compute(inputs)]
+    if not call.leaves and not any(call.learn):
+        return output.pop()
+    out: Tensor = _Tiled.apply(call, output, *kept, *call.leaves.values())
+    return out
+
+
+class _Keep(torch.autograd.Function):
+    """The inputs, saved before the module runs. A checkpoint that computes its layer again may stop here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for tensor in inputs if not tensor.is_floating_point()))
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *gradients
+
+
+class _Tiled(torch.autograd.Function):
+    """The output, of inputs that a [`_Keep`] node saved and of all leaves that it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, call: "_Call", output: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.call = call
+        return output.pop()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        return None, None, *ctx.call.differentiate(gradient)
+
+
+class _Run(NamedTuple):
+    """One run of a tile."""
+
+    inputs: list[Tensor]  # leaves of the graph
+    out: Tensor
+    leaves: dict[int, Tensor]  # others that the result depends on, by their ids
+    ended: int  # if nothing but its return came behind a product, as the how many-th this was made; else 0
+
+
+@dataclass
+class _Call:
+    """One call of a module, tile by tile."""
+
+    module: nn.Module
+    forward: Forward
+    size: int  # tokens of a tile
+    learn: Sequence[bool]  # the inputs that need gradients
+    kept: Any = None  # the node that saved the inputs; `None` without gradients
+    surroundings: Sequence[Surrounding] = ()  # in which the forward pass runs
+    runs: list[tuple[set[int], int]] = field(default_factory=list)  # of each tile: ids of leaves, and how it ended
+    leaves: dict[int, Tensor] = field(default_factory=dict)  # of all tiles
+    versions: list[int] = field(default_factory=list)
+
+    def compute(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The output. With gradients, it is not connected with what it depends on, which is noted."""
+        out: Tensor | None = None
+        for start, tile in self._tiles(inputs):
+            if self.kept is None:
+                part = self.forward(*tile)
+            else:
+                with saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):  # a graph that saves nothing
+                    run = self._run(tile)
+                self.leaves |= run.leaves
+                self.runs.append((set(run.leaves), run.ended))
+                part = run.out.detach()
+            if out is None:
+                out = part.new_empty(*inputs[0].shape[:-1], part.shape[-1])
+            out.narrow(-2, start, part.shape[-2]).copy_(part)
+        assert out is not None, "several tiles"
+        self.versions = self._versions() if self.kept is not None else []
+        return out
+
+    def differentiate(self, gradient: Tensor) -> list[Tensor | None]:
+        """The gradients of inputs that `learn`, and of the leaves."""
+        if self.versions != self._versions():
+            raise KernelError(
+                f"Weights of a {type(self.module).__name__} changed between its forward and backward pass, which "
+                "computes its tiles again. Update weights after the backward pass."
+            )
+        inputs: Sequence[Tensor] = self.kept.saved_tensors
+        whole = [torch.empty_like(tensor) if own else None for tensor, own in zip(inputs, self.learn, strict=True)]
+        sums: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            for surrounding in self.surroundings:
+                stack.enter_context(surrounding())
+            for (start, tile), (expected, ended) in zip(self._tiles(inputs), self.runs, strict=True):
+                run, count = self._run(tile, ended), tile[0].shape[-2]
+                if set(run.leaves) != expected:
+                    raise KernelError(
+                        f"A {type(self.module).__name__} that is computed in tiles was another one in the backward "
+                        "pass: an adapter, a weight, or a requires_grad changed after the forward pass. Change it "
+                        "after the backward pass, or set BurstConfig(tiled_mlp=0)."
+                    )
+                parts = [None if total is None else total.narrow(-2, start, count) for total in whole]
+                _differentiate(run, gradient.narrow(-2, start, count), parts, sums)
+                del run  # before the next one begins
+        # one after another: a sum takes twice the memory of its gradient
+        return [*whole, *(sums.pop(key).to(leaf.dtype) if key in sums else None for key, leaf in self.leaves.items())]
+
+    def _tiles(self, inputs: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """The first token, and the inputs, of each tile."""
+        tokens = inputs[0].shape[-2]
+        for start in range(0, tokens, self.size):
+            tile = (tensor.narrow(-2, start, min(self.size, tokens - start)) for tensor in inputs)
+            yield start, [tensor.contiguous() for tensor in tile]  # some modules view all rows as one
+
+    def _run(self, tile: Sequence[Tensor], skipped: int = 0) -> _Run:
+        """Runs a tile with a graph; the `skipped` one of its products is not computed, as nobody reads it."""
+        inputs = [part.detach().requires_grad_(own) for part, own in zip(tile, self.learn, strict=True)]
+        with torch.enable_grad():
+            begun = new_node()
+            # views, as autocast keeps what it has cast of a leaf, and the leaf, until the whole forward pass ends
+            given = [part.view_as(part) if part.requires_grad else part for part in inputs]
+            with _Products(skipped) as products:
+                out = self.forward(*given)
+        leaves = leaves_behind(out, begun, inputs)
+        if leaves is None:
+            raise KernelError(
+                f"A {type(self.module).__name__} that is computed in tiles uses a tensor that is computed of others "
+                "outside of it, and learns. Compute it inside, or set BurstConfig(tiled_mlp=0)."
+            )
+        return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
+
+    def _versions(self) -> list[int]:
+        # by what the module has now: a wrapper may have put others of the same shapes in their place
+        weights = (weight for weight in self.module.parameters() if weight.is_floating_point())
+        return [weight._version for weight in (*weights, *self.leaves.values())]
+
+
+class _Products(TorchFunctionMode):
+    """Counts the linear layers of a tile, and notes which result was the latest, until another function is called.
+
+    Args:
+        skipped (`int`, defaults to 0): The how many-th result is not computed, but its gradients; 0 for none.
+    """
+
+    def __init__(self, skipped: int = 0) -> None:
+        super().__init__()
+        self.skipped, self.count = skipped, 0
+        self.latest: Tensor | None = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # without gradients it is inside of another function, which may read the result in its backward pass
+        if function not in (functional.linear, adapted_linear) or not torch.is_grad_enabled():
+            self.latest = None
+            return function(*args, **kwargs)
+        self.count += 1
+        if self.count != self.skipped:
+            self.latest = function(*args, **kwargs)
+        elif function is adapted_linear:
+            self.latest = function(*args, **{**kwargs, "skipped": True})
+        else:
+            with _Uncomputed():
+                self.latest = function(*args, **kwargs)
+        return self.latest
+
+
+class _Uncomputed(TorchDispatchMode):
+    """Products of matrices are memory that nobody wrote; autograd sees no difference."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        factors = {torch.ops.aten.mm.default: args[:2], torch.ops.aten.addmm.default: args[1:3]}.get(function)
+        if factors is None or types:  # of a subclass
+            return function(*args, **(kwargs or {}))
+        return factors[0].new_empty(factors[0].shape[0], factors[1].shape[1])
+
+
+def new_node() -> Any:
+    """A node of a graph that begins now."""
+    return torch.empty(0, requires_grad=True).view(0).grad_fn
+
+
+def leaves_behind(out: Tensor, begun: Any, inputs: Sequence[Tensor]) -> dict[int, Tensor] | None:
+    """The leaves other than inputs that a result depends on, by their ids; `None` if it depends on what was computed
+    before the node `begun`. Weights that autocast has cast earlier do not count as that."""
+    leaves, seen, nodes = dict[int, Tensor](), set[Any](), [out.grad_fn]
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+        elif node._sequence_nr() < begun._sequence_nr() and node.name() != "ToCopyBackward0":
+            return None
+        else:
+            nodes += [following for following, _ in node.next_functions]
+    return {key: leaf for key, leaf in leaves.items() if all(leaf is not tensor for tensor in inputs)}
+
+
+def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums: dict[int, Tensor]) -> None:
+    """Writes the gradients of a tile's inputs into their parts, unless `None`, and adds those of leaves to the sums."""
+    wanted = [*(tensor for tensor in run.inputs if tensor.requires_grad), *run.leaves.values()]
+    gradients: Iterator[Tensor | None] = iter([None] * len(wanted))
+    if run.out.requires_grad:
+        with _without_hooks(run.leaves.values()):
+            gradients = iter(torch.autograd.grad(run.out, wanted, dout, allow_unused=True))
+    for part in parts:
+        if part is not None:
+            found = next(gradients)
+            part.zero_() if found is None else part.copy_(found)
+    for key, found in zip(run.leaves, gradients, strict=True):
+        if found is not None:  # a copy, as autograd may hand out one tensor for several leaves
+            sums[key] = sums[key].add_(found) if key in sums else found.to(wide(found.dtype), copy=True)
+
+
+@contextmanager
+def _without_hooks(leaves: Any) -> Iterator[None]:
+    """Hooks of leaves see the whole gradient later, and not those of tiles."""
+    hooks: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
+    for leaf, _ in hooks:
+        leaf._backward_hooks = None
+    try:
+        yield
+    finally:
+        for leaf, own in hooks:
+            leaf._backward_hooks = own

@@ -1,0 +1,112 @@
+"""How ranks agree without a word on the users' process groups, where it could meet one of theirs.
+
+A rank that alone calls the model waits here, for ranks that may be in any collective of a user's. On one group the two
+would pair: gloo ends a process whose message is shorter than what came, and else our numbers would be its data. So
+agreements have a group of gloo's beside each group of ranks, on GPUs as well: they are some numbers of the host, a
+communicator of NCCL takes GPU memory, and gloo knows at once of a rank that was killed.
+
+Messages of a pass, such as those of the ring, travel on the users' group all the same. Each comes after the agreement
+of its pass, which no rank leaves before all have come to it. Until the pass is over every rank runs the same code of
+ours in the same order, so no collective of a user's lies between; and a rank that fails in the middle is told of.
+"""
+
+import ipaddress
+import os
+import pickle
+import socket
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import LostRankError
+from .watch import Watch, group_key
+
+_CONNECT = timedelta(minutes=1)  # all ranks have come by then
+
+
+class ControlGroup:
+    """The group of gloo's that belongs to a process group. All of its ranks make it at the same time.
+
+    They find each other through the store of the job, so that a rank which waits for the others in vain sends nothing.
+
+    Args:
+        group (`ProcessGroup`): The ranks.
+        watch ([`Watch`]): That of this process.
+        limit (`timedelta`): How long this rank waits for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> None:
+        self.watch, self.size = watch, group.size()
+        key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
+        came = watch.store.add(key, 1)
+        all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
+        watch.until(lambda: watch.store.add(key, 0) >= all_came, limit)
+        store = dist.PrefixStore(f"{key} {all_came}", watch.store)  # type: ignore[attr-defined]
+        try:
+            self.backend = _connect(group, store, min(limit, _CONNECT))
+        except RuntimeError as problem:
+            raise LostRankError(
+                f"The ranks could not be connected by gloo, by which they agree: {problem}. Set GLOO_SOCKET_IFNAME to "
+                "the interface by which their hosts reach each other; or look for the first error of another rank."
+            ) from problem
+        self.opened = set[str]()  # devices on which all ranks have called the process group itself
+
+    def gather(self, mine: Tensor, limit: timedelta) -> Tensor:
+        """What all ranks hold, in rank order: one more dimension in front. Tensors of one shape, on CPUs."""
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        self.watch.wait(self.backend.allgather(every, mine, limit))
+        return torch.stack(every)
+
+    def gather_objects(self, mine: Any, limit: timedelta) -> list[Any]:
+        """The objects of all ranks, in rank order."""
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor(len(content), device="cpu"), limit).tolist()
+        padded = torch.nn.functional.pad(content, (0, max(sizes) - len(content)))
+        rows = self.gather(padded, limit)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _connect(group: dist.ProcessGroup, store: Any, limit: timedelta) -> Any:
+    """The backend. It listens where torch chooses if that serves the users' group already, or if a user named an
+    interface. Else the name of a host may lead to an address that no other host reaches, and so gloo listens at the one
+    by which this process reaches the store of the job."""
+    gloo: Any = dist.ProcessGroupGloo
+    served = "gloo" in dist.get_backend(group) or "GLOO_SOCKET_IFNAME" in os.environ
+    address = "" if served else address_towards(store)
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return gloo(store, group.rank(), group.size(), limit)
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], limit
+    return gloo(store, group.rank(), group.size(), options)
+
+
+def address_towards(store: Any) -> str:
+    """The address of this host on the way to a store; empty for one in files."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port"):
+        return ""
+    family, kind, protocol, _, there = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+_CONTROLS: WeakKeyDictionary[dist.ProcessGroup, ControlGroup] = WeakKeyDictionary()
+
+
+def control_of(group: dist.ProcessGroup, watch: Watch, limit: timedelta) -> ControlGroup:
+    """The control group of a process group: made at its first use, by all ranks. It goes with the process group."""
+    found = _CONTROLS.get(group)
+    if found is None:
+        found = _CONTROLS[group] = ControlGroup(group, watch, limit)
+    return found
+
+
+def end_control(group: dist.ProcessGroup) -> None:
+    """Ends the control group of a process group, if there is one. All ranks call this, or none makes one again."""
+    _CONTROLS.pop(group, None)

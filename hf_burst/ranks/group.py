@@ -1,0 +1,283 @@
+"""The one distributed object: the group of ranks that share a sequence, and how they agree before they communicate."""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError, RankMismatchError
+from .control import control_of
+from .watch import watch_of_process
+
+CP_DIM = "cp"
+_SAME_BATCHES = (
+    "If their batches differ: Accelerator(parallelism_config=hf_burst.BurstParallelismConfig(burst_size=N)), or "
+    "TrainingArguments(parallelism_config=...), makes the data loader give every rank of a group the same one; without "
+    "it plain data parallelism hands every rank a batch of its own (for which do not patch the model). A loader that "
+    "shuffles needs the same seed on all ranks: accelerate.utils.set_seed(seed)."
+)
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group that torch.distributed knows by a name, as its functional collectives do."""
+    try:
+        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    except RuntimeError as problem:
+        raise ConfigError(
+            f"torch.distributed has no process group {name!r} (any more). Make the mesh anew, and pass it anew: "
+            "unpatch_model(model), then patch_model(model, mesh=mesh)."
+        ) from problem
+    return group
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share one sequence.
+
+    Args:
+        rank (`int`): The number of this process in the group.
+        size (`int`): How many processes the group has; 1 communicates nothing.
+        name (`str`): The name under which torch.distributed knows the process group, empty for one process.
+        members (`tuple[int, ...]`): The ranks of the group as torch.distributed numbers them, empty for one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    name: str = ""
+    members: tuple[int, ...] = ()
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh | dist.ProcessGroup | None) -> "ContextGroup":
+        """The group of a mesh (its `"cp"` dimension, or its only one), of a process group, or of all ranks for `None`.
+
+        Raises:
+            ConfigError: If the mesh has several dimensions and none is called `"cp"`, or this process is not in it.
+        """
+        if mesh is None:
+            if not dist.is_initialized():
+                return cls()
+            mesh = dist.group.WORLD
+        if isinstance(mesh, DeviceMesh):
+            names = mesh.mesh_dim_names or ()
+            if CP_DIM in names and mesh.ndim > 1:
+                mesh = mesh[CP_DIM]
+            if mesh.ndim != 1:
+                raise ConfigError(
+                    f"The mesh has {mesh.ndim} dimensions {names}; pass a mesh with a dimension called {CP_DIM!r}, or "
+                    "the one-dimensional mesh of the ranks that share a sequence."
+                )
+            mesh = mesh.get_group()
+        if not isinstance(mesh, dist.ProcessGroup):
+            raise ConfigError(
+                f"A mesh is a DeviceMesh or a ProcessGroup, got {type(mesh).__name__}. (Is this process in the group?)"
+            )
+        return cls.from_name(mesh.group_name) if dist.get_world_size(mesh) > 1 else cls()
+
+    @classmethod
+    def from_name(cls, name: str) -> "ContextGroup":
+        """The group that torch.distributed knows by a name; one process for an empty one."""
+        if not name:
+            return cls()
+        group = group_by_name(name)
+        return cls(group.rank(), group.size(), name, tuple(dist.get_process_group_ranks(group)))
+
+    def renewed(self) -> "ContextGroup":
+        """The group that has this name now, with the rank of this process in it: processes may be numbered anew.
+
+        Raises:
+            ConfigError: If there is none, or it has other members.
+        """
+        now = ContextGroup.from_name(self.name)
+        if now.members != self.members:
+            raise ConfigError(
+                f"The mesh had the ranks {self.members}, and what torch.distributed calls {self.name!r} by now has "
+                f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, mesh=mesh)."
+            )
+        return now
+
+    def part(self, ranks: Sequence[int], device: torch.device) -> "ContextGroup":
+        """A new process group of some of these ranks, this one among them. All ranks of this group call this at the
+        same time, each with the ranks of its own part.
+
+        `torch.distributed.new_group` names groups by how many others a rank knows, which may differ between ranks. So
+        the first rank draws a name, which no other group has, or will have.
+
+        Args:
+            ranks (sequence of `int`): Their rising numbers in this group.
+            device (`torch.device`): Where they communicate; the time limit of its backend stays the same.
+        """
+        drawn = self.gather(uuid4().hex, device, f"the making of a group of ranks {list(ranks)}")
+        if len(ranks) == 1:
+            return ContextGroup()
+        members = [self.members[rank] for rank in ranks]
+        c10d: Any = dist.distributed_c10d
+        backend, store = c10d._world.pg_map[dist.group.WORLD]
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(self.rank),
+            members,
+            backend,
+            store,
+            f"{drawn[0]}/{ranks[0]}",
+            timeout=self.time_limit(device),
+        )
+        c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
+        _open(group, device)
+        return ContextGroup.from_mesh(group)
+
+    def gather(self, mine: Any, device: torch.device, doing: str) -> list[Any]:
+        """What every rank holds, in rank order: any objects. All ranks call this at the same time, as [`agree`] beside
+        the messages of the process group.
+
+        Args:
+            mine (`Any`): What this rank holds.
+            device (`torch.device`): As in [`agree`].
+            doing (`str`): As in [`agree`].
+
+        Raises:
+            As [`agree`].
+        """
+        self.agree({"call": "gather"}, None, device, doing=doing)  # or its sizes would meet the numbers of another call
+        if self.size == 1:
+            return [mine]
+        process_group, limit = self.process_group, self.time_limit(device)
+        with watch_of_process().calling(process_group, doing) as watch:
+            return control_of(process_group, watch, limit).gather_objects(mine, limit)
+
+    def time_limit(self, device: torch.device) -> timedelta:
+        """How long the backend of a device waits for the other ranks."""
+        return _limit_of(self.process_group, device)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group; only for `size > 1`. Raises a ConfigError if its name belongs to another one by now."""
+        group = group_by_name(self.name)
+        refusal = self._refusal(group)
+        if refusal is not None:
+            raise refusal
+        return group
+
+    def agree(
+        self,
+        facts: dict[str, Any],
+        error: Exception | None,
+        device: torch.device,
+        tally: int = 0,
+        checksums: Mapping[str, Tensor] | None = None,
+        advice: Mapping[str, str] | None = None,
+        doing: str = "a comparison of what ranks hold",
+    ) -> int:
+        """Lets all ranks go on together, with the sum of their tallies, or raises an error on all of them.
+
+        Every rank calls it at the same time: one small all-gather on the [`ControlGroup`], never on the users' own.
+        Facts are only exchanged where something differs. A rank that calls something else meanwhile is found out by the
+        [`Watch`].
+
+        Args:
+            facts (`dict`): What must be equal on all ranks; values that JSON can hold.
+            error (`Exception`, *optional*): What this rank found wrong on its own. It raises this one.
+            device (`torch.device`): Where the process group communicates; its time limit there holds.
+            tally (`int`, defaults to 0): A number to add up over the ranks on the way.
+            checksums (mapping from `str` to scalar `torch.LongTensor`, *optional*): Numbers that must be equal on all
+                ranks, on any device. The host reads one sum of them.
+            advice (mapping from `str` to `str`, *optional*): What to do if a fact or a checksum of this name differs.
+            doing (`str`, *optional*): What the ranks are about to do, for errors of other ranks.
+
+        Raises:
+            ConfigError: If the process group has come to an end, or was made anew with other ranks, or if an attention
+                over it ended in the middle before.
+            RankMismatchError: If another rank met an error, the facts differ, or ranks wait in different places.
+            LostRankError: If another rank ended, or did not come within the time limit.
+        """
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return tally
+        process_group = group_by_name(self.name)
+        limit = _limit_of(process_group, device)
+        error = self._refusal(process_group) or error
+        text = json.dumps(facts, sort_keys=True, default=str)
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+        contents = torch.zeros((), dtype=torch.int64, device=device)
+        for name, checksum in (checksums or {}).items():
+            contents += checksum.to(device) * (zlib.crc32(name.encode()) | 1)
+        numbers = [digest, int(error is not None), tally, int(contents) if checksums else 0]
+        mine = torch.tensor(numbers, device="cpu")  # whatever the default device is
+        with watch_of_process().calling(process_group, doing) as watch:
+            control = control_of(process_group, watch, limit)
+            digests, flags, tallies, sums = control.gather(mine, limit).unbind(1)
+            if not flags.any() and (digests == digest).all() and (sums == sums[0]).all():
+                if device.type not in control.opened:
+                    _open(process_group, device)
+                    control.opened.add(device.type)
+                return int(tallies.sum())
+            facts = facts | {name: f"{int(checksum) % 2**64:x}" for name, checksum in (checksums or {}).items()}
+            report = {"facts": facts, "error": (str(error) or repr(error)) if error is not None else None}
+            reports = control.gather_objects(report | {"doing": doing}, limit)
+        if error is not None:
+            raise error
+        raise _mismatch(reports, advice or {})
+
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """The messages of one attention: a failure in their middle is noted down, and lost ranks are named."""
+        if self.size == 1:
+            yield
+            return
+        with watch_of_process().messaging(self.process_group):
+            yield
+
+    def _refusal(self, process_group: dist.ProcessGroup) -> ConfigError | None:
+        """Why this is not the process group of this object any more, although it has its name."""
+        rank, members = process_group.rank(), tuple(dist.get_process_group_ranks(process_group))
+        if (rank, members) == (self.rank, self.members):
+            return None
+        return ConfigError(
+            f"The process group {self.name!r} was made anew: this process was rank {self.rank} of {self.members} and "
+            f"is rank {rank} of {members}. Make the ContextGroup anew."
+        )
+
+
+def _limit_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit
+
+
+def _open(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The first call of a process group: NCCL wants all ranks in it, and messages may leave some out."""
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _mismatch(reports: Sequence[Mapping[str, Any]], advice: Mapping[str, str]) -> RankMismatchError:
+    """The error of what the ranks have reported: the first error of another one, or the facts in which they differ."""
+    for rank, report in enumerate(reports):
+        if report["error"]:
+            return RankMismatchError(f"Rank {rank} of the group stopped before any communication: {report['error']}")
+    facts = [report["facts"] for report in reports]
+    names = [
+        name
+        for name in sorted(set().union(*facts))
+        if len({json.dumps(own.get(name), default=str) for own in facts}) > 1
+    ]
+    values = [", ".join(f"rank {rank} has {own.get(name)}" for rank, own in enumerate(facts)) for name in names]
+    different = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    if len({report["doing"] for report in reports}) > 1:
+        different = (
+            "; ".join(f"rank {rank}: {report['doing']}" for rank, report in enumerate(reports)) + f". {different}"
+        )
+    sentences = [advice.get(name, _SAME_BATCHES) for name in names]
+    return RankMismatchError(
+        f"The ranks that share a sequence are about to compute different things. {different}. "
+        + " ".join(dict.fromkeys(sentences))
+    )

@@ -1,0 +1,214 @@
+"""A plan's sharding applied to tensors: how one batch of sequences lies over the ranks, and back."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..config import Chunking
+from ..errors import BatchError, ShardingError
+from ..plan import Hybrid, Mask, MaskPattern, Segments, Sharding, chunks_per_rank, cut, imbalance, sharding_for
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How a batch of sequences is cut over the ranks of a group. Plain numbers: equal on every rank, and hashable.
+
+    Args:
+        length (`int`): Tokens of every row over all ranks, padding included.
+        owners (`tuple[int, ...]`): The rank of the group that holds each of the chunks into which it is cut.
+        documents (`tuple[tuple[int, ...], ...]`): Cumulative document boundaries, one tuple for every row of the batch.
+        padding (`int`, defaults to 0): Tokens at the end of `length` that were appended to fill the last chunk.
+        real (`tuple[tuple[int, int], ...]`, defaults to all): For each row, the tokens `[start, stop)` that are not
+            padding. What stands before them is a document of its own and sees nothing.
+        boundaries (`tuple[int, ...]`, defaults to equal chunks): Cumulative boundaries of the chunks. Every rank holds
+            as many tokens.
+    """
+
+    length: int
+    owners: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]
+    padding: int = 0
+    real: tuple[tuple[int, int], ...] = ()
+    boundaries: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once: there may be thousands of documents. Of numbers alone, so that it holds in other processes, too."""
+        return hash((self.length, self.owners, self.documents, self.padding, self.real, self.boundaries))
+
+    @classmethod
+    def for_batch(
+        cls,
+        documents: Sequence[tuple[int, ...]],
+        ranks: int,
+        chunking: Chunking | Sequence[int] = "balanced",
+        real: tuple[tuple[int, int], ...] = (),
+        patterns: Mapping[MaskPattern, int] | None = None,
+        stretches: int = 1,
+        hybrid: Hybrid | None = None,
+    ) -> "SequenceLayout":
+        """The layout of a batch, padded to a whole number of equal chunks; the padding is a document of its own.
+
+        Args:
+            documents (sequence of `tuple[int, ...]`): Cumulative boundaries of the documents of each row.
+            ranks (`int`): Ranks of the group.
+            chunking (`str` or sequence of `int`, defaults to `"balanced"`): Which rank owns which chunk, as in
+                [`BurstConfig`]; or the owner of each of the equal chunks, as many for every rank.
+            real (`tuple[tuple[int, int], ...]`, defaults to all): The tokens of each row that are not padding.
+            patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers have which pattern, for the
+                balance. By default all are causal and see whole documents.
+            stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
+            hybrid ([`Hybrid`], *optional*): A model with recurrent layers, for which `"balanced"` takes the cheapest
+                cut. `patterns` may then be empty.
+
+        Raises:
+            BatchError: If the batch is empty.
+            ConfigError: If there is no such chunking.
+            ShardingError: If owners do not give every rank as many chunks.
+        """
+        if not documents or documents[0][-1] < 1:
+            raise BatchError(f"The batch is empty: {len(documents)} sequences. Give at least one token.")
+        length = documents[0][-1]
+        if any(row[-1] != length for row in documents):
+            raise BatchError(
+                f"The rows of the batch end at {sorted({row[-1] for row in documents})} tokens; they must be of one "
+                "length. Pad them first."
+            )
+        if ranks == 1:  # which holds as much of any part of the sequence, so that nothing is padded
+            stretches = 1
+        each = chunks_per_rank(length, ranks, chunking, stretches) if isinstance(chunking, str) else 0
+        chunks = ranks * each or len(chunking)
+        padding = -length % max(1, chunks)
+        filled = tuple((*row, length + padding) if padding else tuple(row) for row in documents)
+        if isinstance(chunking, str):
+            layers = {MaskPattern(): 1} if not patterns and hybrid is None else patterns or {}
+            sharding = sharding_for(filled, layers, ranks, chunking, stretches, hybrid)
+            owners = sharding.owners
+            boundaries = () if sharding == cut(length + padding, owners) else sharding.boundaries
+        else:
+            boundaries = ()
+            owners = tuple(chunking)
+            counts = {owners.count(rank) for rank in range(ranks)}
+            if len(counts) != 1 or 0 in counts or len(owners) != ranks * max(counts):
+                raise ShardingError(
+                    f"Chunks with owners {owners} do not give each of {ranks} ranks as many, and at least one. Name "
+                    f"the rank, 0 to {ranks - 1}, of every chunk, or take 'balanced', 'documents', 'zigzag' or "
+                    "'contiguous'."
+                )
+        return cls(length + padding, owners, filled, padding, real, boundaries)
+
+    @property
+    def ranks(self) -> int:
+        """Those of the group."""
+        return self.sharding.ranks
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """Who holds what."""
+        equal = cut(self.length, self.owners)
+        return Sharding(self.boundaries, self.owners, equal.ranks) if self.boundaries else equal
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The pieces of documents on each rank, for layers that carry a state: made once for all layers of a pass."""
+        return Segments(self.sharding, self.documents)
+
+    @cached_property
+    def imbalance(self) -> float:
+        """By how much the rank with the most pairs is above the mean in a causal layer: 0.02 is 2 %."""
+        return imbalance(self.masks(MaskPattern()), self.owners, boundaries=self.boundaries)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.documents)
+
+    @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
+    def beginning(self, share: float) -> "SequenceLayout | None":
+        """The layout of the first part of the sequence, of which every rank holds as many tokens, its first ones;
+        `None` if it cannot be cut there."""
+        chunks = round(len(self.owners) * share)
+        owners, length = self.owners[:chunks], self.length // len(self.owners) * chunks
+        even = len({owners.count(rank) for rank in range(self.ranks)}) == 1
+        if self.ranks == 1:  # which has all of any part
+            owners, length = (0,), round(self.length * share)
+            even = 0 < length < self.length
+        elif self.boundaries or chunks != len(self.owners) * share or not owners:
+            return None
+        if not even:
+            return None
+        rows = tuple((*(bound for bound in row if bound < length), length) for row in self.documents)
+        return SequenceLayout(length, owners, rows, 0, tuple((min(a, length), min(b, length)) for a, b in self.real))
+
+    @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
+    def masks(self, pattern: MaskPattern) -> tuple[Mask, ...]:
+        """The mask of every row for layers with this pattern."""
+        return tuple(pattern.mask(self.length, row) for row in self.documents)
+
+    def indices(self, rank: int) -> Tensor:
+        """The tokens that `rank` holds, in its order: `torch.LongTensor` of shape `(length / ranks,)`."""
+        return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in self.sharding.runs(rank)])
+
+    def fully_masked(self, rank: int) -> Tensor | None:
+        """Which tokens of `rank` see nothing: `torch.BoolTensor` of shape `(batch, length / ranks)`; `None` if none."""
+        starts = [start for start, _ in self.real]
+        return self.indices(rank) < torch.tensor(starts, device="cpu")[:, None] if any(starts) else None
+
+    def counted(self, rank: int) -> Tensor:
+        """Which tokens of `rank` are not padding: `torch.BoolTensor` of shape `(batch, length / ranks)`."""
+        spans = self.real or ((0, self.length - self.padding),) * self.batch_size
+        starts, stops = torch.tensor(spans, device="cpu").T[..., None]
+        tokens = self.indices(rank)
+        return (tokens >= starts) & (tokens < stops)
+
+    def shard(self, tensor: Tensor, rank: int, pad_value: float | int = 0, dim: int = 1) -> Tensor:
+        """The part of a rank, a copy with `length / ranks` tokens along `dim` in the order of the shard.
+
+        Args:
+            tensor (`torch.Tensor`): The whole batch, with `length - padding` tokens along `dim`.
+            rank (`int`): Whose part.
+            pad_value (`float` or `int`, defaults to 0): The value of the appended tokens.
+            dim (`int`, defaults to 1): The dimension of the tokens.
+        """
+        dim = dim % tensor.ndim
+        if tensor.shape[dim] != self.length - self.padding:
+            raise BatchError(
+                f"A tensor of shape {tuple(tensor.shape)} does not fit a layout of {self.length - self.padding} tokens."
+            )
+        if self.padding:
+            tensor = functional.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, self.padding), value=pad_value)
+        return torch.cat([tensor.narrow(dim, run.start, run.size) for run in self.sharding.runs(rank)], dim=dim)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole batch, without its padding, from the shards of all ranks in rank order."""
+        runs = sorted((run.start, rank, run) for rank in range(len(shards)) for run in self.sharding.runs(rank))
+        pieces = [shards[rank][:, run.local : run.local + run.size] for _, rank, run in runs]
+        return torch.cat(pieces, dim=1)[:, : self.length - self.padding]
+
+    @lru_cache(maxsize=64)  # noqa: B019, since layouts are values
+    def encode(self) -> Tensor:
+        """The layout as the operator takes it: a `torch.LongTensor` of 1 dimension on the CPU."""
+        numbers = [self.length, self.padding, self.batch_size, len(self.owners), *self.owners]
+        numbers += [2 * len(self.real), *chain.from_iterable(self.real), len(self.boundaries), *self.boundaries]
+        numbers += [*map(len, self.documents), *chain.from_iterable(self.documents)]
+        with torch.inference_mode(False):  # a later pass may save it for its backward
+            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def decode(cls, encoded: bytes) -> "SequenceLayout":
+        """The layout that [`SequenceLayout.encode`] wrote, from the bytes of its tensor."""
+        length, padding, rows, chunks, *rest = memoryview(encoded).cast("q").tolist()
+        owners, bounds, rest = tuple(rest[:chunks]), rest[chunks], rest[chunks + 1 :]
+        real = tuple(zip(rest[:bounds:2], rest[1:bounds:2], strict=True))
+        edges, rest = rest[bounds], rest[bounds + 1 :]
+        boundaries, sizes, rest = tuple(rest[:edges]), rest[edges : edges + rows], rest[edges + rows :]
+        documents = tuple(tuple(rest[start:stop]) for start, stop in pairwise([0, *accumulate(sizes)]))
+        return cls(length, owners, documents, padding, real, boundaries)

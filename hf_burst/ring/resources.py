@@ -1,0 +1,198 @@
+"""What the ranks of a process group hold together: symmetric memory, and what they know of the machine they run on.
+
+Each is made or agreed on at its first use, by all ranks at the same time. It lives as long as the process group itself:
+a group that is destroyed takes its resources along, and one that is made anew begins without any. The process groups of
+hosts end with `close()`, or with the default group.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..plan import Machine
+from ..ranks.control import end_control
+from ..ranks.group import ContextGroup, group_by_name
+from . import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
+from .calibrate import machine_for
+
+_NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
+
+
+class GroupResources:
+    """The resources of one group. Every rank of it calls the methods at the same time.
+
+    Args:
+        group ([`ContextGroup`]): The ranks.
+    """
+
+    def __init__(self, group: ContextGroup) -> None:
+        self.group = group
+        self.clock: ExchangeClock | None = None  # times the messages of all passes, while there is one
+        self._machines: dict[tuple[torch.device, str, int | None], Machine] = {}
+        self._pools: dict[torch.device, SymmetricPool | str] = {}
+        self._levels: dict[int, tuple[ContextGroup, ContextGroup]] = {}
+        self._unreached: dict[int, str] = {}
+
+    def knows(self, device: torch.device, kernel: str) -> bool:
+        """Whether the ranks have agreed on their machine, so that [`GroupResources.machine`] sends nothing."""
+        return (device, kernel, None) in self._machines
+
+    def machine(self, device: torch.device, kernel: str, ranks_per_host: int | None = None) -> Machine:
+        """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]; with so many
+        ranks on a host if that is named.
+
+        Raises:
+            ConfigError: If so many ranks on a host do not divide the group.
+        """
+        machine = self._machines.get((device, kernel, ranks_per_host))
+        if machine is not None:
+            return machine
+        found = self._machines.get((device, kernel, None))
+        if found is None:
+            found = machine_for(self.group, device, None if kernel == "auto" else kernel)
+            self._machines[device, kernel, None] = found
+        if ranks_per_host is None:
+            return found
+        if self.group.size % ranks_per_host:
+            raise ConfigError(
+                f"BurstConfig(ranks_per_host={ranks_per_host}) does not divide the {self.group.size} ranks that share "
+                "a sequence. Name a number that does, or leave it out."
+            )
+        machine = self._machines[device, kernel, ranks_per_host] = replace(found, ranks_per_host=ranks_per_host)
+        return machine
+
+    def pool(self, device: torch.device) -> SymmetricPool | str:
+        """The symmetric memory of the ranks on this rank's device, or why they have none."""
+        pool = self._pools.get(device)
+        if pool is None:
+            pool = self._pools[device] = open_pool(self.group, device)
+        return pool
+
+    def levels(self, device: torch.device, per_host: int) -> tuple[ContextGroup, ContextGroup]:
+        """The ranks on the host of this rank, if so many neighbours are on each, and those of its number on all hosts.
+
+        They have process groups of their own, so that what travels inside does not wait for what crosses.
+        """
+        levels = self._levels.get(per_host)
+        if levels is None:
+            number, ranks = self.group.rank % per_host, range(self.group.size)
+            first = self.group.rank - number
+            near = self.group.part(ranks[first : first + per_host], device)
+            far = self.group if per_host == 1 else self.group.part(ranks[number::per_host], device)
+            levels = self._levels[per_host] = near, far
+        return levels
+
+    def _check_reach(self, device: torch.device, per_host: int) -> None:
+        """Raises a ConfigError on all ranks if those of some host cannot read each other's memory."""
+        problems = self._unreached.get(per_host)
+        if problems is None:
+            near, _ = self.levels(device, per_host)
+            pool = resources_of(near).pool(device) if near.size > 1 else ""
+            every = [""] * self.group.size
+            dist.all_gather_object(every, pool if isinstance(pool, str) else "", group=self.group.process_group)
+            problems = self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
+        if problems:
+            raise ConfigError(_NOT_SYMMETRIC.format(problems))
+
+    def check(self) -> None:
+        """Raises a ConfigError if an attention ended in the middle on this rank."""
+        for near, _ in self._levels.values():
+            if near.size > 1:
+                resources_of(near).check()
+        for pool in self._pools.values():
+            if isinstance(pool, SymmetricPool) and pool.failure:
+                raise ConfigError(
+                    f"An attention over these ranks ended in the middle ({pool.failure}), so that they no longer agree "
+                    "on what was sent. Start the job anew, with smaller batches if memory was short."
+                )
+
+    @contextmanager
+    def messages(self, device: torch.device, transport: str, near_ranks: int | None = None) -> Iterator[Exchanges]:
+        """The messages of one pass, by a transport of [`BurstConfig`]. A failure in its middle is noted down: ranks
+        need not agree then on what was sent.
+
+        Args:
+            device (`torch.device`): This rank's device.
+            transport (`str`): As in [`BurstConfig`]; between hosts ranks always send and receive.
+            near_ranks (`int`, *optional*): As in [`ShardedAttention`]; all ranks by default.
+
+        Raises:
+            ConfigError: If the ranks cannot read each other's memory although that was asked for; if an attention ended
+                in the middle; or if the caller records a CUDA graph, which would not take part in the turns in which
+                ranks publish.
+        """
+        inside, far = self, None
+        if near_ranks not in (None, self.group.size):
+            near, far = self.levels(device, near_ranks)
+            inside = resources_of(near)
+            if transport == "symmetric":
+                self._check_reach(device, near_ranks)
+        with inside._exchange(device, transport) as exchange, self.group.messages():
+            exchange = self._timed(exchange)
+            yield Exchanges(exchange, exchange if far is None else self._timed(PeerToPeer(far, device)))
+
+    @contextmanager
+    def _exchange(self, device: torch.device, transport: str) -> Iterator[Exchange]:
+        """The messages among the ranks of this group."""
+        direct = self.group.size == 1 or transport == "p2p" or (transport == "auto" and device.type != "cuda")
+        pool = "" if direct else self.pool(device)
+        if isinstance(pool, str):
+            if pool and transport == "symmetric":
+                raise ConfigError(_NOT_SYMMETRIC.format(pool))
+            yield PeerToPeer(self.group, device)
+            return
+        self.check()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                "Attention over ranks cannot be part of a CUDA graph of yours while ranks read each other's memory. "
+                "Set BurstConfig(transport='p2p'), or leave it out of the graph."
+            )
+        pool.settle()
+        try:
+            yield Symmetric(pool)
+        except BaseException as problem:  # also when the user interrupts
+            pool.failure = repr(problem).splitlines()[0]
+            raise
+
+    def _timed(self, exchange: Exchange) -> Exchange:
+        return exchange if self.clock is None else self.clock.watch(exchange)
+
+    def close(self) -> None:
+        """Frees the symmetric memory, ends the process groups of hosts and that of agreements, and forgets the machine;
+        the next use makes them anew, on all ranks."""
+        for near, far in self._levels.values():
+            if near.size > 1:
+                resources_of(near).close()
+            for level in (near, far):
+                if level.size > 1 and level.name != self.group.name:
+                    dist.destroy_process_group(level.process_group)
+        self._levels.clear()
+        self._unreached.clear()
+        for pool in self._pools.values():
+            if isinstance(pool, SymmetricPool):
+                pool.close()
+        self._pools.clear()
+        self._machines.clear()
+        if self.group.size > 1:
+            end_control(self.group.process_group)
+
+
+_OPEN: WeakKeyDictionary[dist.ProcessGroup, GroupResources] = WeakKeyDictionary()
+_ONE_PROCESS = GroupResources(ContextGroup())  # which shares nothing, and so never holds anything
+
+
+def resources_of(group: ContextGroup | str) -> GroupResources:
+    """The resources of a group, given as itself or by the name under which torch.distributed knows it."""
+    name = group if isinstance(group, str) else group.name
+    if not name:
+        return _ONE_PROCESS
+    process_group = group_by_name(name)
+    resources = _OPEN.get(process_group)
+    if resources is None:
+        resources = _OPEN[process_group] = GroupResources(ContextGroup.from_name(name))
+    return resources
