@@ -240,7 +240,8 @@ def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
     """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
     itemsize = _dtype_of_states(run.model).itemsize
-    narrow = torch.get_autocast_dtype(run.device.type).itemsize if torch.is_autocast_enabled(run.device.type) else itemsize
+    kind = run.device.type
+    narrow = torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.layout.batch_size * run.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
