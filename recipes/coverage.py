@@ -130,9 +130,7 @@ def main() -> None:
     parser.add_argument("--wrappers", action="store_true", help="the image-text-to-text classes, on text")
     parser.add_argument("--classes", nargs="+", help="by default all")
     parser.add_argument("--jobs", type=int, default=1, help="comparisons at a time, of two processes each")
-    parser.add_argument(
-        "--write", action="store_true", help="write recipes/results/coverage*.* and hf/models/served.json"
-    )
+    parser.add_argument("--write", action="store_true", help="write recipes/results/coverage*.* and served.json")
     arguments = parser.parse_args()
     table = WRAPPERS if arguments.wrappers else LANGUAGE
     names = arguments.classes or list(table.classes)

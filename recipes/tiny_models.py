@@ -1,7 +1,7 @@
 """A tiny model with random weights for every causal and masked LM class of Transformers, by its own config class.
 
-`hf_burst.hf.models.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what single
-families need besides, and switches on what their configs leave out.
+`hf_burst.hf.models.sizes.SIZES` names the config attributes that mean the same everywhere; `OVERRIDES` holds what
+single families need besides, and switches on what their configs leave out.
 """
 
 import dataclasses

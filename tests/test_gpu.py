@@ -26,8 +26,8 @@ from hf_burst.config import Schedule
 from hf_burst.kernels import BackwardInputs, Band, Scores, flash_attn_4
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
+from hf_burst.layers.loss import token_loss_sum
 from hf_burst.plan import MaskPattern, machine
-from hf_burst.ranks.loss import token_loss_sum
 from tests import models, test_ring
 from tests.ranks import RankPool, gpu_of, share_gpus
 from tests.test_dropout import RATE, gathered, gpt2_with, kept_by

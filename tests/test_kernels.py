@@ -39,7 +39,8 @@ from hf_burst.kernels.head_size import PaddedHeads
 from hf_burst.kernels.library import gpu_refusal, package_refusal
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
 from hf_burst.kernels.torch_flash import TorchFlashKernel
-from hf_burst.ring import accumulation_dtype, merge_
+from hf_burst.numerics import accumulation_dtype
+from hf_burst.ring import merge_
 from tests import flash_libraries
 from tests.oracle import relative_error, softmax_attention
 

@@ -25,7 +25,7 @@ from hf_burst.errors import ConfigError
 from hf_burst.hf.models.head import LazyLogits
 from hf_burst.hf.parts.outputs import Outputs
 from hf_burst.layers.linear_loss import Linear, linear_loss_sum
-from hf_burst.ranks.loss import token_loss_sum
+from hf_burst.layers.loss import token_loss_sum
 from recipes import tiny_models
 from tests import models
 from tests.ranks import RankPool

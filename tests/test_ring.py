@@ -25,6 +25,7 @@ from hf_burst import AttentionRequest, ContextGroup, SequenceLayout, burst_atten
 from hf_burst.config import Schedule
 from hf_burst.errors import KernelError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel
+from hf_burst.numerics import accumulation_dtype
 from hf_burst.plan import (
     Mask,
     MaskPattern,
@@ -38,7 +39,7 @@ from hf_burst.plan import (
     make_sharding,
     rank_traffic,
 )
-from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, accumulation_dtype, merge_
+from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, merge_
 from hf_burst.ring.loop import RingAttention, backward, forward
 from tests.oracle import admitted_pairs, relative_error, softmax_attention
 from tests.ranks import RankError, forked

@@ -485,7 +485,8 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
 def test_processes_end_while_their_watches_ask_the_store() -> None:
     """A thread that came back from the store while the interpreter ends would abort them, after all was well."""
     script = (
-        "import torch.distributed as dist; from hf_burst.ranks.watch import Watch, watch_of_process; Watch.interval = 1e-5; "
+        "import torch.distributed as dist; from hf_burst.ranks.watch import Watch, watch_of_process; "
+        "Watch.interval = 1e-5; "
         "dist.init_process_group('gloo'); watch_of_process(); dist.barrier()"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..config import Schedule
 from ..errors import ConfigError
+from ..numerics import accumulation_dtype
 from ..plan import Layer, Machine, Shapes, assign, choose, cut, name_of
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
-from ..ring import HeadSizes, accumulation_dtype
+from ..ring import HeadSizes
 from ..ring.resources import resources_of
 from .request import AttentionRequest
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import KernelError
-from ..ring import HeadSizes, accumulation_dtype, kept_shapes, row_products
+from ..numerics import accumulation_dtype
+from ..ring import HeadSizes, kept_shapes, row_products
 from ..ring.resources import resources_of
 from .choice import machine_of_group, schedule_of
 from .prepare import InputKind, sharded_attention

@@ -22,7 +22,7 @@ from ..hf.models.support import check_model
 from ..hf.models.task import task_of
 from ..hf.models.verdicts import Verdict, fingerprint
 from ..hf.patch import patch_under_check, unpatch_model
-from ..ranks.loss import IGNORE_INDEX
+from ..layers.loss import IGNORE_INDEX
 from .tiny import first_position, note
 
 KINDS = ("one sequence", "packed", "padded")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
 from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
 from .pieces import Piece, PiecewiseKernel, blocks, crop, documents
 from .reference import admitted
@@ -74,6 +75,6 @@ def _mask(piece: Piece, q: Tensor) -> Tensor | None:
     """A mask that is added to the scores, `(1, 1, height, width)`; `None` where the kernel needs none."""
     if piece.band == Band() or _is_causal_square(piece):
         return None
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = accumulation_dtype(q.dtype)
     mask = torch.zeros(1, 1, piece.height, piece.width, dtype=wide, device=q.device)
     return mask.masked_fill_(~admitted(piece.band, piece.height, piece.width, q.device), -torch.inf)

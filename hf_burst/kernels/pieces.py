@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
 from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
 
 
@@ -74,7 +75,7 @@ class PiecewiseKernel(Generic[AnyPiece]):
                 lse = q.new_full(q.shape[:3], -torch.inf, dtype=part_lse.dtype)
             out[:, piece.rows], lse[:, piece.rows] = part, part_lse
         if out is None or lse is None:
-            wide = torch.promote_types(q.dtype, torch.float32)
+            wide = accumulation_dtype(q.dtype)
             return q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide), q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         return out, lse
 
@@ -139,5 +140,5 @@ def blocks(piece: Piece, height: int) -> Iterator[Piece]:
 
 
 def _wide_zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = accumulation_dtype(q.dtype)
     return (q.new_zeros(q.shape, dtype=wide), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
 from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores, from_host
 from .pieces import Piece, PiecewiseKernel, blocks, documents
 
@@ -86,7 +87,7 @@ def _by_head(rows: Tensor, kv_heads: int) -> Tensor:
 
 def _logits(q: Tensor, k: Tensor, band: Band, scores: Scores) -> Tensor:
     """Scores of shape `(B, Hkv, Hq / Hkv, Sq, Sk)`, -inf where not admitted."""
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = accumulation_dtype(q.dtype)
     grouped = q.to(wide).unflatten(2, (k.shape[2], -1))
     logits = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(wide)) * scores.scale
     if scores.softcap:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..ranks.collectives import refuse_second_derivative
+from ..numerics import accumulation_dtype, refuse_second_derivative
 
 
 def adapted_linear(
@@ -93,14 +93,9 @@ def _of_4_bits(weight: Tensor, state: Any) -> Tensor:
     return numbers
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients are added up."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """A product of matrices that is not rounded to their dtype. Autocast must be off, which would round it."""
-    dtype = wide(left.dtype)
+    dtype = accumulation_dtype(left.dtype)
     if left.dtype == dtype or left.device.type != "cuda":  # elsewhere products have the dtype of their factors
         return left.to(dtype) @ right.to(dtype)
     product: Tensor = torch.mm(left, right, out_dtype=dtype)

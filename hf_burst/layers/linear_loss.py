@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ranks.collectives import refuse_second_derivative
-from ..ranks.loss import IGNORE_INDEX, token_loss_sum, token_losses
-from ..ring import accumulation_dtype
+from ..layers.loss import IGNORE_INDEX, token_loss_sum, token_losses
+from ..numerics import accumulation_dtype, refuse_second_derivative
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import KernelError
-from ..ranks.collectives import refuse_second_derivative
-from .adapted_linear import adapted_linear, wide
+from ..numerics import accumulation_dtype, refuse_second_derivative
+from .adapted_linear import adapted_linear
 from .surroundings import Surrounding, autocast_as_now, draws_as_now, function_modes_as_now, training_as_now
 
 Forward = Callable[..., Tensor]
@@ -267,7 +267,7 @@ def _differentiate(run: _Run, dout: Tensor, parts: Sequence[Tensor | None], sums
             part.zero_() if found is None else part.copy_(found)
     for key, found in zip(run.leaves, gradients, strict=True):
         if found is not None:  # a copy, as autograd may hand out one tensor for several leaves
-            sums[key] = sums[key].add_(found) if key in sums else found.to(wide(found.dtype), copy=True)
+            sums[key] = sums[key].add_(found) if key in sums else found.to(accumulation_dtype(found.dtype), copy=True)
 
 
 @contextmanager

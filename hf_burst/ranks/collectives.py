@@ -1,13 +1,16 @@
 """Messages with a gradient, of the backend of the process group."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from ..errors import KernelError
+from ..numerics import refuse_second_derivative
 from .group import ContextGroup
+from .layout import SequenceLayout
 
 
 def all_gather(tensor: Tensor, group: ContextGroup, kept: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
@@ -16,13 +19,54 @@ def all_gather(tensor: Tensor, group: ContextGroup, kept: tuple[Tensor, ...] | N
     return _AllGather.apply(tensor, group, kept) if group.size > 1 else (tensor,)
 
 
-def refuse_second_derivative() -> None:
-    """Raises a [`KernelError`] in a backward pass with `create_graph=True`, which would lose a gradient silently."""
-    if torch.is_grad_enabled():
-        raise KernelError(
-            "The loss and the outputs of a model over ranks have no second derivative: their gradients are found in "
-            "the forward pass, or over messages. Do without create_graph=True, or detach the gradients."
-        )
+@torch.compiler.disable
+def group_loss(local_sum: Tensor, weight: Tensor | float, group: ContextGroup) -> Tensor:
+    """The loss of the whole batch from each rank's sum: the same value on every rank of the group.
+
+    Its gradient is `size` times that of this rank's part, since data-parallel wrappers average gradients over all
+    ranks, of which those of a group hold one batch.
+
+    Args:
+        local_sum (`torch.Tensor`, scalar): Sum over this rank's tokens.
+        weight (`torch.Tensor` or `float`): What a token counts, 1 / tokens.
+        group ([`ContextGroup`]): The ranks.
+    """
+    return group_sum(local_sum * weight, group)
+
+
+def group_sum(tensor: Tensor, group: ContextGroup) -> Tensor:
+    """The sum over the ranks of tensors of one shape, the same on every rank, with a gradient as that of
+    [`group_loss`]."""
+    return tensor if group.size == 1 else _GroupSum.apply(tensor, group)
+
+
+def gather_tokens(tensor: Tensor, layout: SequenceLayout, group: ContextGroup) -> Tensor:
+    """The whole batch, in sequence order and without padding, on every rank.
+
+    Args:
+        tensor (`torch.Tensor` of shape `(batch, n, ...)`): What this rank computed for its tokens.
+        layout ([`SequenceLayout`]): How they lie.
+        group ([`ContextGroup`]): The ranks.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, length, ...)`; gradients of all ranks are summed on the way back.
+    """
+    return layout.unshard(all_gather(tensor, group))
+
+
+def gather_kept(tensor: Tensor, kept: Sequence[Sequence[int]], group: ContextGroup) -> Tensor:
+    """The rows that each rank kept, put together.
+
+    Args:
+        tensor (`torch.Tensor` of shape `(batch, rows of this rank, ...)`): This rank's rows.
+        kept (`Sequence[Sequence[int]]`): For each rank, the places of its rows in the result.
+        group ([`ContextGroup`]): The ranks.
+    """
+    most = max(len(places) for places in kept)
+    shards = all_gather(functional.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, most - tensor.shape[1])), group)
+    parts = zip(shards, kept, strict=True)
+    rows = {place: shard[:, index] for shard, places in parts for index, place in enumerate(places)}
+    return torch.stack([rows[place] for place in sorted(rows)], dim=1)
 
 
 class _AllGather(torch.autograd.Function):
@@ -43,3 +87,18 @@ class _AllGather(torch.autograd.Function):
         total = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
         dist.reduce_scatter(total, [gradient.contiguous() for gradient in gradients], group=ctx.group.process_group)
         return total, None, None
+
+
+class _GroupSum(torch.autograd.Function):
+    """A sum over the group, whose gradient is that of this rank's part times the size of the group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ContextGroup) -> Tensor:
+        ctx.size = group.size
+        total = value.detach().clone()
+        dist.all_reduce(total, group=group.process_group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.size, None

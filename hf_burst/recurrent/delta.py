@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
 from ..plan import Segments
 from ..ranks.group import ContextGroup
 from .exchange import to_heads, to_tokens
 from .gather import handing_on, take_part
-from .pieces import Rule, joined, wide
+from .pieces import Rule, joined
 from .received import Received
 from .states import by_matrix, in_full_precision, incoming_states
 
@@ -42,7 +43,7 @@ def delta_rule_by_states(
     if not segments.slots:
         return rule(segments, joined(inputs, own), [piece.size for piece in own])[0].view(value.shape)
     hand_on = handing_on(segments, group)
-    zeros = value.new_zeros(heads, keys, width, dtype=wide(value))
+    zeros = value.new_zeros(heads, keys, width, dtype=accumulation_dtype(value.dtype))
     identity = torch.eye(keys, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
     begin, nothing = torch.cat([zeros, identity], dim=-1), zeros.new_zeros(heads, keys, keys)
     outputs, handed = dict[int, Tensor](), dict[int, tuple[Tensor, Tensor]]()

@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import from_host
+from ..numerics import accumulation_dtype
 from ..plan import Segments
 from ..ranks.group import ContextGroup
 from .gather import handing_on, take_part
 from .once import made_once
-from .pieces import Rule, wide
+from .pieces import Rule
 from .received import Received
 from .scan import scan_by_channels
 from .states import by_number, incoming_states
@@ -60,7 +61,7 @@ def recurrence_by_states(
     Returns:
         `torch.Tensor` of shape `(batch, n, channels)`, in the dtype of b.
     """
-    own, dtype, shape = segments.by_rank[group.rank], wide(b), b.shape
+    own, dtype, shape = segments.by_rank[group.rank], accumulation_dtype(b.dtype), b.shape
     flat, starts = a.to(dtype).flatten(0, 1), made_once(segments, _starts, b.device, group.rank)
     apart = flat.index_fill(0, starts, 0).view(shape)  # nothing passes from one run to the next
     if not segments.slots:
@@ -82,6 +83,6 @@ def _starts(segments: Segments, device: torch.device, rank: int) -> Tensor:
 
 def recurrence_by_channels(a: Tensor, b: Tensor, segments: Segments, group: ContextGroup) -> Tensor:
     """The same by an exchange: every rank has whole sequences of some channels. See [`recurrence_by_states`]."""
-    dtype = wide(b)
+    dtype = accumulation_dtype(b.dtype)
     rule = Rule(lambda rows, *_: (recurrence(rows[1].to(dtype), rows[0].to(dtype)).to(b.dtype), None), packed=False)
     return scan_by_channels(rule, (b, a), (), segments, group)

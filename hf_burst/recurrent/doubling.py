@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..numerics import refuse_second_derivative
 from ..plan import Hop, Segments
 from ..plan.traffic import Pass
-from ..ranks.collectives import refuse_second_derivative
 from ..ranks.group import ContextGroup
 from .gather import handing_on
 from .received import Received

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ..kernels import from_host
+from ..numerics import refuse_second_derivative
 from ..plan import Segments
-from ..ranks.collectives import refuse_second_derivative
 from ..ranks.group import ContextGroup
 from .once import made_once
 from .received import Received

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
 from ..plan import Segments
 from ..ranks.group import ContextGroup
 from .exchange import own_heads
-from .pieces import Rule, wide
+from .pieces import Rule
 from .received import Received
 from .scan import scan_by_channels, scan_by_states
 
@@ -29,7 +30,7 @@ def lightning_attention(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, block: i
     Returns:
         `torch.Tensor` of shape `(batch, tokens, heads, V)`.
     """
-    rates = rates.to(wide(q))[:, None]
+    rates = rates.to(accumulation_dtype(q.dtype))[:, None]
     state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     outputs = []
     for queries, keys, values in zip(*(x.transpose(1, 2).split(block, dim=2) for x in (q, k, v)), strict=True):
@@ -64,7 +65,7 @@ def lightning_by_states(
         `torch.Tensor` of shape `(batch, n, heads, V)`.
     """
     q, k, v = inputs
-    steps = v.new_ones(v.shape[:3], dtype=wide(v))
+    steps = v.new_ones(v.shape[:3], dtype=accumulation_dtype(v.dtype))
     rule = Rule(lambda rows, *_: (lightning_attention(rows[3], rows[2], rows[0], rates, block), None), packed=False)
     return scan_by_states(rule, (v, steps, k, q), steps, -rates.to(steps.dtype), segments, group, received)
 

@@ -81,8 +81,3 @@ def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> list[Tenso
     if len(spans) == 1:
         return [tensor[slice(*spans[0])] for tensor in flat]
     return [torch.cat([tensor[start:stop] for start, stop in spans]) for tensor in flat]
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """The dtype of states: fp64 for fp64, else fp32."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

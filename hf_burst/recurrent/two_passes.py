@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..numerics import refuse_second_derivative
 from ..plan import Segments
-from ..ranks.collectives import refuse_second_derivative
 from ..ranks.group import ContextGroup
 from .gather import handing_on, take_part
 from .once import made_once

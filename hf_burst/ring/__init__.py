@@ -2,7 +2,7 @@
 
 from .clock import ExchangeClock
 from .exchange import MOST_TENSORS, Exchange, Exchanges, PeerToPeer
-from .merge import accumulation_dtype, merge_, row_products
+from .merge import merge_, row_products
 from .sharded import HeadSizes, ShardedAttention, kept_shapes
 from .symmetric import Symmetric, SymmetricPool, open_pool
 from .ulysses import HeadsToTokens, TokensToHeads, ulysses_ranks_of
@@ -19,7 +19,6 @@ __all__ = [
     "Symmetric",
     "SymmetricPool",
     "TokensToHeads",
-    "accumulation_dtype",
     "kept_shapes",
     "merge_",
     "open_pool",

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ..config import Schedule
 from ..kernels import BackwardInputs, project_out
+from ..numerics import accumulation_dtype
 from ..plan import head_slices
 from ..plan.sharding import Run
 from .exchange import Exchange, Exchanges, Incoming, Outgoing, Pending, Round, Shape
 from .loop import Keys, RingAttention, Rows, add_tiles
-from .merge import Merged, Summed, accumulation_dtype
+from .merge import Merged, Summed
 
 # for each part of a round where it goes: which tensor, its first token or row, how many
 _Targets = list[tuple[int, int, int]]

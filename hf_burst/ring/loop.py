@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from ..kernels import BackwardInputs, Band, Kernel, OutputBuffers, Scores, project_out
+from ..numerics import accumulation_dtype
 from ..plan import Plan, Step, Tile, Transfer
 from ..plan.steps import Rotating, goes_ahead
 from .exchange import Exchange, Exchanges, Incoming, Outgoing, Pending, Round, Shape
-from .merge import Merged, Summed, accumulation_dtype
+from .merge import Merged, Summed
 
 _BANDS = 1024
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..numerics import accumulation_dtype
+
 Span = tuple[int, int]
 
 
@@ -34,11 +36,6 @@ class _Part(NamedTuple):
         """Whether a row is in both."""
         spans = (self.batch, other.batch), (self.rows, other.rows)
         return all(first[0] < second[1] and second[0] < first[1] for first, second in spans)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, fp32 for everything else."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def heads_first(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,13 +12,14 @@ from torch import Tensor
 from ..config import Schedule
 from ..errors import ShardingError
 from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
+from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan
 from ..plan.steps import Rotating
 from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
 from .gather import gather_backward, gather_forward
 from .loop import RingAttention, backward, forward
-from .merge import accumulation_dtype, by_head, heads_first
+from .merge import by_head, heads_first
 from .symmetric import Symmetric
 from .ulysses import HeadsToTokens, TokensToHeads, UlyssesRanks, ulysses_ranks_of
 

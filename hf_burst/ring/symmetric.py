@@ -304,7 +304,8 @@ def _offsets(shapes: tuple[Shape, ...]) -> list[int]:
 
 def open_pool(group: ContextGroup, device: torch.device) -> SymmetricPool | str:
     """The symmetric memory of a group on this rank's device, or why its ranks cannot read each other's memory; on all
-    of them alike. Every rank calls it at the same time. What it returns belongs to the group: see `hf_burst.ring.resources`.
+    of them alike. Every rank calls it at the same time. What it returns belongs to the group, see
+    `hf_burst.ring.resources`.
     """
     refusal = _refusal(device)
     mine = (host_id(), device.index, refusal)

@@ -16,10 +16,10 @@ from hf_burst import AttentionRequest, BurstConfig, ContextGroup, SequenceLayout
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, select_kernel
+from hf_burst.numerics import accumulation_dtype
 from hf_burst.plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
 from hf_burst.plan.traffic import Pass
 from hf_burst.plan.work import gathered_rows, rotating_of
-from hf_burst.ring import accumulation_dtype
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...config import BurstConfig
 from ...errors import BatchError
+from ...layers.loss import IGNORE_INDEX
 from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
-from ...ranks.loss import IGNORE_INDEX
 from ..models.task import CAUSAL, Task
 from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
 

@@ -41,6 +41,12 @@ def attention_shapes(model: PreTrainedModel, itemsize: int = 2) -> Shapes | None
     return Shapes(q_heads, kv_heads, size, getattr(first, "v_head_dim", None) or size, itemsize, 4)
 
 
+def attending_share(model: PreTrainedModel) -> float:
+    """The share of a model's layers that have attention."""
+    layers = patterns_of_layers(model.config, task_of(model)) if has_attention(model) else []
+    return min(1.0, len(layers) / max(1, getattr(model.config.get_text_config(), "num_hidden_layers", 1)))
+
+
 def head_size(layer: PreTrainedConfig) -> int:
     """The size of the heads of queries and keys."""
     named = getattr(layer, "qk_head_dim", None) or getattr(layer, "head_dim", None)

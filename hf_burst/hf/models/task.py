@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ...config import BurstConfig
 from ...errors import ConfigError, UnsupportedModelError
-from ...ranks.loss import IGNORE_INDEX, shift_labels
+from ...layers.loss import IGNORE_INDEX, shift_labels
 
 _WHOLE_SEQUENCE = {  # settings by which the embeddings of an encoder read further than their own token
     "token_dropout": "scales embeddings by the share of masked tokens in the whole sequence",

@@ -28,7 +28,7 @@ from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import KeptByLayer, kept_here, unheld
 from ...plan import HOST_ROOM, keeping
-from ..models.hybrid import attention_shapes
+from ..models.hybrid import attending_share, attention_shapes
 from .base import ForwardPass, Part
 from .tiles import Tile, takes_weights_apart
 
@@ -237,16 +237,15 @@ def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Remembering"]
 
 
 def _kept_bytes(run: ForwardPass, share: float) -> tuple[float, float]:
-    """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows."""
+    """Bytes that a layer keeps: its input; and what attention returns, with the log-sum-exp of its rows, as a mean over
+    layers with attention and without. Kernels of GPUs return 16 bits, whatever states are in."""
     width, shapes = run.model.config.get_text_config().hidden_size, attention_shapes(run.model)
     itemsize = _dtype_of_states(run.model).itemsize
-    narrow = (
-        torch.get_autocast_dtype(run.device.type).itemsize if torch.is_autocast_enabled(run.device.type) else itemsize
-    )
+    narrow = min(itemsize, 2) if run.device.type == "cuda" else itemsize
     attention = 0 if shapes is None else shapes.q_heads * (shapes.value_dim * narrow + shapes.accumulator_itemsize)
     rows = run.layout.batch_size * run.layout.sharding.most_tokens
     page = HostMemory.page_bytes  # each of them takes whole pages
-    return rows * width * itemsize + page, rows * share * attention + 2 * page
+    return rows * width * itemsize + page, attending_share(run.model) * (rows * share * attention + 2 * page)
 
 
 def _dtype_of_states(model: PreTrainedModel) -> torch.dtype:

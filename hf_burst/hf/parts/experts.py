@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
-from ...ranks.loss import group_sum
+from ...ranks.collectives import group_sum
 from ..attention import CALL_KEY
 from .base import ForwardPass, Handles, Part
 

@@ -7,8 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, ConfigError, UnsupportedModelError
+from ...layers.loss import IGNORE_INDEX
+from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
-from ...ranks.loss import IGNORE_INDEX, group_loss
 from ..attention import CALL_KEY
 from ..batches.cutting import language_model_of
 from ..models.bypassed import forward_name

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
+from ...ranks.collectives import gather_kept, gather_tokens
 from ...ranks.layout import SequenceLayout
-from ...ranks.loss import gather_kept, gather_tokens
 from ..callers import askers_for_logits, readers_of_logits, trainer_under_way
 from ..models.head import LazyHead, is_hooked, is_watched, lazy_head
 from .base import ForwardPass, Part

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from transformers import PreTrainedModel
 
 from ...errors import BatchError, UnsupportedModelError
-from ...ranks.loss import IGNORE_INDEX
+from ...layers.loss import IGNORE_INDEX
 from ..batches.documents import batch_shape
 from ..callers import is_checkpointed
 from ..models.peft_methods import check_adapters

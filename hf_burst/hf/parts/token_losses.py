@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import BatchError, ConfigError
-from ...ranks.loss import IGNORE_INDEX, gather_tokens
+from ...layers.loss import IGNORE_INDEX
+from ...ranks.collectives import gather_tokens
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, is_sharded
 from ..models.head import token_losses_of

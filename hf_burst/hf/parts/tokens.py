@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import BatchError
+from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
-from ...ranks.loss import IGNORE_INDEX
 from ..attention import CALL_KEY, ForwardCall
 from ..batches.cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
 from ..batches.documents import BOUNDARY_KEYS, tokens_of
