@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_burst.check import tiny
-from hf_burst.hf import sizes
+from hf_burst.hf.models import sizes
 from hf_burst.hf.models.sizes import LAYERS, VOCABULARY, WINDOW
 
 SIZES: dict[str, Any] = {**sizes.SIZES, "use_sliding_window": True, "is_decoder": True}

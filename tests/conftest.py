@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.hosts import HostPool, refusal
-from tests.ranks import RankPool
+from tests.support.hosts import HostPool, refusal
+from tests.support.ranks import RankPool
 
 settings.register_profile(
     "hf_burst", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

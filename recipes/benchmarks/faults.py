@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]  # runs from a checkout too
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from tests.hosts import Network
+    from tests.support.hosts import Network
 
 RECIPE = ROOT / "recipes/finetune_long_document.py"
 CHARACTERS = 6000
@@ -316,7 +316,7 @@ def sentence(written: str) -> str:
 
 def hosts(number: int) -> "Network":
     """Hosts on this machine, joined by a switch."""
-    from tests.hosts import Network
+    from tests.support.hosts import Network
 
     return Network(number)
 
@@ -413,7 +413,7 @@ def main() -> int:
 
     import hf_burst
     from recipes.benchmarks.provenance import git_commit, hardware, versions
-    from tests.hosts import refusal
+    from tests.support.hosts import refusal
 
     refused = refusal()
     result: dict[str, Any] = {"schema": 1, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}

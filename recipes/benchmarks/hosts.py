@@ -124,7 +124,7 @@ def chosen_by(rank: int, size: int, tokens: int, heads: tuple[int, int]) -> str:
 
 def measure(nodes: int, per_host: int, megabits: int, tokens: int, heads: list[tuple[int, int]], repeats: int) -> Row:
     """All contenders on so many hosts."""
-    from tests.hosts import HostPool
+    from tests.support.hosts import HostPool
 
     pool, size = HostPool(nodes, per_host, megabits), nodes * per_host
     try:

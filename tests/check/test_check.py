@@ -1,0 +1,480 @@
+"""`hf-burst check`: a class that nobody has seen is compared and then served, a wrong one stays refused, and a verdict
+holds for what it was found on."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+from transformers import (
+    BertConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    ViTConfig,
+    dynamic_module_utils,
+)
+
+import hf_burst
+from hf_burst.check.compare import compare, compare_batch
+from hf_burst.check.ranks import run_on_ranks
+from hf_burst.check.run import check_batch, find_target, read_batch
+from hf_burst.check.tiny import shrink, tiny_copy
+from hf_burst.cli import main
+from hf_burst.errors import BatchError, ConfigError, RankMismatchError, UnsupportedModelError
+from hf_burst.hf.models import support, verdicts
+from hf_burst.hf.models.sizes import LAYERS, WINDOW
+from hf_burst.layers.tiled import _Call
+from tests.support import models
+from tests.support.ranks import RankError, RankPool
+
+SOURCE = """
+from torch import nn
+from transformers import GenerationMixin, LlamaConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
+
+class UnseenConfig(LlamaConfig):
+    model_type = "unseen"
+
+class UnseenForCausalLM(LlamaPreTrainedModel, GenerationMixin):
+    config_class = UnseenConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+        kwargs.pop("use_cache", None)
+        x = self.model(input_ids, attention_mask, position_ids, use_cache=False, **kwargs).last_hidden_state
+        logits = self.lm_head(self.mixed(x))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def mixed(self, x):
+        return x
+
+class SummingForCausalLM(UnseenForCausalLM):
+    def mixed(self, x):
+        layers = range(self.config.num_hidden_layers)
+        return x + 0.1 * x.cumsum(1) * sum(layer in layers for layer in self.config.summing_layers)
+"""
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where verdicts are remembered during a test."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module with a class that hf_burst does not come with, and with one that sums over the tokens of a rank."""
+    (tmp_path / "unseen_family.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "unseen_family", raising=False)
+    import unseen_family  # type: ignore[import-not-found]
+
+    return unseen_family
+
+
+def test_a_class_nobody_has_seen_is_checked_and_then_served(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    (folder / "modeling_unseen.py").write_text(SOURCE)
+    classes = {"AutoConfig": "UnseenConfig", "AutoModelForCausalLM": "UnseenForCausalLM"}
+    auto_map = {auto: f"modeling_unseen.{name}" for auto, name in classes.items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": "unseen", "auto_map": auto_map, **SIZES}))
+
+    assert main(["check", str(folder)]) == 1
+    assert "comes with code of its own" in capsys.readouterr().err
+
+    target = find_target(str(folder), trust_remote_code=True)
+    model = target.model_class(target.config)
+    with pytest.raises(UnsupportedModelError, match=f"hf-burst check '{folder}'"):
+        hf_burst.patch_model(model)
+    assert main(["check", str(folder), "--trust-remote-code"]) == 0
+    printed = capsys.readouterr().out
+    assert "packed: exact" in printed
+    assert "patch_model serves" in printed
+    assert len(list((home / "hf_burst").glob("check-*.json"))) == 1
+    hf_burst.patch_model(model)
+    assert verdicts.served_by(model) == f"checked {verdicts.fingerprint(model)}"
+
+
+def test_a_class_that_mixes_the_tokens_of_a_rank_is_found_wrong_and_stays_refused(unseen: ModuleType) -> None:
+    model = unseen.SummingForCausalLM(unseen.UnseenConfig(**{**SIZES, "num_hidden_layers": 9}, summing_layers=[8]))
+    verdict = hf_burst.check_model(model)
+    assert verdict.result == "wrong"
+    assert min(verdict.errors.values()) > 1e-3
+    with pytest.raises(UnsupportedModelError, match=r"found wrong over several ranks \(one sequence"):
+        hf_burst.patch_model(model)
+
+
+def compared_in_tiles(rank: int, size: int) -> tuple[str, bool, list[int]]:
+    """The verdict on a class, whether a batch is equal, and how many modules ran in tiles in each of the two."""
+    make, own, counts = partial(tiny_copy, LlamaForCausalLM, LlamaConfig()), _Call.compute, [0, 0]
+
+    def counted(call: Any, inputs: Any) -> torch.Tensor:
+        counts[-1] += 1
+        return own(call, inputs)
+
+    with mock.patch.object(_Call, "compute", counted):
+        verdict = compare(make)
+        counts.append(0)
+        comparison = compare_batch(make, models.make_batch("plain", 43))
+    return verdict.result, comparison.equal, counts[1:]
+
+
+def test_mlps_are_compared_in_tiles(ranks: Callable[[int], RankPool]) -> None:
+    for result, equal, counts in ranks(2).run(compared_in_tiles):
+        assert (result, equal) == ("exact", True)
+        assert min(counts) >= LAYERS
+
+
+def test_a_loss_that_is_wrong_over_ranks_is_seen_on_a_batch(
+    unseen: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = models.make_batch("packed")
+    comparison, weights = check_batch(
+        unseen.SummingForCausalLM(unseen.UnseenConfig(**SIZES, summing_layers=[1])), batch
+    )
+    assert not comparison.equal
+    assert comparison.error > 1e-3
+    assert "random weights of a tiny model" in weights
+
+    folder = tmp_path / "llama"
+    models.make_model("llama").save_pretrained(folder)
+    torch.save(batch, tmp_path / "batch.pt")
+    assert main(["check", str(folder), "--batch", str(tmp_path / "batch.pt")]) == 0
+    printed = capsys.readouterr().out
+    assert f"the weights in {folder}" in printed
+    assert "4 sequences or packed documents, 32 labels count" in printed
+    assert "equal: relative difference" in printed
+    assert "tolerance 0.0001" in printed
+
+
+def test_a_verdict_holds_for_source_config_and_versions(
+    unseen: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(**settings: Any) -> str | None:
+        return verdicts.fingerprint(unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings})))
+
+    first = fingerprint()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "pad_token_id": 5, "use_cache": False, "rope_theta": 5e5}
+    for same in (sizes, {"attention_dropout": 0.1}, {"sliding_window": -1}, {"no_rope_layers": []}):
+        assert fingerprint(**same) == first
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    settings: list[dict[str, Any]] = [
+        {"attention_bias": True},
+        {"rope_parameters": yarn},
+        {"hidden_act": "gelu"},
+        {"num_key_value_heads": 1},
+        {"sliding_window": 4096},
+        {"attn_logit_softcapping": 30.0},
+        {"local_layer_ids": [1]},
+        {"attn_layer_period": 2},
+        {"max_window_layers": 1},
+        {"max_window_layers": 2},
+        {"num_local_experts": 8},
+        {"num_local_experts": 8, "router_aux_loss_coef": 0.01},
+        {"conv_kernel": 1},
+        {"conv_kernel": 4},
+        {"dilations": [1, 4]},
+        {"dilations": [1, 2]},
+    ]
+    others = [fingerprint(**changed) for changed in settings]
+    for package in (verdicts.transformers, verdicts.torch):
+        with monkeypatch.context() as changed:
+            changed.setattr(package, "__version__", "9.9")
+            others.append(fingerprint())
+    with monkeypatch.context() as changed:
+        changed.setattr(verdicts, "__version__", "9.9")
+        others.append(fingerprint())
+    (tmp_path / "unseen_family.py").write_text(SOURCE + "\n# changed\n")
+    others.append(fingerprint())
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_a_verdict_holds_for_the_modules_that_a_class_imports_from_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "unseen_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "layers.py").write_text("def mixed(x):\n    return x\n")
+    (package / "unused.py").touch()
+    (package / "family.py").write_text("from .layers import mixed\n" + SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import unseen_package.family as family  # type: ignore[import-not-found]
+
+    model = family.UnseenForCausalLM(family.UnseenConfig(**SIZES))
+    first = verdicts.fingerprint(model)
+    import unseen_package.unused  # type: ignore[import-not-found]  # noqa: F401
+
+    assert verdicts.fingerprint(model) == first
+    (package / "layers.py").write_text("def mixed(x):\n    return x.cumsum(1)\n")
+    assert verdicts.fingerprint(model) != first
+
+
+def test_layers_from_elsewhere_change_the_fingerprint_and_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = "from torch import nn\n\nclass Mixer(nn.Identity):\n    pass\n"
+    (tmp_path / "mixing_layers.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    from mixing_layers import Mixer  # type: ignore[import-not-found]
+
+    model = models.make_model("llama")
+    hf_burst.unpatch_model(hf_burst.patch_model(model))
+    assert not caplog.records
+    first = verdicts.fingerprint(model)
+    model.model.layers[0].post_attention_layernorm = Mixer()
+    swapped = verdicts.fingerprint(model)
+    (tmp_path / "mixing_layers.py").write_text(source + "# changed\n")
+    assert len({first, swapped, verdicts.fingerprint(model)}) == 3
+
+    assert support.verdict_on(model) == "shipped"
+    assert "not compared with one process: Mixer" in caplog.text
+    assert "hf-burst check" in caplog.text
+    caplog.clear()
+    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(model) or ""))
+    assert support.verdict_on(model).startswith("checked ")
+    assert not caplog.records
+
+
+def test_norms_of_flash_linear_attention_are_no_classes_of_ones_own() -> None:
+    """Its convolutions are, since they compute over tokens."""
+    model, names = models.make_model("llama"), ("FusedRMSNormGated", "ShortConvolution")
+    for name in names:
+        kind = type(name, (torch.nn.Module,), {"__module__": "fla.modules.fused"})
+        model.model.add_module(name, kind())
+    assert [kind.__name__ for kind in verdicts.own_classes(model)] == ["ShortConvolution"]
+
+
+def test_a_wrong_verdict_goes_before_the_shipped_one() -> None:
+    model = models.make_model("llama")
+    digest = verdicts.fingerprint(model) or ""
+    for result in ("exact", "wrong"):
+        verdicts.remember(verdicts.Verdict(result, {"packed": 0.9}, fingerprint=digest))
+        if result == "exact":
+            assert verdicts.served_by(model) == "shipped"
+    with pytest.raises(UnsupportedModelError, match="found wrong over several ranks"):
+        hf_burst.patch_model(model)
+
+
+def test_what_is_remembered_must_be_a_verdict(unseen: ModuleType) -> None:
+    model = unseen.UnseenForCausalLM(unseen.UnseenConfig(**SIZES))
+    digest = verdicts.fingerprint(model) or ""
+    path = verdicts.remember(verdicts.Verdict("exact", fingerprint=digest))
+    assert verdicts.served_by(model) == f"checked {digest}"
+    for nonsense in ("", "[]", '{"color": 1}'):
+        path.write_text(nonsense)
+        with pytest.raises(UnsupportedModelError, match=r"hf_burst.check_model\(model\)"):
+            verdicts.served_by(model)
+
+
+def test_classes_changed_in_a_newer_transformers_are_served_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.make_model("qwen2")
+    name = type(model).__name__
+    digest = verdicts.source_hash(type(model).__module__) or ""
+    for version, shipped, warnings in (("5.99.0", digest, 0), ("5.18.0", "another", 0), ("5.99.0", "another", 1)):
+        monkeypatch.setattr(verdicts.transformers, "__version__", version)
+        monkeypatch.setattr(verdicts, "SERVED", {name: shipped})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert verdicts.served_by(model) == "shipped"
+        assert len(caplog.records) == warnings
+    assert "hf_burst.check_model(model)" in caplog.text
+    verdicts.remember(verdicts.Verdict("exact", fingerprint=verdicts.fingerprint(model) or ""))
+    assert verdicts.served_by(model).startswith("checked ")
+
+
+def test_ranks_agree_by_which_verdict_a_model_is_served(ranks: Callable[[int], RankPool]) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(2).run(serve_by_own_verdict)
+    assert all(isinstance(error, RankMismatchError) for error in failure.value.errors)
+    assert "served by: rank 0 has checked 0, rank 1 has checked 1" in str(failure.value)
+
+
+def serve_by_own_verdict(rank: int, size: int) -> None:
+    with mock.patch.object(support, "served_by", return_value=f"checked {rank}"):
+        model = models.patch(models.make_model("llama"))
+    model(**models.make_batch("plain"))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(num_key_value_heads=1), {"num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": LAYERS}),
+        (LlamaConfig(num_key_value_heads=8, tie_word_embeddings=True), {"num_key_value_heads": 2, "vocab_size": 67}),
+        (
+            Gemma2Config(attention_dropout=0.1),
+            {"layer_types": ["sliding_attention", "full_attention"] * 2, "attn_logit_softcapping": 50.0},
+        ),
+        (Qwen2Config(use_sliding_window=False), {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}),
+        (BertConfig(is_decoder=True), {"is_decoder": True, "hidden_dropout_prob": 0.0, "type_vocab_size": 2}),
+    ],
+)
+def test_sizes_shrink_and_structure_stays(config: PreTrainedConfig, expected: dict[str, Any]) -> None:
+    small = shrink(config).to_dict()
+    assert {key: small[key] for key in expected} == expected
+    assert small["tie_word_embeddings"] == config.tie_word_embeddings
+
+
+def test_layers_and_windows_by_other_names_stay_in_effect() -> None:
+    config = LlamaConfig(num_hidden_layers=24, full_attn_idxs=[7, 15, 23], local_window_len=4096)
+    config.attn_layer_period, config.attn_layer_offset, config.sliding_window = 8, 4, -1
+    small = shrink(config)
+    assert small.full_attn_idxs == [1, 3]
+    assert small.local_window_len == WINDOW
+    assert (small.attn_layer_period, small.attn_layer_offset, small.sliding_window) == (2, 1, -1)
+
+
+def test_no_kind_of_layer_is_left_out() -> None:
+    kinds = [f"kind_{layer % 5}" for layer in range(30)]
+    small = shrink(PreTrainedConfig(num_hidden_layers=30, layer_kinds=kinds))
+    assert small.layer_kinds == kinds[:5]
+    assert small.num_hidden_layers == 5
+
+
+def test_a_tiny_model_has_the_structure_that_a_verdict_is_for() -> None:
+    # their default configs have lists of layers, or sizes that follow from others, which no small one has
+    known = {f"{family}ForCausalLM" for family in ("Bamba", "GraniteMoeHybrid", "Lfm2", "Llama4", "Mamba2", "Moshi")}
+    known |= {f"{family}ForConditionalGeneration" for family in ("Granite4Vision", "Lfm2Vl", "Llama4", "Molmo2")}
+    for name in sorted({*verdicts.SERVED} - known):
+        config = getattr(transformers, name).config_class()
+        structures = [verdicts._structure(each.to_dict()) for each in (config, shrink(config))]
+        assert structures[0] == structures[1], name
+
+
+def test_scaled_rotary_positions_stay_in_effect() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "rope_theta": 1e4}
+    small = shrink(LlamaConfig(rope_parameters={**rope, "original_max_position_embeddings": 4096}))
+    assert small.rope_parameters["original_max_position_embeddings"] == 20
+    assert small.rope_parameters["long_factor"] == [4.0] * 4
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"sliding_attention": default, "full_attention": {**default, "rope_type": "dynamic", "factor": 2.0}}
+    small = shrink(Gemma3TextConfig(rope_parameters=ropes))
+    assert small.max_position_embeddings == 20
+    assert small.rope_parameters == ropes
+
+
+def test_the_vocabulary_stays_for_a_batch() -> None:
+    model = tiny_copy(Qwen2ForCausalLM, Qwen2Config(vocab_size=997, pad_token_id=990), batch_length=300)
+    assert (model.config.vocab_size, model.config.pad_token_id) == (997, 990)
+    assert model.config.max_position_embeddings == 302
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("no/such-model", "names no model whose config can be read"),
+        ("NoSuchForCausalLM", "names no model whose config can be read"),
+        ("LlamaForSequenceClassification", None),
+    ],
+)
+def test_models_that_cannot_be_checked_are_named(
+    name: str, sentence: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if sentence is not None:
+        assert main(["check", name]) == 1
+        assert sentence in capsys.readouterr().err
+    else:
+        assert find_target(name).model_class.__name__ == name
+
+
+def test_a_config_without_a_language_model_head_is_named(tmp_path: Path) -> None:
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no causal and no masked language model class"):
+        find_target(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="names no model whose config can be read"):
+        find_target(str(tmp_path / "empty"))
+    BertConfig(architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    assert find_target(str(tmp_path / "config.json")).model_class.__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("nonsense", "batch.json' holds no batch"),
+        ("[1, 2]", "holds no batch"),
+        ('{"input_ids": [[1, 2]]}', "it lacks input_ids, or labels"),
+        ('{"input_ids": [[1, 2], [3]], "labels": [[1]]}', "holds no batch"),
+        ('{"input_ids": [1, 2], "labels": [1, 2]}', r"labels of shape \(batch, tokens\)"),
+    ],
+)
+def test_a_file_that_holds_no_batch_is_named(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "batch.json").write_text(content)
+    with pytest.raises(BatchError, match=why):
+        read_batch(tmp_path / "batch.json")
+    (tmp_path / "batch.pt").write_text(content)
+    with pytest.raises(BatchError, match="holds no batch"):
+        read_batch(tmp_path / "batch.pt")
+    with pytest.raises(BatchError, match="holds no batch"):
+        read_batch(tmp_path / "missing.safetensors")
+
+
+def test_batches_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    batch = models.make_batch("plain")
+    torch.save(batch, tmp_path / "batch.pt")
+    save_file(batch, tmp_path / "batch.safetensors")
+    (tmp_path / "batch.json").write_text(json.dumps({key: value.tolist() for key, value in batch.items()}))
+    for kind in ("pt", "safetensors", "json"):
+        loaded = read_batch(tmp_path / f"batch.{kind}")
+        assert all(torch.equal(loaded[key], batch[key]) for key in batch)
+
+
+def test_a_comparison_that_hangs_or_dies_ends_with_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="did not end within 1 seconds"):
+        run_on_ranks(time.sleep, 600.0, limit=1.0)
+    with pytest.raises(ConfigError, match="A rank of the comparison ended with exit code 3"):
+        run_on_ranks(os._exit, 3, limit=120.0)
+    with pytest.raises(BatchError, match="holds no batch"):
+        run_on_ranks(read_batch, Path("missing.pt"), limit=120.0)
+    with pytest.raises(ConfigError, match="--limit is 0"):
+        main_or_raise(["LlamaForCausalLM", "--limit", "0"])
+
+
+def main_or_raise(words: list[str]) -> None:
+    import argparse
+
+    from hf_burst.cli import check
+
+    parser = argparse.ArgumentParser()
+    check.add_arguments(parser)
+    check.run(parser.parse_args(words))

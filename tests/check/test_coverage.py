@@ -1,0 +1,167 @@
+"""The table of recipes/coverage.py is of all classes, the list of served classes follows from it, and a part of it,
+another one every day, still holds. `COVERAGE_SEED=738000` chooses a day's part, `COVERAGE_CLASSES="A B"` classes by
+name.
+"""
+
+import datetime
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import transformers
+
+from hf_burst.check.compare import KINDS, TOLERANCE, compare
+from hf_burst.hf import attention
+from hf_burst.hf.models.verdicts import SERVED, TESTED, Verdict, source_hash
+from recipes.coverage import main
+from recipes.tiny_models import class_names, is_masked, tiny_model
+from recipes.tiny_wrappers import tiny_wrapper, wrapper_names
+from tests.support.ranks import RankPool
+
+RESULTS = Path(__file__).parents[2] / "recipes" / "results"
+TABLE = json.loads((RESULTS / "coverage.json").read_text())
+ROWS = TABLE["classes"]
+WRAPPERS = json.loads((RESULTS / "coverage_text_of_multimodal.json").read_text())["classes"]
+SAME_VERSION = transformers.__version__ == TABLE["transformers"]
+EXACT = sorted(name for name, row in ROWS.items() if row["result"] == "exact")
+MASKED = [name for name in EXACT if is_masked(name)]
+EXACT_WRAPPERS = sorted(name for name, row in WRAPPERS.items() if row["result"] == "exact")
+
+
+def chosen() -> list[str]:
+    """The classes of this run: five that are exact, two that are refused."""
+    if "COVERAGE_CLASSES" in os.environ:
+        return os.environ["COVERAGE_CLASSES"].split()
+    draw = random.Random(int(os.environ.get("COVERAGE_SEED", datetime.date.today().toordinal())))
+    refused = sorted(name for name, row in ROWS.items() if row["result"] == "refused")
+    return draw.sample(EXACT, 5) + draw.sample(refused, 2)
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_rows_of_the_table_hold(ranks: Callable[[int], RankPool], name: str) -> None:
+    if not SAME_VERSION and name not in class_names():
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    expected = ROWS[name]
+    for found in ranks(TABLE["ranks"]).run(compare_class, name):
+        assert found.result != "wrong", found
+        if SAME_VERSION:
+            assert (found.result, found.note) == (expected["result"], expected["note"])
+
+
+def chosen_wrappers() -> list[str]:
+    """Three classes that are exact on text, one that is refused."""
+    draw = random.Random(int(os.environ.get("COVERAGE_SEED", datetime.date.today().toordinal())))
+    refused = sorted(name for name, row in WRAPPERS.items() if row["result"] == "refused")
+    return draw.sample(EXACT_WRAPPERS, 3) + draw.sample(refused, 1)
+
+
+@pytest.mark.parametrize("name", chosen_wrappers())
+def test_rows_of_the_table_of_wrappers_hold(ranks: Callable[[int], RankPool], name: str) -> None:
+    if not SAME_VERSION:
+        pytest.skip("their configs differ between versions of Transformers")
+    for found in ranks(TABLE["ranks"]).run(compare_wrapper, name):
+        assert (found.result, found.note) == (WRAPPERS[name]["result"], WRAPPERS[name]["note"])
+
+
+def compare_wrapper(rank: int, size: int, name: str) -> Verdict:
+    return compare(partial(tiny_wrapper, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("Gemma2ForCausalLM", "softcap"),
+        ("GptOssForCausalLM", "s_aux"),
+        ("Llama4ForCausalLM", "attention_mask"),
+    ],
+)
+def test_the_comparison_sees_what_attention_forgets(ranks: Callable[[int], RankPool], name: str, argument: str) -> None:
+    for found in ranks(TABLE["ranks"]).run(compare_without, name, argument):
+        assert found.result == "wrong"
+        assert min(found.errors.values()) > 1e-3, "far from the tolerance"
+
+
+def compare_class(rank: int, size: int, name: str) -> Verdict:
+    return compare(partial(tiny_model, name))
+
+
+def compare_without(rank: int, size: int, name: str, argument: str) -> Verdict:
+    whole = attention.attention_forward
+
+    def forgetful(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        return whole(module, query, key, value, **{"attention_mask": attention_mask, **options, argument: None})
+
+    with mock.patch.object(attention, "attention_forward", forgetful):
+        verdict = compare(partial(tiny_model, name))
+    attention.register()
+    return verdict
+
+
+def test_a_class_that_does_not_exist_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["coverage.py", "--classes", "Nonsense"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "no causal-LM or masked-LM class Nonsense" in capsys.readouterr().err
+
+
+def test_the_table_is_of_every_class() -> None:
+    if SAME_VERSION:
+        assert sorted(ROWS) == class_names()
+        assert sorted(WRAPPERS) == wrapper_names()
+    else:
+        assert set(EXACT) & set(class_names())
+
+
+def test_no_class_is_wrong_and_a_hundred_are_exact() -> None:
+    assert {row["result"] for row in ROWS.values()} == {"exact", "refused", "not buildable"}
+    assert len(EXACT) - len(MASKED) >= 100
+    assert len(MASKED) >= 22
+    for name in EXACT:
+        assert set(ROWS[name]["errors"]) == set(KINDS)
+        assert max(ROWS[name]["errors"].values()) <= TABLE["tolerance"] == TOLERANCE
+
+
+def test_seventy_wrappers_are_exact_and_the_others_say_why() -> None:
+    assert len(EXACT_WRAPPERS) >= 70
+    for name, row in WRAPPERS.items():
+        assert row["result"] in ("exact", "refused", "not buildable")
+        if row["result"] == "exact":
+            assert set(row["errors"]) == set(KINDS)
+            assert max(row["errors"].values()) <= TOLERANCE
+        else:
+            assert row["note"], name
+
+
+def test_what_is_served_is_what_is_exact() -> None:
+    served = sorted({*EXACT, *EXACT_WRAPPERS})
+    assert sorted(SERVED) == served
+    assert TABLE["transformers"] == TESTED
+    if SAME_VERSION:
+        modules = {name: getattr(transformers, name).__module__ for name in served}
+        assert {name: source_hash(module) for name, module in modules.items()} == SERVED
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md"])
+def test_pages_tell_how_many_classes_are_exact(page: str) -> None:
+    text = " ".join((Path(__file__).parents[2] / page).read_text().split())
+    assert f"{len(EXACT) - len(MASKED)} causal and {len(MASKED)} masked language model classes" in text
+
+
+def test_the_page_of_limits_tells_how_many_are_exact() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "limits.md").read_text().split())
+    assert f"has {len(EXACT)} exact classes" in page
+
+
+def test_the_page_of_wrappers_tells_how_many_are_exact() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "multimodal.md").read_text().split())
+    assert f"{len(EXACT_WRAPPERS)} of {len(WRAPPERS)} classes" in page

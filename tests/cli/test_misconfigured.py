@@ -1,0 +1,265 @@
+"""What the doctor says of several hosts that do not fit together, each said of the host that it is true for."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from hf_burst.cli import hosts
+from hf_burst.cli.hosts import Report, chosen, findings
+from hf_burst.errors import ConfigError
+from tests.support.hosts import Network, refusal
+
+ROOT = Path(__file__).parents[2]
+CARDS = ("mlx5_0", "mlx5_1", "mlx5_10")
+
+
+def place(host: str, backend: str = "nccl", **changes: object) -> Report:
+    one = Report(
+        host=host,
+        name=host,
+        backend=backend,
+        versions={"torch": "2.13.0", "transformers": "5.23.0", "trl": ""},
+        environment={"NCCL_DEBUG": "WARN"},
+        interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"]},
+        address="10.0.0.1",
+        cards=CARDS,
+        clock=1000.0,
+    )
+    environment = changes.pop("environment", {})
+    assert isinstance(environment, dict)
+    return replace(one, environment={**one.environment, **environment}, **changes)
+
+
+def texts(*reports: Report, took: float = 0.0) -> list[str]:
+    return [finding.text for finding in findings(reports, took)]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_nothing_is_said_of_hosts_that_fit(backend):
+    assert texts(*(place(host, backend) for host in "aabb")) == []
+    assert texts(place("a", backend, address="127.0.0.1", environment={"GLOO_SOCKET_IFNAME": "lo"})) == []
+    with_ids = [place(host, backend, environment={"NCCL_HOSTID": host}) for host in "aabb"]
+    assert texts(*with_ids) == []
+    named = {"NCCL_SOCKET_IFNAME": "^lo,docker", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "mlx5"}
+    assert texts(*(place(host, backend, environment=named) for host in "aabb")) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "words"),
+    [
+        ("gloo", {"environment": {"GLOO_SOCKET_IFNAME": "lo"}}, "GLOO_SOCKET_IFNAME is lo on b"),
+        ("gloo", {"environment": {"GLOO_SOCKET_IFNAME": "eth1"}}, "eth1 on b, where no such interface is up"),
+        ("gloo", {"environment": {"GLOO_SOCKET_IFNAME": "eth"}}, "eth on b, where no such interface is up"),
+        ("gloo", {"address": "127.0.1.1"}, "name of b has the address 127.0.1.1"),
+        ("gloo", {"address": ""}, "name of b has no address"),
+        ("gloo", {"address": "::1"}, "name of b has the address ::1"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "lo"}}, "NCCL_SOCKET_IFNAME is lo on b"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "=eth"}}, "where no such interface is up"),
+    ],
+)
+def test_interfaces_that_no_other_host_reaches(backend, changes, words):
+    (found,) = findings([place("a", backend), place("b", backend, **changes)])
+    assert words in found.text
+    assert "Set " in found.text
+    assert found.blocks
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "words"),
+    [
+        ("gloo", {"address": "10.0.0.9"}, "name of b has the address 10.0.0.9"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "docker"}}, "NCCL_SOCKET_IFNAME is docker on b"),
+        ("nccl", {"environment": {"NCCL_SOCKET_IFNAME": "^eth"}}, "which takes lo, docker0"),
+        (
+            "nccl",
+            {"interfaces": {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"]}},
+            "NCCL_SOCKET_IFNAME is not set on b",
+        ),
+        ("nccl", {"interfaces": {}}, "which takes no interface"),
+    ],
+)
+def test_interfaces_that_are_judged_by_their_names_do_not_block(backend, changes, words):
+    (found,) = findings([place("a", backend), place("b", backend, **changes)])
+    assert words in found.text
+    assert not found.blocks
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_hosts_that_have_only_ipv6(backend):
+    address = mock.Mock(family=socket.AF_INET6, address="2001:db8::7")
+    link, own = (mock.Mock(family=socket.AF_INET6, address=one) for one in ("fe80::1%eth0", "::1"))
+    entries = [(0, 0, 0, "", (one, 0, 0, 0)) for one in ("2001:db8::9", "2001:db8::7")]
+    has = {"lo": [own], "eth0": [link, address], "eth1": [link]}
+    with (
+        mock.patch.object(hosts.psutil, "net_if_addrs", return_value=has),
+        mock.patch.object(hosts.psutil, "net_if_stats", return_value=dict.fromkeys(has, mock.Mock())),
+        mock.patch.object(socket, "getaddrinfo", return_value=entries),
+    ):
+        one = hosts.report(backend)
+    assert one.interfaces == {"lo": ["::1"], "eth0": ["2001:db8::7"]}
+    assert one.address == "2001:db8::7"
+    assert findings([replace(one, host=host, name=host) for host in "ab"]) == []
+    named = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert findings([replace(one, host=host, name=host, environment=named) for host in "ab"]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"interfaces": {"ens5": ["10.0.0.2"]}}, "different names: eth0 on a; ens5 on b"),
+        ({"environment": {"NCCL_IB_DISABLE": "1"}}, "NCCL_IB_DISABLE is set on b, which has InfiniBand: mlx5_0"),
+        ({"environment": {"NCCL_IB_HCA": "mlx4_0"}}, "whose cards are: mlx5_0, mlx5_1, mlx5_10. Unset"),
+        ({"environment": {"NCCL_IB_HCA": "=mlx5_1:1"}}, "on b, so that mlx5_0, mlx5_10 are idle"),
+        ({"environment": {"NCCL_IB_HCA": "mlx5_1"}}, "on b, so that mlx5_0 are idle"),  # the beginning of mlx5_10, too
+        ({"cards": ()}, "3 on a; 0 on b"),
+        (
+            {"versions": {"torch": "2.12.0", "transformers": "5.23.0"}},
+            "torch differs: 2.13.0 on a; 2.12.0 on b.",
+        ),
+        ({"versions": {"torch": "2.13.0"}}, "transformers differs: 5.23.0 on a; nothing on b"),
+        ({"versions": {"torch": "2.13.0", "transformers": "5.23.0", "GPU": "H100"}}, "GPUs of one kind"),
+        ({"environment": {"NCCL_ALGO": "Ring"}}, "NCCL_ALGO differs: nothing on a; Ring on b. Launch"),
+        ({"environment": {"HF_BURST_SIZE": "2"}}, "HF_BURST_SIZE differs: nothing on a; 2 on b"),
+        ({"clock": 1007.0}, "+0 s on a, +7 s on b"),
+    ],
+)
+def test_what_differs_between_hosts(changes, words):
+    found = findings([place("a"), place("a"), place("b", **changes), place("b", **changes)])
+    assert len([finding for finding in found if words in finding.text]) == 1, found
+    assert not any(finding.blocks for finding in found)
+    if "idle" not in words and "NCCL_IB" not in words:
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "wait for ever"),
+        ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}, "is 5 on a"),
+        ({"HF_BURST_SIZE": "3"}, "does not divide 4 ranks"),
+        ({"HF_BURST_SIZE": "many"}, "does not divide 4 ranks"),
+    ],
+)
+def test_settings_that_are_wrong_everywhere(environment, words):
+    found = texts(*(place(host, environment=environment) for host in "aabb"))
+    assert all("differs" not in text for text in found)
+    assert words in found[0]
+
+
+def test_ranks_of_one_host_that_differ_are_named():
+    other = place("a", environment={"NCCL_ALGO": "Ring"})
+    assert (
+        "NCCL_ALGO differs: nothing on rank 0, b; Ring on rank 1."
+        in texts(place("a"), other, place("b"), place("b"))[0]
+    )
+
+
+def test_hosts_of_one_name_are_told_apart():
+    first, second = place("a", name="node"), place("b", name="node", clock=1007.0)
+    assert "+7 s on node (rank 1)" in texts(first, second)[0]
+    assert hosts.describe([first, second]) == "hosts: 2, 1 ranks on node (rank 0), 1 ranks on node (rank 1)"
+
+
+def test_places_of_ranks():
+    assert "different numbers of ranks: 3 on a, 1 on b" in texts(*map(place, "aaab"))[0]
+    assert "not neighbours" in texts(*map(place, "abab"))[0]
+    assert "ranks 2 to 3" in texts(*(place(host, environment={"HF_BURST_SIZE": "2"}) for host in "aaabbb"))[0]
+
+
+def test_clocks_may_be_read_one_after_another():
+    assert texts(place("a"), place("b", clock=1007.0), took=6.0) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "taken"),
+    [
+        ("mlx5_1", CARDS[1:]),
+        ("=mlx5_1", CARDS[1:2]),
+        ("^mlx5_1", CARDS[:1]),
+        ("^=mlx5_1", CARDS[::2]),
+        ("x,mlx5_0:1", CARDS[:1]),
+    ],
+)
+def test_names_are_read_as_nccl_reads_them(variable, taken):
+    assert chosen(variable, CARDS) == list(taken)
+
+
+@pytest.mark.parametrize("kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
+def test_the_version_of_the_driver(kind, tmp_path):
+    told = f"NVRM version: NVIDIA UNIX {kind}  570.86.15  Release Build  (root)\nGCC version:  gcc version 12.2.0\n"
+    (tmp_path / "version").write_text(told)
+    with mock.patch.object(hosts, "_DRIVER", tmp_path / "version"):
+        assert hosts._driver() == "570.86.15"
+    with mock.patch.object(hosts, "_DRIVER", tmp_path / "none"):
+        assert hosts._driver() == ""
+
+
+def test_cards_with_a_link(tmp_path):
+    for card, states in {
+        "mlx5_1": ["1: DOWN", "4: ACTIVE"],
+        "mlx5_2": ["1: DOWN"],
+        "mlx5_0": ["4: ACTIVE"] * 2,
+    }.items():
+        for port, state in enumerate(states):
+            (tmp_path / card / "ports" / str(port)).mkdir(parents=True)
+            (tmp_path / card / "ports" / str(port) / "state").write_text(f"{state}\n")
+    with mock.patch.object(hosts, "_CARDS", tmp_path):
+        assert hosts.report("nccl").cards == ["mlx5_0", "mlx5_1"]
+
+
+def test_ranks_meet_in_a_store():
+    store, answers = dist.HashStore(), {}
+
+    def meet(rank):
+        answers[rank] = hosts.gather(place("ab"[rank]), rank, 2, store)
+
+    threads = [Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers[0] == answers[1]
+    reports, took = answers[0]
+    assert [one.host for one in reports] == ["a", "b"]
+    assert findings(reports, took) == []
+
+
+def test_a_rank_that_is_missing_is_named():
+    with (
+        mock.patch.object(hosts, "_REPORTED", timedelta(seconds=0.2)),
+        pytest.raises(ConfigError, match=r"\[1, 2\] of 3"),
+    ):
+        hosts.gather(place("a"), 0, 3, dist.HashStore())
+
+
+def test_the_doctor_over_two_hosts():
+    """Real hosts, of which the second takes its loopback: without the doctor the ranks wait until their time limit."""
+    problem = refusal()
+    if problem:
+        pytest.skip(problem)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    wrong = [{}, {"GLOO_SOCKET_IFNAME": "lo", "HF_BURST_SIZE": "2"}]
+    with Network(2) as network:
+        launch += ["--master_addr", network.addresses[0], "--master_port", "29500"]
+        processes = []
+        for host, changes in enumerate(wrong):
+            command = network.command(host, [*launch, "--node_rank", str(host), "-m", "hf_burst", "doctor"])
+            environment = {**os.environ, "ACCELERATE_USE_CPU": "1", **network.environment(host), **changes}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert said[0].splitlines()[0] == "hosts: 2, 1 ranks on host0, 1 ranks on host1"
+    assert "Not usable: GLOO_SOCKET_IFNAME is lo on host1, which takes lo" in said[0]
+    assert "Check: HF_BURST_SIZE differs: nothing on host0; 2 on host1." in said[0]
+    assert "Usable." not in said[0]
+    assert said[1] == ""

@@ -1,0 +1,247 @@
+"""On GPUs: models with recurrent layers over ranks, in bf16, are about as close to fp64 as on one GPU.
+
+Their layers call the kernels of flash-linear-attention, mamba-ssm and causal-conv1d where these are installed, and
+torch's functions otherwise.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import hf_burst
+from hf_burst.check.compare import Double
+from hf_burst.config import Chunking
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
+from hf_burst.recurrent import Received, Rule, delta_rule_in_two_passes, fla_kernels, unit_norm
+from tests.gpu.test_gpu import Ranks, gpus  # noqa: F401
+from tests.hf.test_patch import group_mean
+from tests.hf.test_wrappers import flat
+from tests.support import models
+from tests.support.ranks import gpu_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ROOT, PACKAGES = Path(__file__).parents[2], ("fla", "mamba_ssm", "causal_conv1d")
+ATTENTION = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+# sizes that kernels for GPUs take, and no routing, which would flip between bf16 and fp64
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **ATTENTION,
+        "intermediate_size": 256,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "kimi_linear": {
+        **ATTENTION,
+        "linear_head_dim": 64,
+        "linear_num_heads": 2,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 64,
+        "mlp_layer_types": ["dense"] * 4,
+    },
+    "lfm2": {**ATTENTION, "intermediate_size": 256},
+    "granite": {
+        **ATTENTION,
+        "mamba_d_state": 16,
+        "mamba_d_head": 32,
+        "mamba_n_heads": 8,
+        "mamba_chunk_size": 64,
+        "num_local_experts": 0,
+    },
+    "zamba": {
+        **ATTENTION,
+        "attention_hidden_size": 256,
+        "attention_head_dim": 128,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
+    "recurrent_gemma": {**ATTENTION, "lru_width": 128, "head_dim": 64},
+}
+
+
+def recurrent_model(name: str) -> nn.Module:
+    """With heads and channels as kernels for GPUs take them, and states that last."""
+    torch.manual_seed(0)
+    config = models.make_model(name).config
+    for key, value in SIZES[name].items():
+        assert hasattr(config, key), key
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model: nn.Module = type(models.make_model(name))(config)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if path.endswith("A_log"):
+                parameter.fill_(-4)
+    return model.train()
+
+
+@contextmanager
+def without_single_tokens() -> Iterator[None]:
+    """The first document of a packed batch has two tokens: causal-conv1d 1.7 refuses the layout in which the plain Kimi
+    Linear asks for the gradient of a single one."""
+    with mock.patch.object(models, "document_lengths", lambda length: [2, 7, length - 21, 12]):
+        yield
+
+
+@without_single_tokens()
+def exact_result(name: str, kind: str) -> tuple[float, torch.Tensor]:
+    """The loss and all gradients in fp64, by torch's functions on the CPU."""
+    with Double():
+        model = recurrent_model(name).double()
+        loss = models.plain_loss(model, batch_of(name, kind))
+        loss.backward()
+    return float(loss.detach()), flat([parameter.grad for parameter in model.parameters()])
+
+
+def without_kernels(name: str, kind: str, folder: Path) -> tuple[float, torch.Tensor]:
+    """The same, in a process that finds no packages of kernels: Transformers would call them on CPUs, too."""
+    lines = ["import sys", f"sys.modules.update(dict.fromkeys({PACKAGES}))", "import torch"]
+    lines += [
+        "from tests.gpu.test_gpu_recurrent import exact_result",
+        f"torch.save(exact_result({name!r}, {kind!r}), 'out')",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=folder, env=environment, check=True, timeout=300)
+    exact: tuple[float, torch.Tensor] = torch.load(folder / "out")
+    return exact
+
+
+def batch_of(name: str, kind: str) -> dict[str, torch.Tensor]:
+    """Mamba1 is computed token by token without its kernels."""
+    return models.make_batch(kind, 251 if name == "zamba" else 1021)
+
+
+@without_single_tokens()
+def recurrent_errors(
+    rank: int, size: int, device: str, name: str, kind: str, exact: float, gradients: torch.Tensor
+) -> dict[str, tuple[float, float]]:
+    """Of the loss and of all gradients: in bf16 on one GPU, and over all of them by each way."""
+    place = gpu_of(rank) if device == "cuda" else torch.device(device)
+    model, batch = recurrent_model(name).to(place, torch.bfloat16), batch_of(name, kind)
+    batch = {key: batch[key].to(place) for key in batch}
+    errors = {}
+    for way in ("alone", "states", "heads"):
+        model.zero_grad()
+        if way == "alone":
+            loss = models.plain_loss(model, batch)
+        else:
+            models.patch(model, hf_burst.BurstConfig(recurrence=way, chunking="zigzag"))
+            loss = model(**batch).loss
+        loss.backward()
+        found = [parameter.grad for parameter in model.parameters()] if way == "alone" else group_mean(model)
+        mine = flat([gradient.double().cpu() for gradient in found])
+        errors[way] = abs(float(loss.detach()) - exact), float((mine - gradients).norm() / gradients.norm())
+        if way != "alone":
+            hf_burst.unpatch_model(model)
+    return errors
+
+
+PASSING: dict[str, tuple[tuple[tuple[int, ...], ...], Chunking]] = {
+    "zigzag": (((0, 2039),), "zigzag"),
+    "contiguous": (((0, 2039),), "contiguous"),
+    "packed": (((0, 300, 301, 1000, 1501, 2039),), "balanced"),
+    "rows": (((0, 1021), (0, 500, 1021)), "zigzag"),
+}
+
+
+def rule_inputs(documents: tuple[tuple[int, ...], ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Queries, keys, values, decays and beta of a batch, and the gradient of its output; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(len(documents), documents[0][-1], *shape, generator=generator)
+
+    inputs = [normal(4, 64), normal(4, 64), normal(4, 64), -normal(4).exp() / 100, normal(4).sigmoid()]
+    return [tensor if at == 3 else tensor.bfloat16() for at, tensor in enumerate(inputs)], normal(4, 64).bfloat16()
+
+
+def two_passes(rank: int, size: int, name: str, scans: bool) -> list[torch.Tensor]:
+    """The output of this rank's tokens, and the gradients of what went in."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def rule(rows: Any, states: Any, bounds: Any, ends: bool) -> Any:
+        q, k, v, g, beta = rows
+        return chunk_gated_delta_rule(
+            q, k, v, g=g, beta=beta, initial_state=states, output_final_state=ends, cu_seqlens=bounds
+        )
+
+    documents, chunking = PASSING[name]
+    layout, place = SequenceLayout.for_batch(documents, size, chunking), gpu_of(rank)
+    inputs, dout = rule_inputs(documents)
+    q, k, *rest = own = [layout.shard(tensor, rank).to(place).requires_grad_() for tensor in inputs]
+    kernels = fla_kernels(place, 64)
+    assert kernels is not None
+    out = delta_rule_in_two_passes(
+        Rule(rule, packed=True),
+        kernels,
+        (unit_norm(q), unit_norm(k), *rest),
+        layout.segments,
+        ContextGroup.from_mesh(None),
+        Received(scans=scans),
+    )
+    gradients = torch.autograd.grad(out, own, layout.shard(dout, rank).to(place))
+    return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
+
+
+def one_process(name: str, place: str, dtype: torch.dtype | None, function: Any) -> list[torch.Tensor]:
+    """The same, of whole documents. With a dtype all inputs have it."""
+    documents, _ = PASSING[name]
+    inputs, dout = rule_inputs(documents)
+    leaves = [tensor.to(place, dtype).requires_grad_() for tensor in inputs]
+    rows = []
+    for row, bounds in enumerate(documents):
+        parts = [[leaf[row : row + 1, start:stop] for leaf in leaves] for start, stop in pairwise(bounds)]
+        outs = [function(*part[:3], g=part[3], beta=part[4], use_qk_l2norm_in_kernel=True)[0] for part in parts]
+        rows.append(torch.cat(outs, dim=1))
+    out = torch.cat(rows)
+    gradients = torch.autograd.grad(out, leaves, dout.to(place, dtype))
+    return [tensor.detach().float().cpu() for tensor in (out, *gradients)]
+
+
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("name", PASSING)
+def test_two_passes_are_as_close_as_one_gpu(gpus: Ranks, name: str) -> None:  # noqa: F811
+    """Twice the error of flash-linear-attention itself at most, against its plain form in fp32."""
+    pytest.importorskip("fla")
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule
+
+    def plain(q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> Any:
+        q, k = (nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
+        return naive_chunk_gated_delta_rule(q, k, v, g, beta)
+
+    exact = one_process(name, "cpu", torch.float32, plain)
+    alone = one_process(name, "cuda", None, chunk_gated_delta_rule)
+    layout = SequenceLayout.for_batch(PASSING[name][0], 2, PASSING[name][1])
+    for scans in (False, True):
+        shards = gpus(2).run(two_passes, name, scans, timeout=1800)
+        for tensors in zip(exact, alone, *shards, strict=True):
+            wanted, single = tensors[:2]
+            found = layout.unshard(list(tensors[2:]))
+            assert (found - wanted).norm() <= 2 * (single - wanted).norm()
+
+
+@pytest.mark.timeout(2000)  # kernels of flash-linear-attention are tuned for minutes, for every shape
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("name", SIZES)
+def test_recurrent_models_are_as_close_as_one_gpu(gpus: Ranks, tmp_path: Path, name: str, kind: str) -> None:  # noqa: F811
+    exact = without_kernels(name, kind, tmp_path)
+    for errors in gpus(2).run(recurrent_errors, "cuda", name, kind, *exact, timeout=1800):
+        alone = errors.pop("alone")
+        for way, (loss, gradients) in errors.items():
+            assert loss <= 2 * alone[0] + 2e-3, (way, loss, alone)
+            assert gradients <= 2 * alone[1] < 0.5, (way, gradients, alone)

@@ -1,0 +1,292 @@
+"""README.md and docs/: what they claim to run runs, what they name exists, and their sentences can be read."""
+
+import doctest
+import io
+import json
+import logging
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_burst.cli
+from tests.support import models, trainers
+from tests.support.ranks import RankPool, reset_accelerate
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md"]
+RESULTS = [path for path in sorted((ROOT / "recipes/results").glob("*.json")) if not path.stem.startswith("coverage")]
+NOT_RUN = "<!-- not run: "
+MOST_WORDS = 25  # of a sentence
+WORDS = 1000  # of README.md, outside of code and tables
+BLOCK = re.compile(r"(?:^(<!-- [^\n]* -->)\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and the comment on the line before it."""
+
+    page: str
+    line: int
+    comment: str
+    language: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start(3)) + 1
+        yield Block(page.name, line, match[1] or "", match[2], match[3])
+
+
+BLOCKS = [block for page in TEXTS for block in blocks_of(page)]
+RUN = [block for block in BLOCKS if not block.comment.startswith(NOT_RUN)]
+SCRIPTS = [block for block in RUN if block.language == "python" and ">>> " not in block.source]
+# the set-up commands are run by .ci/run and tests/recipes/test_recipes.py
+COMMANDS = sorted(
+    {
+        line
+        for block in RUN
+        if block.language == "bash" and "pip install" not in block.source
+        for line in block.source.replace("\\\n", " ").strip().splitlines()
+    }
+)
+
+
+def prose(page: Path) -> list[str]:
+    """The paragraphs and items of a page, without code, tables, headings, comments and addresses."""
+    text = BLOCK.sub("\n\n", page.read_text())
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^(\||#).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(?:[-*]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
+    return [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*TEXTS, ROOT / "CHANGELOG.md", ROOT / "recipes/benchmarks/README.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_sentences_are_short(page: Path) -> None:
+    for paragraph in prose(page):
+        for sentence in re.split(r"(?<=[.!?])\**\s+", re.sub(r"`[^`]*`", "code", paragraph)):
+            assert len(sentence.split()) <= MOST_WORDS, sentence
+
+
+def test_the_readme_is_short() -> None:
+    assert len(" ".join(prose(ROOT / "README.md")).split()) <= WORDS
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda path: path.stem)
+def test_results_of_recipes_say_what_made_them(result: Path) -> None:
+    made_by = json.loads(result.read_text())
+    assert re.fullmatch("[0-9a-f]{40}", made_by["git_commit"]), "a commit without changes"
+    assert all(made_by[key] for key in ("command", "device", "versions"))
+
+
+def test_every_block_says_what_it_is() -> None:
+    for block in BLOCKS:
+        assert block.language in ("bash", "python", "text"), block
+
+
+@pytest.mark.parametrize("page", [*TEXTS, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_what_pages_link_to_exists(page: Path) -> None:
+    headings = {path: re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE) for path in PAGES}
+    for name, anchor in re.findall(r"\]\((?!https?:)([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), name
+        known = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings.get(target, [])]
+        assert not anchor or anchor in known, (name, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    for name in re.findall(r"(?:recipes|notebooks|tests)/[\w./-]+\.(?:py|yaml|ipynb|png|json|md)", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_house_is_as_it_is_drawn() -> None:
+    """The rooms of docs/architecture.md exist, and none is missing in its list."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    for name in re.findall(r"`((?:\w+/)+[\w.]*)`", page):
+        assert (ROOT / "hf_burst" / name).exists() or (ROOT / name).exists(), name
+    (house,) = (block.source for block in blocks_of(ROOT / "docs/architecture.md") if block.language == "text")
+    listed = set(re.findall(r"^  (\w+(?:\.py|/)) ", house, re.MULTILINE))
+    rooms = {path.name + "/" * path.is_dir() for path in (ROOT / "hf_burst").iterdir()}
+    assert listed == {room for room in rooms if not room.startswith("__") and room != "py.typed"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "\n".join(block.source for block in blocks_of(page) if ">>> " in block.source)
+    level = logging.getLogger("hf_burst").level
+    try:
+        test = doctest.DocTestParser().get_doctest(source, {}, page.name, str(page), 0)
+        shown: list[str] = []
+        failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=shown.append)
+    finally:
+        logging.getLogger("hf_burst").setLevel(level)
+    assert not failed, "".join(shown)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny models, text and pairs of answers."""
+    folder = tmp_path_factory.mktemp("docs")
+    tokenizer = trainers.tokenizer()
+    tokenizer.mask_token = f"w{models.VOCABULARY - 1}"
+    for name in ("llama", "modernbert"):
+        models.make_model(name).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    generator = torch.Generator().manual_seed(3)
+    for name in ("first.txt", "second.txt", "third.txt", "fourth.txt"):
+        tokens = torch.randint(2, models.VOCABULARY - 1, (150,), generator=generator).tolist()
+        (folder / name).write_text(" ".join(f"w{token}" for token in tokens))
+    import datasets
+
+    datasets.Dataset.from_list(trainers.preferences()).to_json(folder / "pairs.jsonl")
+    return folder
+
+
+def arguments_of(script: str) -> list[str]:
+    """A model and files for a script, in the folder of the fixture."""
+    if "DPO" in script:
+        return ["llama", "pairs.jsonl"]
+    return ["modernbert" if "MaskedLM" in script else "llama", "first.txt", "second.txt", "third.txt", "fourth.txt"]
+
+
+def run_script(rank: int, size: int, folder: str, name: str, arguments: list[str]) -> dict[str, Any]:
+    """Runs a script as a rank that is launched, and returns its variables."""
+    import datasets
+
+    reset_accelerate()
+    there = os.getcwd()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.object(sys, "argv", [name, *arguments]),
+            mock.patch.object(datasets.config, "HF_DATASETS_CACHE", f"{folder}/cache"),
+        ):
+            return runpy.run_path(name, run_name="__main__")
+    finally:
+        os.chdir(there)
+
+
+def launch(rank: int, size: int, folder: str, name: str, arguments: list[str]) -> None:
+    run_script(rank, size, folder, name, arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of the pool exchange CPU tensors")
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if block.page != "README.md"], ids=str)
+def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], folder: Path) -> None:
+    pytest.importorskip("trl")
+    (folder / "script.py").write_text(block.source)
+    ranks(1 if "save_pretrained" in block.source else 2).run(
+        launch, str(folder), "script.py", arguments_of(block.source)
+    )
+
+
+def run_loop(rank: int, size: int, folder: str, arguments: list[str]) -> tuple[list[float], bool]:
+    """The losses that a script logs, and whether its model ends in training. One process has a model that is not
+    patched."""
+    plain = mock.patch.object(hf_burst, "patch_model", lambda model: model)
+    with redirect_stdout(io.StringIO()) as printed, plain if size == 1 else nullcontext():
+        model = run_script(rank, size, folder, "script.py", arguments)["model"]
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed.getvalue())], model.training
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of the pool exchange CPU tensors")
+@pytest.mark.parametrize("block", [block for block in SCRIPTS if ".backward(" in block.source], ids=str)
+def test_loops_of_the_pages(block: Block, ranks: Callable[[int], RankPool], folder: Path) -> None:
+    """They train, with dropout and checkpoints if there are any, and log the losses of one process."""
+    (folder / "script.py").write_text(block.source)
+    found = []
+    for size in (1, 2):
+        shutil.rmtree(folder / "outputs", ignore_errors=True)
+        found.append(ranks(size).run(run_loop, str(folder), arguments_of(block.source))[0])
+    (wanted, _), (losses, training) = found
+    assert len(wanted) > 1
+    assert losses == pytest.approx(wanted, abs=2e-4)
+    assert training
+
+
+def check_books(folder: Path, printed: str) -> None:
+    """What the script of the README says and leaves; the next run begins without it."""
+    assert "'num_tokens': '604'" in printed, "every token of the four documents, and their ends"
+    assert (folder / "outputs/books/adapter_model.safetensors").exists()
+    shutil.rmtree(folder / "outputs")
+
+
+def test_the_script_of_the_readme(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is printed, in one process and by its launch line for CPUs."""
+    pytest.importorskip("trl")
+    (script,) = [block for block in SCRIPTS if block.page == "README.md"]
+    (folder / "train.py").write_text(script.source)
+    run_script(0, 1, str(folder), "train.py", arguments_of(script.source))
+    check_books(folder, capsys.readouterr().out)
+    launch = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "recipes/configs/accelerate_2_processes.yaml"]
+    launch += ["--num_processes", "4", "--main_process_port", "0"]
+    environment: dict[str, Any] = {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *launch, "train.py", *arguments_of(script.source)],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    check_books(folder, done.stdout)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *words = shlex.split(command, comments=True)
+    assert program == "hf-burst", "run it here, or say above it why it is not run"
+    monkeypatch.chdir(tmp_path)
+    assert hf_burst.cli.main(words) == 0
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "docs/mkdocs/mkdocs.yml"]
+    done = subprocess.run(
+        [*command, "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(tmp_path / "site").parts[0] for path in (tmp_path / "site").rglob("index.html")}
+    assert {"index.html", *(page.stem for page in PAGES[1:])} <= pages
+
+
+def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--out", str(tmp_path)])
+    runpy.run_path(str(ROOT / "docs/mkdocs/pictures.py"), run_name="__main__")
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {path.name for path in (ROOT / "docs/pictures").glob("*.png")}

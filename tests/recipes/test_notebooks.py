@@ -1,0 +1,153 @@
+"""The notebooks run from top to bottom, define nothing, and are committed with their pictures."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+from tests.support.notebooks import IN_A_CLONE, execute  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def notebook(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_there_are_notebooks() -> None:
+    assert len(NOTEBOOKS) == 6
+
+
+def test_runs_from_its_folder(notebook: Path, tmp_path: Path, offline: None) -> None:
+    """Shorter, in a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
+    check_executed(notebook, tmp_path, execute(notebook, tmp_path, shorter=True), steps=60)
+
+
+@pytest.mark.full
+def test_runs_as_a_whole(notebook: Path, tmp_path: Path, offline: None) -> None:
+    content = execute(notebook, tmp_path, shorter=False)
+    check_executed(notebook, tmp_path, content, steps=300)
+    CLAIMS.get(notebook.stem, str)(printed(content))
+
+
+def check_executed(notebook: Path, folder: Path, content: "nbformat.NotebookNode", steps: int) -> None:
+    """Every cell ran without an error, and what was taught to recall has learned it."""
+    outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
+    assert outputs
+    assert all(output.output_type != "error" for output in outputs)
+    recalls = list(folder.glob("outputs/*/results.json"))
+    assert recalls or "recall_across_shards" not in notebook.read_text()
+    for path in recalls:
+        results = json.loads(path.read_text())
+        assert results["config"]["steps"] == steps
+        check_recall(results)
+
+
+def printed(content: "nbformat.NotebookNode") -> str:
+    cells = (cell for cell in content.cells if cell.cell_type == "code")
+    return "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+
+
+def answers_right(text: str) -> None:
+    """The model answers after training, and did not before."""
+    before, after = (float(re.search(rf"{name}: +([\d.]+)%", text)[1]) for name in ("base", "trained"))
+    assert before < 25
+    assert after >= 99
+
+
+def context_is_longer(text: str) -> None:
+    """Perplexities up to the trained length, and at the end of the longer one."""
+    near, far = {}, {}
+    for name, *values in re.findall(r" (\w.*): perplexity +([\d.]+) up to 128, +([\d.]+) at 1,024", text):
+        near[name], far[name] = map(float, values)
+    assert far["as it was trained"] > 1.6 * near["as it was trained"]
+    assert far["YaRN, not trained"] < 1.3 * near["as it was trained"]
+    assert far["YaRN, trained"] < 1.1 * near["as it was trained"]
+
+
+def states_stay_small(text: str) -> None:
+    """The loss is that of one process; keys and values grow with the document, and states and halos do not."""
+    over_two, alone = map(float, re.search(r"([\d.]+) over two processes, ([\d.]+) in one", text).groups())
+    assert over_two == pytest.approx(alone, rel=1e-5)
+    sent = re.findall(r"states +([\d.]+), halos +([\d.]+), keys and values +([\d.]+)", text)
+    states, halos, others = (list(map(float, column)) for column in zip(*sent, strict=True))
+    assert len(set(states)) == len(set(halos)) == 1
+    assert [size / others[0] for size in others] == [1, 2, 4, 8]
+
+
+CLAIMS: dict[str, Callable[[str], object]] = {
+    "03_your_documents": answers_right,
+    "04_longer_context": context_is_longer,
+    "05_chats_and_agents": answers_right,
+    "06_hybrids": states_stay_small,
+}
+
+
+def check_recall(results: dict) -> None:
+    runs = results["runs"]
+    assert results["ranks"] == 2
+    assert results["question"]["rank"] not in results["facts"]["ranks"]
+    assert runs["across_shards"]["final_accuracy"] >= 0.99
+    assert abs(runs["within_shard"]["final_accuracy"] - results["chance"]) < 0.05
+
+
+@pytest.mark.parametrize("name", ["recall", "recall_recurrent"])
+def test_committed_recall_results(name: str) -> None:
+    check_recall(json.loads((ROOT / f"recipes/results/{name}.json").read_text()))
+
+
+def test_committed_outputs(notebook: Path) -> None:
+    """The committed outputs: every cell ran, in order; pictures, and neither warnings nor paths of one machine."""
+    content = nbformat.read(notebook, as_version=4)
+    cells = [cell for cell in content.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert all(output.get("name") != "stderr" and output.output_type != "error" for output in outputs)
+    texts = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+    assert not re.search(r"(?<![\w./])/(root|home|Users|tmp|work|usr|opt)/", "\n".join(texts))
+    CLAIMS.get(notebook.stem, str)(printed(content))
+
+
+def test_defines_nothing(notebook: Path) -> None:
+    cells = nbformat.read(notebook, as_version=4).cells
+    source = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    assert not re.search(r"^\s*(def|class)\s|\blambda\b", source, re.MULTILINE)
+
+
+def first_cell(notebook: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What the first cell with code says where the notebook is opened in a folder."""
+    source = next(cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *options, "-c", source]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_says_what_it_needs(notebook: Path, tmp_path: Path) -> None:
+    """Without the packages, and outside of a clone."""
+    bare = first_cell(notebook, tmp_path, "-I", "-S")
+    assert bare.returncode == 1
+    assert "Not installed: hf_burst," in bare.stderr
+    assert 'pip install ".[recipes]" ipykernel' in bare.stderr
+    installed = first_cell(notebook, tmp_path)
+    if notebook.stem in IN_A_CLONE:
+        assert installed.returncode == 1
+        assert "Open it in a clone of hf_burst" in installed.stderr
+    else:
+        assert installed.returncode == 0, installed.stderr
+    assert first_cell(notebook, ROOT / "notebooks").returncode == 0

@@ -1,0 +1,518 @@
+"""Documents and chats as tokens: where a document ends, which tokens are the assistant's, what is packed."""
+
+import json
+import random
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedTokenizerFast
+
+datasets = pytest.importorskip("datasets")
+pytest.importorskip("trl")
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import chats  # noqa: E402
+import data  # noqa: E402
+import models  # noqa: E402
+import numpy  # noqa: E402
+import report  # noqa: E402
+from settings import DataSettings  # noqa: E402
+
+from tests.support import conversations  # noqa: E402
+from tests.support.ranks import reset_accelerate  # noqa: E402
+
+TEXTS = ["A document. " * 40, "Another one,\n\nwhich is longer. " * 60, "x"]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Settings of TRL's `SFTTrainer`."""
+    from trl import SFTConfig
+
+    reset_accelerate()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    yield SFTConfig(
+        output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, assistant_only_loss=True, max_length=4096
+    )
+    reset_accelerate()
+
+
+def tokens_of(path: Path, arguments: Any, **settings: Any) -> list[dict[str, list[int]]]:
+    Path(arguments.output_dir).mkdir(exist_ok=True)
+    return list(data.load_tokens(DataSettings(dataset=[str(path)], **settings), models.byte_tokenizer(), arguments)[0])
+
+
+def test_every_source_gives_the_same_documents(tmp_path: Path) -> None:
+    files = [tmp_path / "text" / name for name in ("a.txt", "b.md", "deeper/c.txt")]
+    for file, text in zip(files, TEXTS, strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (tmp_path / "text" / ".hidden.txt").write_text("not this")
+    (tmp_path / "text" / "picture.png").touch()
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    table.to_json(tmp_path / "documents.jsonl")
+    table.to_parquet(tmp_path / "documents.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    sources = [[tmp_path / "text"], files, [tmp_path / "documents.jsonl"], [tmp_path / "documents.parquet"]]
+    for source in [*sources, [tmp_path / "saved"]]:
+        assert list(data.load_rows([str(item) for item in source], "train")["text"]) == TEXTS, source
+    part = data.load_rows([str(tmp_path / "documents.jsonl")], "train[:2]")
+    assert list(part["text"]) == TEXTS[:2]
+    for names in ([str(tmp_path / "saved")], ["python_topics"]):
+        with pytest.raises(SystemExit, match="dataset_split is 'validation'"):
+            data.load_rows(names, "validation")
+    with pytest.raises(SystemExit, match="mixes kinds of files"):
+        data.load_rows([str(tmp_path / "documents.jsonl"), str(tmp_path / "documents.parquet")], "train")
+
+
+def test_a_text_ends_by_one_end_token(tmp_path: Path, arguments: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in (*TEXTS, "", "done<|im_end|>")])
+    rows = tokens_of(path, arguments)
+    end = models.byte_tokenizer().eos_token_id
+    assert len(rows) == 4  # the empty one is left out
+    assert "1 of 5 rows hold nothing to train on and are left out" in capsys.readouterr().out
+    for row in rows:
+        assert row["labels"] == row["input_ids"]
+        assert [token == end for token in row["input_ids"][-2:]] == [False, True]
+
+
+def test_tokens_of_older_code_are_not_taken(tmp_path: Path, arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets keeps what it made of a file; functions of the recipes are known to it by their names."""
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    older = tokens_of(path, arguments)
+    assert older == tokens_of(path, arguments)
+    changed = lambda ids, tokenizer: [*ids, 0]  # noqa: E731
+    monkeypatch.setattr(data, "ended", changed)
+    (tmp_path / "data.py").write_text(Path(data.__file__).read_text() + "# changed\n")
+    monkeypatch.setattr(data, "SOURCES", [tmp_path / "data.py"], raising=False)
+    assert [row["labels"][-1] for row in tokens_of(path, arguments)] == [0] * 3
+
+
+def test_a_pair_without_an_answer_is_named(tmp_path: Path) -> None:
+    from trl import DPOConfig
+
+    rows = [{"prompt": "a", "chosen": "b", "rejected": answer} for answer in ("c", None)]
+    path = conversations.write(tmp_path / "pairs.jsonl", rows)
+    training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(SystemExit, match=r"pairs\.jsonl:2: rejected is null; it must be text or messages"):
+        data.load_pairs(DataSettings(dataset=[str(path)]), training)
+
+
+def test_the_loss_is_on_completions(tmp_path: Path, arguments: Any) -> None:
+    rows = [{"prompt": "What is 2 + 2? ", "completion": "4."}]
+    path = conversations.write(tmp_path / "rows.jsonl", rows)
+    row = tokens_of(path, arguments)[0]
+    tokenizer = models.byte_tokenizer()
+    assert tokenizer.decode(row["input_ids"]) == "What is 2 + 2? 4.<|im_end|>"
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
+    arguments.completion_only_loss = False
+    assert (row := tokens_of(path, arguments)[0])["labels"] == row["input_ids"]
+    arguments.completion_only_loss = None
+    arguments.assistant_only_loss = True  # which is off once the labels are made
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]  # a part of the prompt
+    messages = {"prompt": [*said, {"role": "user", "content": rows[0]["prompt"]}]}
+    messages["completion"] = [{"role": "assistant", "content": rows[0]["completion"]}]
+    row = tokens_of(conversations.write(tmp_path / "chat.jsonl", [messages]), arguments)[0]
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "4.<|im_end|>"
+
+
+def without_marks() -> Any:
+    """The tokenizer, its chat template without marks of what the assistant writes."""
+    tokenizer = models.byte_tokenizer()
+    for mark in ("{%- generation %}", "{%- endgeneration %}"):
+        assert mark in tokenizer.chat_template
+        tokenizer.chat_template = tokenizer.chat_template.replace(mark, "")
+    return tokenizer
+
+
+def answers(row: dict[str, list[int]]) -> list[str]:
+    """The runs of labelled tokens, as text."""
+    runs: list[list[int]] = [[]]
+    for label in row["labels"]:
+        if label == -100:
+            runs.append([])
+        else:
+            runs[-1].append(label)
+    return [models.byte_tokenizer().decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("make", [conversations.chat, conversations.trajectory])
+def test_marks_and_difference_find_the_same_answers(make: Any) -> None:
+    row = make(conversations.facts(20), random.Random(0), turns=5)
+    row["messages"][1]["content"] = "é — 🙂 " + str(row["messages"][1]["content"] or "")
+    marked = chats.ChatTokenizer(models.byte_tokenizer())(row["messages"], row.get("tools"))
+    told = chats.ChatTokenizer(without_marks())(row["messages"], row.get("tools"))
+    assert told == marked
+    expected = []
+    for message in chats.clean(row["messages"]):
+        if message["role"] == "assistant":
+            calls = [json.dumps(call["function"]) for call in message.get("tool_calls", [])]
+            written = "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+            expected.append(f"{message['content']}{written}<|im_end|>")
+    assert answers(marked) == expected
+    everything = chats.ChatTokenizer(without_marks(), assistant_only=False)(row["messages"], row.get("tools"))
+    assert everything["labels"] == everything["input_ids"] == marked["input_ids"]
+
+
+def test_marks_that_end_in_white_space_that_is_no_token() -> None:
+    """Transformers' own mask then holds the rest of the chat."""
+    words = {"<unk>": 0, "user": 1, "assistant": 2, "Hello": 3, "Bye": 4, "<end>": 5}
+    inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="<unk>")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ' ' }}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + ' <end> ' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + ' <end> ' }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": role, "content": "Bye"} for role in ("user", "assistant", "user", "assistant")]
+    assert chats.ChatTokenizer(tokenizer)(chat)["labels"] == [-100, -100, -100, -100, 4, 5] * 2
+
+
+def test_templates_of_known_models_are_marked_by_trl() -> None:
+    import trl
+
+    tokenizer = models.byte_tokenizer()
+    folder = Path(trl.__file__).parent / "chat_templates"
+    for name in ("qwen3", "qwen2_5", "llama3", "gemma3"):
+        tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+        chat = chats.ChatTokenizer(tokenizer)
+        assert chat.marked, name
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
+        told = [answer.strip() for answer in answers(chat(messages))]
+        assert [answer.startswith(("Hello", "<think>")) for answer in told] == [True, True], name
+
+
+def test_marks_that_leave_out_the_end_of_a_turn_are_warned_of() -> None:
+    tokenizer = models.byte_tokenizer()
+    assert chats.ChatTokenizer(tokenizer).warning is None
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    assert "may not learn to stop" in str(chats.ChatTokenizer(tokenizer).warning)
+    assert chats.ChatTokenizer(tokenizer, assistant_only=False).warning is None
+
+
+FORGETS = """{% for m in messages %}{% if m.role == 'assistant' %}
+A: {{ m.content if loop.last else '...' }}{% else %}
+U: {{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}
+A: {% endif %}"""
+MERGES = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_without_a_token_that_ends_a_turn_its_white_space_does() -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * 2
+    assert answers(chats.ChatTokenizer(tokenizer)(messages)) == ["Hello\n"] * 2
+
+
+def test_answers_that_cannot_be_told_apart_are_an_error() -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = FORGETS
+    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello"]
+    with pytest.raises(ValueError, match="not certain which tokens are the assistant's"):
+        chats.ChatTokenizer(tokenizer)(turn * 2)
+    with pytest.raises(ValueError, match="no token is the assistant's"):
+        chats.ChatTokenizer(tokenizer)(turn[:1])
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="set chat_template_path"):
+        chats.ChatTokenizer(tokenizer)
+
+
+def test_a_token_that_is_partly_the_assistants_is_an_error() -> None:
+    words = Tokenizer(WordLevel({"Hi": 0, "Hello": 1, "HiHello": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", chat_template=MERGES)
+    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    with pytest.raises(ValueError, match="token of 'HiHello' is partly the assistant's"):
+        chats.ChatTokenizer(tokenizer)(turn)
+    turn[0]["content"] = "Hi "
+    assert chats.ChatTokenizer(tokenizer)(turn)["labels"] == [-100, 1]
+
+
+def test_messages_of_every_kind_become_the_same() -> None:
+    function = {"name": "look_up", "arguments": {"key": "K"}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    chat = [{"role": "user", "content": "K?"}, call]
+    as_text = {"function": {**function, "arguments": json.dumps(function["arguments"])}}
+    api = [chat[0] | {"tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": [as_text]}]
+    assert chats.clean(api) == chat
+    shared = [{"from": "human", "value": "K?"}, {"from": "gpt", "value": "5"}]
+    assert chats.clean(shared) == [{"role": "user", "content": "K?"}, {"role": "assistant", "content": "5"}]
+
+
+USER = {"role": "user", "content": "Hi"}
+PARTS = [{"type": "text", "text": "Hi"}]
+TURN = [USER, {"role": "assistant", "content": "5"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"text": 5}], "holds Value('int64'); it must hold text"),
+        ([{"text": ["a"]}], "it must hold text"),
+        ([{"words": "a"}], "it needs messages, or prompt and completion, or 'text'"),
+        ([{"messages": [{"role": "user", "content": "Hi"}]}], "rows.jsonl:1: no token is the assistant's"),
+        ([{"text": ""}], "holds nothing to train on"),
+        ([{"messages": TURN}, {"messages": None}], "rows.jsonl:2: messages is None; it must be a list of messages"),
+        ([{"messages": TURN}, {"messages": []}], "rows.jsonl:2: the messages are []; give mappings with role"),
+        ([{"messages": TURN}, {"messages": [USER, {"rol": "user"}]}], "rows.jsonl:2: message 2 has the role None; it"),
+        (
+            [{"messages": [{**USER, "role": "usr"}]}],
+            "has the role 'usr' (did you mean user?); it must be one of system",
+        ),
+        ([{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "rows.jsonl:2: completion is null; it must be text"),
+        ([{"messages": [{**USER, "content": PARTS}]}], "rows.jsonl:1: the chat template cannot write it"),
+        (
+            [{"messages": TURN}, {"messages": [{**USER, "content": PARTS}]}],
+            "message 2 has the content 5; it must be text",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_used(tmp_path: Path, arguments: Any, rows: list[Any], told: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        tokens_of(conversations.write(tmp_path / "rows.jsonl", rows), arguments)
+    assert told in str(end.value)
+
+
+def test_a_row_that_is_refused_is_named_as_it_stands_in_its_file(tmp_path: Path, arguments: Any) -> None:
+    """Of several files, of which a part is read, in the order of a draw."""
+    for name in "ab":
+        conversations.chats(tmp_path / f"{name}.jsonl", conversations.facts(9), count=9, turns=2)
+    bad = {"messages": [{**USER, "content": None}, {"role": "asistant", "content": "5"}]}
+    path = tmp_path / "b.jsonl"
+    path.write_text(path.read_text() + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(
+        SystemExit, match=r"b\.jsonl:11: message 2 has the role 'asistant' \(did you mean assistant\?\)"
+    ):
+        tokens_of(tmp_path, arguments, eval_share=0.4, dataset_split="train[1:]")
+
+
+def test_a_row_of_another_kind_of_file_is_named_by_its_words(tmp_path: Path, arguments: Any) -> None:
+    rows = [{"prompt": f"Question {number}", "completion": "5" if number != 4 else None} for number in range(9)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(SystemExit, match=r"row \d \({'prompt': 'Question 4'}\): completion is null"):
+        tokens_of(tmp_path / "rows.parquet", arguments, eval_share=0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("broken.jsonl", b'{"text": "a"}\n\n{"text" "b"}\n', "broken.jsonl:3: Expecting ':' delimiter (column 9)"),
+        ("broken.jsonl", b'{"text": "a"}\n[1]\n', "broken.jsonl:2: it must be a mapping"),
+        ("latin.txt", b"\xff\xfe" * 9, "'utf-8' codec can't decode"),
+        ("empty.jsonl", b"", "cannot be used: it holds no rows"),
+        ("empty/", None, "is a folder that holds nothing"),
+    ],
+)
+def test_documents_that_cannot_be_read(
+    tmp_path: Path, arguments: Any, name: str, content: bytes | None, told: str
+) -> None:
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        tokens_of(path, arguments)
+    assert name.rstrip("/") in str(end.value)
+    assert told in str(end.value)
+
+
+def test_rows_that_are_too_long(tmp_path: Path, arguments: Any) -> None:
+    path = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(9), count=3, turns=6)
+    whole = tokens_of(path, arguments)
+    longest = max(len(row["input_ids"]) for row in whole)
+    for arguments.max_length in (longest - 1, 50):
+        arguments.assistant_only_loss = True
+        with pytest.raises(SystemExit, match="3 of 3 rows have more than max_length"):
+            tokens_of(path, arguments)
+    arguments.max_length, arguments.assistant_only_loss = 50, True
+    cut = tokens_of(path, arguments, too_long="split")
+    assert max(len(row["input_ids"]) for row in cut) == 50
+    labels = [[token for row in rows for token in row["labels"] if token != -100] for rows in (whole, cut)]
+    assert labels[0] == labels[1]  # no answer is cut off; pieces without any may be left out
+
+
+@pytest.mark.parametrize("too_long", ["refuse", "split"])
+def test_packing_loses_nothing_and_keeps_documents_apart(tmp_path: Path, arguments: Any, too_long: str) -> None:
+    """More documents than one batch of TRL's packing: every token is there once, and no document predicts the next."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTTrainer
+
+    chance = random.Random(0)
+    longest = 150 if too_long == "split" else 60
+    texts = ["".join(chance.choices("abcdefgh", k=chance.randint(1, longest))) for _ in range(1700)]
+    arguments.max_length, arguments.packing, arguments.report_to = 64, True, []
+    path = conversations.write(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    Path(arguments.output_dir).mkdir()
+    tokenizer = models.byte_tokenizer()
+    rows, _ = data.load_tokens(DataSettings(dataset=[str(path)], too_long=too_long), tokenizer, arguments)
+    single = sum((len(text) + 1) % 64 == 1 for text in texts)  # last tokens by themselves: nothing predicts them
+    assert sum(map(len, rows["input_ids"])) == sum(len(text) + 1 for text in texts) - single
+    assert (single > 0) == (too_long == "split")
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=260, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+    packed = trainer.train_dataset
+    assert Counter(chain.from_iterable(packed["input_ids"])) == Counter(chain.from_iterable(rows["input_ids"]))
+    assert numpy.mean([len(row) for row in packed["input_ids"]]) > 60
+    row = next(row for row in packed if len(row["seq_lengths"]) > 2)
+    batch = trainer.data_collator([row])
+    starts = batch["position_ids"][0] == 0
+    assert starts.sum() == len(row["seq_lengths"])
+    assert batch["cu_seq_lens_q"].tolist() == [*starts.nonzero().flatten().tolist(), batch["input_ids"].shape[1]]
+    assert (batch["labels"][0][starts] == -100).all()
+    assert (batch["labels"][0][~starts] != -100).all()
+
+
+def test_retention_counts_documents_and_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = numpy.array([10, 20, 30, 40])
+    assert report.retention(sizes, 30) == (0.75, 0.6)
+    assert report.retention(sizes, 9) == (0.0, 0.0)
+    report.report_lengths(numpy.array([1000, 40_000, 100_000, 700_000]), 65536, str(tmp_path))
+    said = capsys.readouterr().out
+    assert "documents: 4, tokens: 841,000; median 70,000, longest 700,000" in said
+    for label, documents in (("32K", "25.0%"), ("64K", "50.0%"), ("128K", "75.0%"), ("1M", "100.0%")):
+        assert f"{label}: {documents} of documents" in said.replace("  ", " ")
+    assert (tmp_path / "lengths.png").exists()
+    assert [report.short(tokens) for tokens in (512, 2**15, 2**17, 2**20)] == ["512", "32K", "128K", "1M"]
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("scaled", [LLAMA3, {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16}, {}])
+def test_what_the_warning_of_a_short_rope_says_makes_it_go_away(scaled: dict[str, Any]) -> None:
+    original = {"original_max_position_embeddings": 8192} if scaled else {}
+    rope = {"rope_theta": 5e5, **scaled, **original}
+    config = LlamaConfig(max_position_embeddings=32768, rope_parameters=rope)
+    factor = float(str(models.too_short_a_rope(config, 131072)).rsplit("factor: ")[1].rstrip("}."))
+    assert factor == (16 if scaled else 4)
+    assert factor == 131072 / models.pretrained_length(config)
+    models.scale_rope(config, {"rope_type": "yarn", "factor": factor})
+    assert config.max_position_embeddings == 131072
+    assert models.too_short_a_rope(config, 131072) is None
+    assert config.rope_parameters["rope_theta"] == 5e5
+    assert not {"low_freq_factor", "high_freq_factor"} & set(config.rope_parameters)
+    assert config.rope_parameters.get("beta_fast") == scaled.get("beta_fast")
+    with pytest.raises(SystemExit, match="Set factor to 16 or more" if scaled else "Set factor to 4 or more"):
+        models.scale_rope(config, {"rope_type": "yarn", "factor": 2.0})
+
+
+def test_rope_parameters_by_the_type_of_layer_are_scaled() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": 6, "head_dim": 16, "vocab_size": 50, "max_position_embeddings": 1024}
+    config = Gemma3TextConfig(**sizes)
+    models.scale_rope(config, {"rope_type": "yarn", "factor": 4.0})
+    assert set(config.rope_parameters) == {"full_attention", "sliding_attention"}
+    before, after = (Gemma3ForCausalLM(item).model.rotary_emb for item in (Gemma3TextConfig(**sizes), config))
+    assert before.sliding_attention_inv_freq.equal(after.sliding_attention_inv_freq)
+    assert not before.full_attention_inv_freq.equal(after.full_attention_inv_freq)
+    assert config.max_position_embeddings == 4096
+    with pytest.raises(SystemExit, match="by the type of layer"):
+        models.scale_rope(config, {"full_attention": {"rope_type": "yarn", "factor": 4.0}})
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+CALLS = {"role": "assistant", "content": "Let me see.", "tool_calls": [call("look", a=1), call("seek", b="2")]}
+DROPS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ WRITES }}"
+DROPS += "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+THINKS = {"role": "assistant", "content": "It is 5.", "reasoning_content": "2 + 3"}
+
+
+@pytest.mark.parametrize(
+    ("writes", "answer", "told"),
+    [
+        ("m.content", CALLS, "message 2: the chat template leaves out its tool call 'look'"),
+        ("m.content ~ m.tool_calls[0].function.name", CALLS, "message 2: .* its tool call 'seek'"),
+        ("m.tool_calls | tojson", CALLS, "message 2: .* its text 'Let me see.'"),
+        ("m.content", THINKS, "message 2: .* its reasoning '2 . 3'"),
+        ("m.content ~ (m.tool_calls | tojson)", CALLS, None),
+        ("'<think>' ~ m.reasoning_content ~ '</think>' ~ m.content", THINKS, None),
+        ("m.content.split('</think>')[-1] | trim", {"role": "assistant", "content": "<think>a</think>\n\n5 "}, None),
+    ],
+)
+def test_a_template_that_drops_what_the_assistant_wrote(writes: str, answer: Any, told: str | None) -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.chat_template = DROPS.replace("WRITES", writes)
+    chat = chats.ChatTokenizer(tokenizer)
+    if told is None:
+        assert len(answers(chat([USER, answer]))) == 1
+        return
+    with pytest.raises(ValueError, match=told):
+        chat([USER, answer])
+    later = {"role": "assistant", "content": "5", "tool_calls": [call("look"), call("seek")], "reasoning": "5"}
+    if writes == "m.content":  # the messages of a prompt get no loss
+        assert chat([USER, answer, USER, {"role": "assistant", "content": "5"}], prompt=3)
+    with pytest.raises(ValueError, match="the chat template leaves out its"):
+        chat([USER, answer, USER, later])
+
+
+def test_function_calls_of_sharegpt_and_roles() -> None:
+    shared = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
+    assert chats.clean(shared)[1] == {"role": "assistant", "content": "", "tool_calls": [call("f")]}
+    assert '"name": "f"' in answers(chats.ChatTokenizer(models.byte_tokenizer())(shared))[0]
+    with pytest.raises(ValueError, match="message 2 has the role 'bot'; it must be one of system"):
+        chats.clean([USER, {"role": "bot", "content": "Hi"}])
+
+
+def test_nulls_of_arrow_are_no_arguments(tmp_path: Path, arguments: Any) -> None:
+    """Arrow gives each tool call and each tool the fields of all others."""
+    from trl import DPOConfig
+
+    tools = [
+        [{**conversations.TOOL, "function": {"name": "f", "parameters": {name: {"type": "string"}}}}] for name in "xy"
+    ]
+    turns = [{**CALLS, "tool_calls": [call("look", a=1)]}, {**CALLS, "tool_calls": [call("seek", b="2")]}]
+    rows = [{"messages": [USER, turn], "tools": tool} for turn, tool in zip(turns, tools, strict=True)]
+    rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"]["nested"] = {"c": 1}
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    for row in tokens_of(tmp_path / "rows.parquet", arguments):
+        assert "null" not in models.byte_tokenizer().decode(row["input_ids"])
+    pairs = [{"prompt": [USER], "chosen": [turn], "rejected": [turns[0]], "tools": tools[0]} for turn in turns]
+    for keys in ({"prompt"}, set()):
+        given = [{key: pair[key] if keys else [USER, *pair[key]] for key in ("chosen", "rejected")} for pair in pairs]
+        given = [{**pair, **cut, "extra": 1} for pair, cut in zip(pairs, given, strict=True)]
+        given = [pair if keys else {key: pair[key] for key in pair if key != "prompt"} for pair in given]
+        path = tmp_path / f"pairs_{len(keys)}.parquet"
+        datasets.Dataset.from_list(given).to_parquet(path)
+        training = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        loaded = list(data.load_pairs(DataSettings(dataset=[str(path)]), training)[0])
+        assert [pair["chosen"] for pair in loaded] == [[turn] for turn in turns]
+        assert [pair["prompt"] for pair in loaded] == [[USER]] * 2
+        assert json.loads(loaded[0]["tools"]) == tools[0]
+
+
+def test_a_template_that_ignores_the_generation_prompt_is_refused() -> None:
+    tokenizer = models.byte_tokenizer()
+    turn = [USER, {"role": "assistant", "content": "Hello"}]
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(ValueError, match="ignores add_generation_prompt, so it is not certain where message 2 begins"):
+        chats.ChatTokenizer(tokenizer)(turn)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert answers(chats.ChatTokenizer(tokenizer)(turn)) == ["Hello<|im_end|>"]
+
+
+def test_pairs_that_are_dropped_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt_ids": [1], "chosen_ids": [2] * count, "rejected_ids": [3]} for count in (1, 2, 9)]
+    pairs, training = datasets.Dataset.from_list(rows), SimpleNamespace(process_index=0, output_dir=str(tmp_path))
+    trainer = SimpleNamespace(train_dataset=pairs, eval_dataset=None, args=training)
+    data.fit_pairs(trainer, DataSettings(dataset=["x"], too_long="drop"), 4)
+    assert len(trainer.train_dataset) == 2
+    assert "train pairs: 1 of more than max_length tokens are dropped" in capsys.readouterr().out

@@ -1,0 +1,710 @@
+"""The recipes, launched as a user launches them, shorter; and every setting that ends them by a sentence."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import PartialState
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "recipes"))  # where the recipes find their modules
+import dpo  # noqa: E402
+import finetune_long_document  # noqa: E402
+import merge_adapter  # noqa: E402
+import models  # noqa: E402
+import resuming  # noqa: E402
+import settings  # noqa: E402
+import sft  # noqa: E402
+import training  # noqa: E402
+
+from recipes import recall_across_shards  # noqa: E402
+from recipes.benchmarks import balance, plot  # noqa: E402
+from tests.support import conversations  # noqa: E402
+from tests.support.ranks import reset_accelerate  # noqa: E402
+
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "recipes/configs/accelerate_2_processes.yaml"]
+CPU = {**os.environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+RELOAD = """
+import importlib.util, json, sys
+sys.modules["hf_burst"] = None  # any import of it fails
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.arange(3, 203)[None]
+loss = float(model(ids, labels=ids).loss.detach())
+print(json.dumps({"implementation": model.config._attn_implementation, "loss": loss}))
+"""
+AT_EXIT = """
+import atexit, os, pathlib
+if rank := os.environ.get("RANK"):  # what a tracker does that finishes its run
+    atexit.register(pathlib.Path(os.environ["RUNS"], f"finished_{rank}").touch)
+"""
+
+
+def reload(folder: Path) -> dict[str, float | str]:
+    done = subprocess.run(
+        [sys.executable, "-c", RELOAD, str(folder)], capture_output=True, text=True, check=True, timeout=300
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_processes_learn_and_leave_a_checkpoint_that_stands_alone(tmp_path: Path) -> None:
+    """The first command of the README, shorter. Handlers of the interpreter's exit run: trackers finish by them."""
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py"]
+    command += ["--config", "recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--warmup_steps", "1"]
+    command += ["--max_steps", "8", "--max_length", "2048"]
+    environment = {**CPU, "PYTHONPATH": paths, "RUNS": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "2 ranks in 1 group of 2; a step takes 1 sequence of at most 2,048 tokens, 1,024 a rank" in done.stdout
+    assert {"finished_0", "finished_1"} <= {path.name for path in tmp_path.iterdir()}
+    log = json.loads((tmp_path / "training_log.json").read_text())["steps"]
+    assert log[-1]["loss"] < log[0]["loss"] - 1
+    assert all(entry["peak_memory_gib"] > 0 for entry in log)
+    assert all(entry["tokens_per_second_per_gpu"] > 0 for entry in log)
+    assert (tmp_path / "model.safetensors").exists()
+    for picture in ("loss.png", "lengths.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert "hf_burst" not in (tmp_path / "config.json").read_text()
+    reloaded = reload(tmp_path)
+    assert reloaded["implementation"] == "sdpa"
+    assert float(reloaded["loss"]) > 0
+
+
+BASE = """
+model_config: {model_type: llama, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}
+tokenizer: bytes
+max_length: 512
+max_steps: 1
+use_cpu: true
+bf16: false
+report_to: none
+"""
+Sentence = Callable[..., str]
+
+
+@pytest.fixture
+def sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Sentence:
+    """The one line by which a script ends, whose exit status is not 0."""
+
+    def ends(main: Callable[[], object], *options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["script.py", *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = end.value.code
+        if not isinstance(said, str):
+            assert said == 2, said
+            said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "\n" not in said
+        return said
+
+    return ends
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes the trainer of a recipe from small settings that are right, and more options."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    reset_accelerate()
+    Path("base.yaml").write_text(BASE)
+    Path("long.txt").write_text("A document. " * 200)
+    options = ["--config", "base.yaml", "--dataset", "long.txt", "--output_dir", "out", "--disable_tqdm", "true"]
+    yield lambda *more, script=finetune_long_document: script.make_trainer([*options, *more])
+    reset_accelerate()
+
+
+@pytest.fixture
+def wrong(recipe: Callable[..., Any], sentence: Sentence) -> Sentence:
+    """The line by which a recipe ends for these options, beside settings and a document that are right."""
+    return lambda *more, **script: sentence(lambda: settings.run(lambda _: recipe(*more, **script)))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (bytes(range(256)), "--config 'more.yaml' cannot be used: 'utf-8' codec"),
+        (b"a: [1", "--config 'more.yaml' cannot be used: while parsing"),
+        (b"just text", "--config is 'more.yaml'; it must be a mapping"),
+        (b"- a", "--config is 'more.yaml'; it must be a mapping"),
+        (b"1: 2", "--config is 'more.yaml'; it must be a mapping"),
+        (b"help: 3", "no setting is called help"),
+        (b"max_lenght: 5", "no setting is called max_lenght; did you mean max_length?"),
+        (b"max_length: 512.0", "max_length is 512.0; give a whole number"),
+        (b"output_dir: 3", "more.yaml: output_dir is 3; give text"),
+        (b"save_strategy: no", "save_strategy is False; it must be one of 'no', 'steps'"),
+        (b"dtype: nonsense", "dtype is 'nonsense'; it must be one of 'auto', 'bfloat16'"),
+        (b"dataset: 3", "dataset is 3; give files"),
+        (b"max_length: null", "max_length is None; give a whole number"),
+        (b"eval_share: null", "eval_share is None; give a share"),
+        (b"dataset: []", "dataset is []; give files"),
+        (b"dataset: [3]", "dataset is [3]; give files"),
+    ],
+)
+def test_a_file_of_settings_that_is_wrong(
+    sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
+    Path("more.yaml").write_bytes(content)
+    files = ["--config", "base.yaml", "--config", "more.yaml"]
+    assert told in sentence(lambda: settings.run(lambda _: finetune_long_document.make_trainer(files)))
+    PartialState._reset_state()
+
+
+REFUSED = "xlstm"  # a model_type
+LLAMA = "model_type: llama, num_hidden_layers: 1, hidden_size: 16"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--nonsense", "3", "No setting is called nonsense; see --help"),
+        ("--learning_rat", "3", "No setting is called learning_rat; did you mean learning_rate?"),
+        ("--config", "missing.yaml", "--config 'missing.yaml' cannot be used: [Errno 2]"),
+        ("--config", ".", "--config '.' cannot be used: [Errno 21]"),
+        ("--max_length", "0", "max_length is 0; give a whole number of tokens, at least 2"),
+        ("--dtype", "nonsense", "invalid choice: 'nonsense'"),
+        ("--burst_size", "0", "burst_size is 0"),
+        ("--burst", "{schedule: nonsense}", "no schedule 'nonsense'"),
+        ("--burst", "{schedule: 3}", "no schedule '3'"),
+        ("--burst", "{nokey: 1}", "no setting nokey"),
+        ("--burst", "{attention_keep: 3}", "attention_keep is 3"),
+        ("--burst", "{logits_limit_gib: abc}", "logits_limit_gib is 'abc'"),
+        ("--burst", "7", "burst is '7'; it must be a mapping"),
+        ("--model_config", "7", "model_config is '7'; it must be a mapping"),
+        ("--rope_scaling", "7", "rope_scaling is '7'; it must be a mapping"),
+        ("--burst", "hello", "burst is 'hello'; it must be a mapping"),
+        ("--burst", "{1: 2}", "burst is '{1: 2}'; it must be a mapping"),
+        ("--model_config", "[1", "model_config '[1' cannot be used: while parsing"),
+        ("--rope_scaling", "missing.yaml", "rope_scaling 'missing.yaml' cannot be used: [Errno 2]"),
+        ("--model_config", "{}", "model_config has the model_type None"),
+        ("--model_config", "{model_type: nonsense}", "model_config has the model_type 'nonsense'"),
+        ("--model_config", "{model_type: llama, hidden_size: abc}", "Field 'hidden_size' expected int, got str"),
+        ("--model_config", "{model_type: t5}", "a t5, of which Transformers has no causal language model"),
+        ("--model_config", f"{{{LLAMA}, hidden_act: nonsense}}", "hidden_act': 'nonsense'} cannot be used"),
+        (
+            "--model_config",
+            f"{{{LLAMA.replace('llama', REFUSED)}}}",
+            "xLSTMForCausalLM has no attention, and no recurrent layers",
+        ),
+        ("--rope_scaling", "{rope_type: nonsense}", "rope_scaling has the rope_type 'nonsense'; it must be one of"),
+        ("--rope_scaling", "{rope_type: yarn}", "rope_scaling {'rope_type': 'yarn'} cannot be used: \"Missing"),
+        ("--model_name_or_path", ".", "model_name_or_path '.' cannot be used"),
+        ("--model_name_or_path", "./nothing", "model_name_or_path is './nothing', which does not exist; the current"),
+        ("--tokenizer", ".", "tokenizer '.' cannot be used"),
+        ("--dataset", "missing.txt", "dataset has 'missing.txt', which does not exist; the current folder is /"),
+        ("--dataset", "lang.txt", "dataset has 'lang.txt', which does not exist; did you mean long.txt?"),
+        ("--dataset_split", "validation", "dataset ['long.txt'] cannot be used: Unknown split \"validation\""),
+        ("--eval_share", "1", "eval_share is 1.0; give a share"),
+        ("--too_long", "refuse", "1 of 1 rows have more than max_length (512) tokens, the longest 2,401"),
+        ("--too_long", "drop", "all rows have more than max_length (512) tokens"),
+        ("--load_in_4bit", "true", "Quantized weights cannot be trained; set use_peft"),
+        ("--use_peft", "true", "use_peft trains adapters beside trained weights; set model_name_or_path"),
+        ("--merge_to", "x", "merge_to is set without use_peft"),
+        ("--attn_implementation", "eager", "attn_implementation is set, but the attention is hf_burst's"),
+        ("--eval_split", "test", "eval_split is 'test' without eval_dataset"),
+        ("--eos_token", "<nonsense>", "eos_token is '<nonsense>', which tokenizer 'bytes' does not have"),
+        ("--dataset", "", "dataset is ['']; give files"),
+        ("--per_device_train_batch_size", "0", "per_device_train_batch_size is 0; give a whole number, at least 1"),
+        ("--gradient_accumulation_steps", "0", "gradient_accumulation_steps is 0; give a whole number"),
+        ("--eval_strategy", "steps", "eval_strategy is 'steps', but there are no rows for it; set eval_share"),
+        ("--output_dir", "long.txt", "output_dir 'long.txt' cannot be used: [Errno 17]"),
+        ("--output_dir", "/proc", "output_dir '/proc' cannot be used"),
+        ("--resume_from_checkpoint", "missing", "resume_from_checkpoint is 'missing'"),
+        (
+            "--resume_from_checkpoint",
+            "true",
+            "is true, but 'out' holds no whole checkpoint",
+        ),
+    ],
+)
+def test_settings_that_are_wrong(wrong: Sentence, option: str, value: str, told: str) -> None:
+    assert told in wrong(option, value)
+
+
+@pytest.mark.parametrize(
+    ("library", "options", "told"),
+    [
+        ("bitsandbytes", ["--use_peft", "--load_in_4bit"], "base' cannot be used: "),
+        ("liger_kernel", ["--use_liger_kernel"], "use_liger_kernel needs Liger: pip install"),
+        ("wandb", ["--report_to", "wandb"], "the settings cannot be used: WandbCallback requires wandb"),
+    ],
+)
+def test_a_library_that_is_not_installed(
+    wrong: Sentence, tmp_path: Path, library: str, options: list[str], told: str
+) -> None:
+    if find_spec(library):
+        pytest.skip(f"{library} is installed")
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--dtype", "float32"]
+    assert told in wrong(*base, *options)
+
+
+def test_a_chat_template_may_have_any_name(recipe: Callable[..., Any]) -> None:
+    """The recipe reads it; TRL takes what does not end in .jinja for a model."""
+    conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=2, turns=2)
+    template = "{# mine #}" + models.CHATML.read_text()
+    Path("mine.txt").write_text(template)
+    trainer, _ = recipe("--dataset", "chats.jsonl", "--chat_template_path", "mine.txt", script=sft)
+    assert trainer.processing_class.chat_template == template
+
+
+IMPORTS = """
+import importlib, sys
+for script in ("sft", "finetune_long_document", "dpo", "evaluate", "extend_context"):
+    importlib.import_module(script)
+    for name in ("torch", "trl.trainer.sft_config", "datasets", "peft"):
+        assert name not in sys.modules, f"{script} imports {name}"
+"""
+
+
+def test_settings_are_checked_before_what_takes_seconds_to_import() -> None:
+    """Names of TRL's settings alone need its trainer's arguments, and with them torch."""
+    paths = os.pathsep.join([str(ROOT / "recipes"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**CPU, "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environment, check=True, timeout=60)
+
+
+def test_our_settings_are_checked_before_those_of_trl(sentence: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "SFTConfig", None)  # which is not looked at
+    said = sentence(lambda: sft.make_trainer(["--dataset", "missing.jsonl", "--learning_rat", "3"]))
+    assert "dataset has 'missing.jsonl', which does not exist" in said
+
+
+def test_two_ways_to_name_a_model(recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path) -> None:
+    """In one source they contradict each other; a later source overrules an earlier one."""
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base"))]
+    assert "and model_config is set too" in wrong(*base, "--model_config", "{model_type: llama}")
+    Path("both.yaml").write_text(Path("base.yaml").read_text() + f"model_name_or_path: {base[1]}\n")
+    assert "and model_config is set too" in wrong("--config", "both.yaml")
+    assert recipe(*base)[0].model.config.hidden_size == 32
+    Path("again.yaml").write_text(f"model_config: {{{LLAMA.replace('16', '48')}, num_attention_heads: 2}}\n")
+    Path("base.yaml").write_text(f"model_name_or_path: {base[1]}\nmax_length: 512\nuse_cpu: true\nbf16: false\n")
+    assert recipe("--config", "again.yaml", "--tokenizer", "bytes")[0].model.config.hidden_size == 48
+
+
+def test_paths_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_base(tmp_path / "base")
+    (tmp_path / "rows.txt").write_text("A document.")
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings)
+    (tmp_path / "home.yaml").write_text("model_name_or_path: ~/base\ndataset: [~/rows.txt]\nmerge_to: ~/merged\n")
+    model, documents, burst = settings.parse(["--config=~/home.yaml", "--tokenizer=~/base"], kinds, {})
+    base = str(tmp_path / "base")
+    assert (model.model_name_or_path, model.tokenizer, documents.dataset, burst.merge_to) == (
+        base,
+        base,
+        [str(tmp_path / "rows.txt")],
+        str(tmp_path / "merged"),
+    )
+
+
+def test_a_size_from_the_environment_that_is_wrong(wrong: Sentence, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_BURST_SIZE", "x")
+    assert "HF_BURST_SIZE='x'" in wrong()
+
+
+def test_an_interrupted_run_ends_without_a_traceback() -> None:
+    def interrupted(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as end:
+        settings.run(interrupted)
+    assert end.value.code == 130
+
+
+@pytest.mark.parametrize("script", [finetune_long_document, sft, dpo])
+def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.make_trainer(["--help"])
+    assert "--config FILE" in capsys.readouterr().out.split("options:")[1]
+
+
+@pytest.mark.full
+def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: Path) -> None:
+    command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
+    command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
+    command += ["--model_config", f"{{{LLAMA.replace('llama', REFUSED)}}}"]
+    done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert sum(line.startswith("xLSTMForCausalLM has no attention, and no recurrent layers") for line in lines) == 1
+    report = done.stderr.split("Root Cause")[1]  # where the launcher ends
+    assert "traceback : xLSTMForCausalLM has no attention, and no recurrent layers" in report
+    assert 'recipes/finetune_long_document.py", line' not in done.stderr
+
+
+def make_base(folder: Path, positions: int = 512) -> Path:
+    """A small model with random weights, as one from the hub."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    tokens = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    config = LlamaConfig(**sizes, **heads, **tokens, max_position_embeddings=positions)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    models.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+RECIPES = {"text": finetune_long_document, "sft": sft, "dpo": dpo}
+
+
+@pytest.mark.parametrize(
+    "name", sorted(file.stem for kind in RECIPES for file in (ROOT / "recipes" / "configs").glob(f"{kind}_*.yaml"))
+)
+def test_every_file_of_settings_is_one(tmp_path: Path, name: str) -> None:
+    """Its settings exist, and its comment names the files that it is launched with."""
+    script, file = RECIPES[name.split("_")[0]], ROOT / "recipes" / "configs" / f"{name}.yaml"
+    trainer = trl.DPOConfig if script is dpo else trl.SFTConfig
+    kinds = (settings.ModelSettings, settings.DataSettings, settings.BurstSettings, trainer)
+    machine = ["--use_cpu", "true", "--output_dir", str(tmp_path), "--dataset", "python_topics"]
+    model, documents, burst, arguments = settings.parse(["--config", str(file), *machine], kinds, script.DEFAULTS)
+    settings.prepare(arguments, model, documents, burst)
+    comment = file.read_text().split("model_")[0]
+    assert f"--config recipes/configs/{name}.yaml" in comment
+    assert f"recipes/{Path(script.__file__).name}" in comment
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "2_processes", "2_hosts", "2_hosts_fsdp2"])
+def test_accelerate_reads_its_files(name: str) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "recipes" / "configs" / f"accelerate_{name}.yaml"))
+    assert config.num_processes >= 2
+    assert (config.fsdp_config.get("fsdp_version") == 2) == name.endswith("fsdp2")
+    assert (config.num_machines == 2) == name.startswith("2_hosts")
+
+
+def test_defaults_suit_long_sequences(recipe: Callable[..., Any]) -> None:
+    arguments = recipe()[0].args
+    assert arguments.per_device_train_batch_size == arguments.per_device_eval_batch_size == 1
+    assert 0 < arguments.warmup_steps < 1  # a share of all steps
+    assert [arguments.get_warmup_steps(steps) for steps in (10, 1000)] == [1, 30]
+    assert arguments.gradient_checkpointing  # has the same value in releases that have the newer name
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # two names of one setting
+        if hasattr(arguments, name):
+            assert not recipe(f"--{name}", "false")[0].args.gradient_checkpointing, name
+
+
+@dataclass
+class OlderArguments:
+    """Those of Transformers before 5.23, which had one name for checkpoints of activations."""
+
+    gradient_checkpointing: bool = True
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(None, True), ("true", True), ("false", False)])
+def test_checkpointing_has_its_older_name_in_older_releases(tmp_path: Path, value: str | None, wanted: bool) -> None:
+    (tmp_path / "settings.yaml").write_text(f"activation_checkpointing: {value}" if value else "{}")
+    (arguments,) = settings.parse(["--config", str(tmp_path / "settings.yaml")], (OlderArguments,), {})
+    assert arguments.gradient_checkpointing == wanted
+
+
+def test_adapters_remember_the_revision_and_are_merged_elsewhere(
+    recipe: Callable[..., Any], wrong: Sentence, tmp_path: Path
+) -> None:
+    options = ["--model_name_or_path", str(make_base(tmp_path / "base")), "--use_peft"]
+    assert "precompute_ref_log_probs would" in wrong("--precompute_ref_log_probs", "true", script=dpo)
+    assert "merge_to is './out', where an adapter is; set another folder" in wrong(*options, "--merge_to", "./out")
+    assert "merge_to '/proc/x' cannot be used" in wrong(*options, "--merge_to", "/proc/x")
+    trainer, _ = recipe(*options, "--model_revision", "v2")
+    assert trainer.model.peft_config["default"].revision == "v2"
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "yarn", "factor": 4.0}])
+def test_an_adapter_keeps_the_rope_that_it_was_trained_with(
+    recipe: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    """The merged model equals the one that was trained; nothing loads the adapter with the RoPE of the base."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = make_base(tmp_path / "base")
+    options = ["--model_name_or_path", str(base), "--use_peft", "--rope_scaling", json.dumps(rope)]
+    options += ["--merge_to", "merged", "--learning_rate", "0.1", "--save_strategy", "steps", "--save_steps", "1"]
+    Path("out").mkdir()
+    Path("out/config.json").write_text("{}")  # of an earlier run
+    trainer, burst = recipe(*options, "--max_steps", "2", "--warmup_steps", "0")
+    ids = torch.arange(4, 255)[None]
+    training.train(trainer, burst)
+    with torch.no_grad():
+        trained = trainer.model.eval()(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained("merged")
+        torch.testing.assert_close(merged(ids).logits, trained, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(models.load_adapter("out")(ids).logits, trained, rtol=1e-4, atol=1e-4)
+        if rope:
+            for folder in ("out", "out/checkpoint-1", "merged"):
+                config = AutoConfig.from_pretrained(folder)
+                assert rope.items() <= config.rope_parameters.items()
+                assert config.max_position_embeddings == 2048
+            with pytest.raises(OSError, match=r"model\.safetensors"):  # not the base with its own RoPE
+                AutoModelForCausalLM.from_pretrained("out")
+        else:
+            plain = AutoModelForCausalLM.from_pretrained("out")
+            torch.testing.assert_close(plain(ids).logits, trained, rtol=1e-4, atol=1e-4)
+
+
+def test_a_checkpoint_is_merged_by_the_script(
+    recipe: Callable[..., Any], sentence: Sentence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_base(tmp_path / "base")
+    assert "holds no adapter_config.json" in sentence(merge_adapter.main, str(base), "merged")
+    saving = ["--use_peft", "--save_strategy", "steps", "--save_steps", "1"]
+    training.train(*recipe("--model_name_or_path", str(base), *saving))
+    assert "to is 'out', where an adapter is" in sentence(merge_adapter.main, "out/checkpoint-1", "out")
+    for file in Path("out/checkpoint-1").glob("tokenizer*"):
+        file.unlink()  # the base has one
+    monkeypatch.setattr(sys, "argv", ["merge_adapter.py", "out/checkpoint-1", "merged", "--dtype", "bfloat16"])
+    merge_adapter.main()
+    assert json.loads(Path("merged/config.json").read_text())["dtype"] == "bfloat16"
+    assert float(reload(tmp_path / "merged")["loss"]) > 0
+    assert Path("merged/tokenizer.json").exists()
+
+
+def test_sequences_beyond_the_positions_of_the_model_are_warned_of(
+    recipe: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--model_name_or_path", str(make_base(tmp_path / "base"))]
+    recipe(*base)
+    assert "WARNING" not in capsys.readouterr().err
+    recipe(*base, "--max_length", "1500")
+    assert "max_position_embeddings 512" in (warning := capsys.readouterr().err)
+    assert "rope_scaling: {rope_type: yarn, factor: 3.0}" in warning
+    recipe(*base, "--max_length", "1500", "--rope_scaling", "{rope_type: yarn, factor: 3.0}")
+    assert "WARNING" not in capsys.readouterr().err
+    recipe("--max_length", "3000")  # a model made from model_config has nothing to extend
+    assert "Set max_position_embeddings: 3000 in model_config" in (warning := capsys.readouterr().err)
+    assert "yarn" not in warning
+
+
+def test_training_goes_on_from_the_latest_checkpoint(
+    recipe: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ["--save_strategy", "steps", "--save_steps", "2", "--learning_rate", "0.01", "--lr_scheduler_type"]
+    options += ["constant", "--max_length", "128"]
+    whole, _ = recipe(*options, "--max_steps", "4", "--output_dir", "whole")
+    training.train(whole, settings.BurstSettings())
+    training.train(*recipe(*options, "--max_steps", "2"))
+    resumed, _ = recipe(*options, "--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert resumed.args.resume_from_checkpoint == str(Path("out/checkpoint-2"))
+    training.train(resumed, settings.BurstSettings())
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (whole, resumed)]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    Path("out/model.safetensors").unlink()  # as if it was killed while its end was written
+    finished, _ = recipe(*options, "--max_steps", "4")  # the same command goes on
+    assert finished.args.resume_from_checkpoint == str(Path("out/checkpoint-4"))
+    training.train(finished, settings.BurstSettings())
+    assert "4 steps are done, and max_steps is 4: there is nothing to train" in caplog.text
+    ends = [Path(folder, "model.safetensors").read_bytes() for folder in ("out", "out/checkpoint-4")]
+    assert ends[0] == ends[1]
+
+
+def test_another_training_does_not_go_on(recipe: Callable[..., Any], wrong: Sentence) -> None:
+    options = ["--save_strategy", "steps", "--save_steps", "1", "--max_length", "128", "--max_steps", "1"]
+    training.train(*recipe(*options))
+    assert recipe(*options, "--max_steps", "2")[0].args.resume_from_checkpoint == str(Path("out/checkpoint-1"))
+    assert recipe(*options, "--resume_from_checkpoint", "false")[0].args.resume_from_checkpoint is None
+    others = [*options, "--seed", "7"]
+    said = wrong(*others)
+    assert "checkpoint-1 was trained with seed 42, and it is 7 now. Set another output_dir" in said
+    assert recipe(*others, "--resume_from_checkpoint", "true")[0].args.resume_from_checkpoint is not None
+    Path("long.txt").write_text("Others. " * 200)
+    assert "checkpoint-1 was trained with dataset ['long.txt (" in wrong(*options)
+    Path("long.txt").write_text("A document. " * 200)
+    state = Path("out/checkpoint-1/trainer_state.json")
+    kept = json.loads(state.read_text())
+    del kept["stateful_callbacks"]["BurstResume"]
+    state.write_text(json.dumps(kept))
+    assert "checkpoint-1 does not tell by which settings it was trained. Set another" in wrong(*options)
+    weights = Path("out/checkpoint-1/model.safetensors")
+    weights.rename("aside")
+    told = "'out' holds checkpoints, such as checkpoint-1, of which none is whole"
+    assert f"{told}, though checkpoint-1 was written to its end. Set another" in wrong(*options)
+    Path("aside").rename(weights)
+    state.unlink()
+    recipe(*others, "--resume_from_checkpoint", "false")  # it trained nothing
+    assert f"{told}. They were written with seed 42, and it is 7 now. Set another" in wrong(*others)
+    written = Path("out/run_settings.json")
+    kept = json.loads(written.read_text())
+    written.write_text(json.dumps({**kept, "resume_from_checkpoint": "start"}))
+    assert f"{told}. The run that wrote them had gone on from 'start': set resume_from_checkpoint" in wrong(*options)
+    for nothing in ("{}", '{"seed"'):
+        written.write_text(nothing)
+        assert f"{told}, and no settings of the run that wrote them. Set another" in wrong(*options)
+    assert recipe(*options, "--resume_from_checkpoint", "false")[0].args.resume_from_checkpoint is None
+    told = "checkpoint-1' is not whole: trainer_state.json is missing"
+    assert told in wrong(*others, "--resume_from_checkpoint", "out/checkpoint-1")
+
+
+def test_a_training_begins_anew_if_its_first_checkpoint_was_cut_off(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights are those of an undisturbed run. Other files stay, and so does a checkpoint of a higher number."""
+    options = ["--save_strategy", "steps", "--max_length", "128", "--max_steps", "2", "--save_steps"]
+    training.train(*recipe(*options, "1"))
+    wanted = Path("out/model.safetensors").read_bytes()
+    for name in ("checkpoint-1", "model.safetensors"):
+        Path("out", name).rename(Path("out", name).with_suffix(".aside"))
+    Path("out/checkpoint-2/trainer_state.json").write_text('{"epoch"')
+    Path("out/notes.txt").write_text("of the user")
+    training.train(*recipe(*options, "5"))
+    said = f"begins anew: {Path('out/checkpoint-2')} was cut off, and out holds no whole checkpoint\n"
+    assert capsys.readouterr().out.count(said) == 1
+    assert Path("out/model.safetensors").read_bytes() == wanted
+    assert Path("out/notes.txt").exists()
+    assert Path("out/checkpoint-1.aside/trainer_state.json").exists()
+
+
+OF_ANOTHER = {
+    "beta": 0.5,
+    "loss_type": ["ipo"],
+    "label_smoothing": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 100,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 5.0,
+    "bf16": True,
+    "eos_token": "x",
+    "completion_only_loss": True,
+    "neftune_noise_alpha": 5.0,
+    "lora_r": 3,
+    "eval_share": 0.5,
+    "num_train_epochs": 7,
+    "save_steps": 9,
+    "eval_steps": 9,
+    "per_device_train_batch_size": 9,
+    "gradient_accumulation_steps": 9,
+    "logging_steps": 9,
+    "activation_checkpointing": False,
+    "hub_model_id": "x",
+    "ddp_timeout": 9,
+    "bnb_4bit_quant_storage": "uint8",
+    "eval_split": "test",
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER)
+def test_settings_that_make_another_experiment(name: str, tmp_path: Path) -> None:
+    """Steps, batches, saving, logging, evaluation and hardware do not; of batches BurstResume knows more."""
+    folder, own = str(tmp_path), {name: OF_ANOTHER[name]}
+    made = []
+    for values in ({}, own):
+        model, documents, training = settings.ModelSettings(), settings.DataSettings(["python_topics"]), None
+        for one in (model, documents):
+            one.__dict__.update({key: value for key, value in values.items() if hasattr(one, key)})
+        kind = trl.SFTConfig if name in ("completion_only_loss", "eos_token") else trl.DPOConfig
+        training = kind(folder, use_cpu=True, bf16=False, report_to="none")
+        training.__dict__.update({key: value for key, value in values.items() if hasattr(training, key)})
+        assert not values or any(hasattr(one, name) for one in (model, documents, training))
+        made.append(resuming.settings_of(training, model, documents))
+    free = list(OF_ANOTHER).index(name) >= list(OF_ANOTHER).index("num_train_epochs")
+    assert (made[0] == made[1]) is free
+
+
+def test_the_same_data_in_other_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spellings of a path do not count, nor times; a changed byte does, also in the middle of a large file."""
+    (tmp_path / "rows/more").mkdir(parents=True)
+    (tmp_path / "rows/more/a.txt").write_text("a" * 5000)
+    (tmp_path / "rows/b.jsonl").write_text("{}")
+    shutil.copytree(tmp_path / "rows", tmp_path / "elsewhere/rows")
+    monkeypatch.chdir(tmp_path)
+    names = ["rows", "./rows", str(tmp_path / "rows"), "row*", "elsewhere/rows"]
+    found = [list(resuming.contents(name)) for name in names]
+    assert all(one == found[0] for one in found)
+    assert list(resuming.contents("organization/dataset")) == ["organization/dataset"]
+    Path("rows/more/a.txt").write_text("a" * 2500 + "b" + "a" * 2499)
+    assert list(resuming.contents("rows")) != found[0]
+
+
+def test_an_adapter_and_a_full_model_do_not_share_a_folder(wrong: Sentence, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    assert "holds a full model of another run" in wrong(
+        "--model_name_or_path", str(base), "--use_peft", "--output_dir", str(base)
+    )
+    Path("out").mkdir()
+    Path("out/adapter_config.json").touch()
+    assert "holds an adapter of another run" in wrong()
+
+
+def test_an_evaluation_set_is_drawn_and_evaluated(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the screen is one line for each log, of training steps and of evaluations."""
+    conversations.chats(Path("chats.jsonl"), conversations.facts(8), count=10, turns=2)
+    trainer, burst = recipe("--dataset", "chats.jsonl", "--eval_share", "0.2", "--packing", "false", script=sft)
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 2)
+    capsys.readouterr()
+    training.train(trainer, burst)
+    said = capsys.readouterr()
+    starts = ("1 rank in", "step 1 of 1,", "step 1: evaluation loss ", "loss ")
+    lines = said.out.splitlines()
+    assert len(lines) == len(starts), said.out
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), said.out
+    assert "{'loss'" not in said.err
+    log = json.loads(Path("out/training_log.json").read_text())
+    assert log["evaluations"][-1]["eval_loss"] > 0
+
+
+@pytest.mark.parametrize("during", [[], ["--eval_strategy", "steps", "--eval_steps", "1"]])
+def test_evaluations_are_made_once_and_kept_if_no_step_was_logged(
+    recipe: Callable[..., Any], capsys: pytest.CaptureFixture[str], during: list[str]
+) -> None:
+    training.train(*recipe("--eval_share", "0.2", "--logging_steps", "5", *during))
+    log = json.loads(Path("out/training_log.json").read_text())
+    assert (len(log["evaluations"]), log["steps"]) == (1, [])
+    assert "no step was logged (logging_steps is 5); evaluation loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["length", "num_keys", "num_questions", "batch_size", "eval_every"])
+def test_recall_needs_numbers_above_0(sentence: Sentence, name: str) -> None:
+    assert f"--{name} is 0; it must be at least 1" in sentence(recall_across_shards.parse_args, f"--{name}", "0")
+
+
+def test_recall_finds_out_at_once_where_it_cannot_write(sentence: Sentence, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = ["--output_dir", str(tmp_path / "file")]
+    assert "--output_dir must be a folder" in sentence(recall_across_shards.parse_args, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["missing.json", "--markdown"], "missing.json cannot be read as JSON"),
+        (["training_2xH200.json", "--markdown"], "no result of attention.py"),
+        (["balance.json", "--markdown"], "no result of attention.py"),
+        (["attention_2xH200.json"], "give --out, --markdown or both"),
+        (["attention_2xH200.json", "--out", "missing.xyz"], "--out missing.xyz must be a file that ends in"),
+        (["attention_2xH200.json", "--out", "."], "--out . must be a file that ends in"),
+    ],
+)
+def test_what_cannot_be_drawn(
+    sentence: Sentence, monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
+) -> None:
+    monkeypatch.chdir(ROOT / "recipes" / "benchmarks" / "results")
+    assert told in sentence(plot.main, *options)
+
+
+def test_an_empty_file_cannot_be_drawn(sentence: Sentence, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").touch()
+    assert "cannot be read as JSON" in sentence(plot.main, str(tmp_path / "empty.json"), "--markdown")
+
+
+@pytest.mark.parametrize("options", [["--ranks", "0"], ["--ranks", "2", "0"], ["--draws", "0"], ["--out", "."]])
+def test_balance_that_cannot_be_measured(sentence: Sentence, options: list[str]) -> None:
+    assert options[0] in sentence(balance.main, *options)

@@ -1,0 +1,158 @@
+"""RULER's tasks by lm-eval, and its other requests: over ranks they equal one process."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from transformers import LlamaForCausalLM
+
+import hf_burst
+from tests.recipes.test_evaluation import evaluate, evaluated, evaluation, save_untaught, words
+from tests.support.ranks import RankPool, reset_accelerate
+
+pytest.importorskip("lm_eval")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_untaught(tmp_path_factory.mktemp("model"))
+
+
+def ruler_scores(rank: int, size: int, folder: str, tasks: list[str], lengths: list[int], way: str) -> object:
+    """Scores of RULER's tasks, and what lm-eval asked: context, answer, and their score."""
+    import ruler
+    from transformers import AutoTokenizer
+
+    reset_accelerate()
+    PartialState(cpu=True)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    lm = ruler.ShardedLM(hf_burst.patch_model(model), AutoTokenizer.from_pretrained(folder), 4096)
+    asked, plain = [], lm._loglikelihood_tokens
+
+    def noted(requests: list, **options: object) -> list:
+        scores = plain(requests, **options)
+        asked.extend((*request[1:], score) for request, score in zip(requests, scores, strict=True))
+        return scores
+
+    lm._loglikelihood_tokens = noted
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):  # so that every rank returns the scores
+        made = ruler.make_tasks(lm.tokenizer, tasks, lengths)
+        return ruler.evaluate_ruler(lm, made, lengths, 2, way, False), asked
+
+
+@pytest.mark.parametrize(
+    ("tasks", "lengths"),
+    [
+        (["niah_single_1"], [512]),
+        pytest.param(["niah_multikey_2", "niah_multikey_3", "ruler_fwe"], [512, 768], marks=pytest.mark.full),
+        pytest.param(["ruler_vt", "ruler_cwe"], [4096], marks=pytest.mark.full),
+    ],
+)
+def test_answers_to_ruler_are_scored_offline_and_over_ranks(
+    ranks: Callable[[int], RankPool], folder: Path, tasks: list[str], lengths: list[int]
+) -> None:
+    """As one plain model scores them that holds whole texts."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    for scores, asked in ranks(2).run(ruler_scores, str(folder), tasks, lengths, "answer"):
+        assert {task: list(by_length) for task, by_length in scores.items()} == dict.fromkeys(tasks, lengths)
+        assert len(asked) == 2 * len(tasks) * len(lengths)
+        for context, answer, (likelihood, greedy) in asked:
+            assert 0 < len(answer) < 80
+            assert len(context) + len(answer) <= lengths[-1]
+            with torch.no_grad():
+                own = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
+            expected = own.gather(-1, torch.tensor(answer)[:, None]).sum()
+            assert likelihood == pytest.approx(float(expected), rel=1e-6)
+            assert greedy == (own.argmax(-1).tolist() == answer)
+
+
+def test_tasks_that_ruler_has_not() -> None:
+    wanted = evaluate.Evaluation(tasks=[], documents=[], ruler=["nonsense"])
+    with pytest.raises(SystemExit, match="ruler has 'nonsense'; tasks that need no network: niah_single_1"):
+        evaluation.read(words(), wanted, mock.Mock())
+
+
+def test_texts_are_made_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    import ruler
+
+    options = ["--model_name_or_path", str(folder), "--output_dir", str(tmp_path), "--tasks", "none"]
+    options += ["--documents", "none", "--ruler", "niah_single_1", "--lengths", "512"]
+    loads = mock.patch.object(evaluation, "load_model", side_effect=AssertionError)
+    makes = mock.patch.object(ruler, "make_tasks", side_effect=KeyboardInterrupt)
+    with loads, makes, pytest.raises(KeyboardInterrupt):
+        evaluated(0, 1, options)
+    reset_accelerate()
+
+
+def adapted(rank: int, size: int, folder: str) -> list[tuple[float, bool]]:
+    """Scores of continuations that fill the model, and what lm-eval's requests raise on every rank."""
+    import ruler
+    from transformers import AutoTokenizer
+
+    reset_accelerate()
+    PartialState(cpu=True)
+    model = hf_burst.patch_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)).eval()
+    lm = ruler.ShardedLM(model, AutoTokenizer.from_pretrained(folder), 32)
+    for context, answer in (([3], []), ([3], [4] * 33), ([], [4])):
+        with pytest.raises(ValueError, match=f"continuation of {len(answer)} tokens after {len(context)} cannot"):
+            lm._loglikelihood_tokens([(("", ""), context, answer)])
+    for options, told in (({"max_gen_toks": 32}, "must be less than max_length"), ({"do_sample": True}, "greedy")):
+        with pytest.raises(ValueError, match=told):  # on all ranks, though one would generate
+            lm.generate_until([mock.Mock(args=("the value is", options))])
+    asked = [mock.Mock(args=("the value is", {"until": "is", "max_gen_toks": 5}))]
+    assert lm._options(asked[0].args[1]) == (["is"], 5)
+    with mock.patch.object(ruler, "FSDPModule", LlamaForCausalLM), pytest.raises(ValueError, match="cannot be gen"):
+        lm.generate_until(asked)
+    return lm._loglikelihood_tokens([(("", ""), [3], [*range(4, 36)]), (("", ""), [*range(3, 40)], [5, 6])])
+
+
+def test_requests_of_lm_eval_at_the_edge(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    """A continuation may have as many tokens as the model reads; contexts lose their beginning."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    expected = []
+    for tokens, count in ([3, *range(4, 36)], 32), ([*range(9, 40), 5, 6], 2):
+        with torch.no_grad():
+            own = model(torch.tensor([tokens[:-1]])).logits[0].log_softmax(-1)
+        expected.append(float(own.gather(-1, torch.tensor(tokens[1:])[:, None])[-count:].sum()))
+    for size in (1, 2):
+        for scores in ranks(size).run(adapted, str(folder)):
+            assert [likelihood for likelihood, _ in scores] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.full
+def test_processes_share_out_what_ruler_generates(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    arguments = str(folder), ["niah_single_1", "niah_multikey_3"], [512, 768], "generation"
+    ((expected, _),) = ranks(1).run(ruler_scores, *arguments)
+    assert ranks(2).run(ruler_scores, *arguments) == [(expected, [])] * 2
+
+
+def rolling(rank: int, size: int, folder: str, text: str) -> float:
+    import ruler
+    from transformers import AutoTokenizer
+
+    model = hf_burst.patch_model(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)).eval()
+    lm = ruler.ShardedLM(model, AutoTokenizer.from_pretrained(folder), 40)
+    (total,) = lm.loglikelihood_rolling([mock.Mock(args=(text,))])
+    return total
+
+
+def test_rolling_log_likelihoods_count_every_token_once(ranks: Callable[[int], RankPool], folder: Path) -> None:
+    """Of a text of several windows, each of which begins by one token of the window before."""
+    text, tokenizer = " ".join(["The secret number of the red fox is 123 ."] * 9), words()
+    tokens = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    windows = [tokens[start : start + 41] for start in range(0, len(tokens) - 1, 40)]
+    windows[-1] = tokens[-41:]  # lm-eval gives the last tokens as much context as fits
+    counted = (len(tokens) - 1) % 40 or 40
+    expected = 0.0
+    with torch.no_grad():
+        for window in windows:
+            ids = torch.tensor([window])
+            likelihoods = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+            expected += float(likelihoods[-counted if window is windows[-1] else None :].sum())
+    for total in ranks(2).run(rolling, str(folder), text):
+        assert total == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,352 @@
+"""Layers with a state over shards: beside one process that goes through every document token by token, in fp64."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_burst.plan import Segments
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ranks.layout import SequenceLayout
+from hf_burst.recurrent import (
+    Received,
+    Rule,
+    causal_convolution,
+    delta_rule_by_heads,
+    delta_rule_by_states,
+    delta_rule_in_two_passes,
+    diagonal,
+    halo,
+    lightning_by_heads,
+    lightning_by_states,
+    own_heads,
+    pieces,
+    recurrence_by_channels,
+    recurrence_by_states,
+    scan_by_channels,
+    scan_by_states,
+)
+from hf_burst.recurrent.fla import _FlaKernels
+from tests.support.delta_steps import DeltaSteps, token_by_token
+from tests.support.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+HEADS, KEYS, WIDTH, STATE, REACH = 4, 5, 3, 6, 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, and how it is cut."""
+
+    documents: tuple[tuple[int, ...], ...]
+    chunking: str | tuple[int, ...] = "balanced"
+
+
+CASES = {
+    "one document": Case(((0, 53),)),
+    "zigzag": Case(((0, 47),), "zigzag"),
+    "contiguous": Case(((0, 41),), "contiguous"),
+    "documents": Case(((0, 1, 2, 5, 7, 18, 31, 32, 53),)),
+    "whole documents": Case(((0, 1, 2, 5, 7, 18, 31, 32, 53),), "documents"),
+    "ends at the edges of chunks": Case(((0, 12, 24, 36, 48),), "contiguous"),
+    "rows": Case(((0, 43), (0, 11, 43), (0, 1, 2, 3, 43)), "zigzag"),
+    "chunks shorter than the halo": Case(((0, 24),), (0, 1, 2, 3) * 3),
+}
+
+
+def scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """The scan of Mamba2, of a batch of sequences."""
+    repeats, outputs = x.shape[2] // b.shape[2], []
+    b, c = (tensor.repeat_interleave(repeats, dim=2) for tensor in (b, c))
+    state = x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1])
+    for t in range(x.shape[1]):
+        state = state * (dt[:, t] * a).exp()[..., None, None]
+        state = state + torch.einsum("bhp,bhn->bhpn", x[:, t] * dt[:, t, :, None], b[:, t])
+        outputs.append(torch.einsum("bhpn,bhn->bhp", state, c[:, t]))
+    return torch.stack(outputs, dim=1)
+
+
+def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """The scan of Mamba1, of a batch of sequences `(batch, tokens, channels)`."""
+    state, outputs = x.new_zeros(x.shape[0], x.shape[2], b.shape[-1]), []
+    for t in range(x.shape[1]):
+        state = state * (dt[:, t, :, None] * a).exp() + (x * dt)[:, t, :, None] * b[:, t, None]
+        outputs.append((state * c[:, t, None]).sum(-1))
+    return torch.stack(outputs, dim=1)
+
+
+def lightning(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
+    """Lightning attention of a batch of sequences."""
+    state, outputs = v.new_zeros(v.shape[0], HEADS, KEYS, WIDTH), []
+    for t in range(v.shape[1]):
+        state = state * (-rates).exp()[:, None, None] + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, dim=1)
+
+
+def single_numbers(a: Tensor, b: Tensor) -> Tensor:
+    """The recurrence of RG-LRU, of a batch of sequences."""
+    states = [b[:, 0]]
+    for t in range(1, b.shape[1]):
+        states.append(a[:, t] * states[-1] + b[:, t])
+    return torch.stack(states, dim=1)
+
+
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """A causal convolution of each channel: `(batch, channels, tokens)`."""
+    return functional.conv1d(functional.pad(x, (REACH, 0)), weight[:, None], groups=x.shape[1])
+
+
+def delta_rule(
+    rows: Sequence[Tensor], states: Tensor | None, bounds: Tensor | None, ends: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule as a kernel does it: of a batch, or of a row of several pieces."""
+    keys, values = rows[1], rows[2]
+    pieces = len(keys) if bounds is None else len(bounds) - 1
+    if states is None:
+        states = values.new_zeros(pieces, *values.shape[2:3], keys.shape[-1], values.shape[-1])
+    if bounds is None:
+        out, last = token_by_token(*rows, states)
+        return out, last if ends else None
+    parts = [
+        token_by_token(*(row[:, start:stop] for row in rows), state[None])
+        for (start, stop), state in zip(pairwise(bounds.tolist()), states, strict=True)
+    ]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([last for _, last in parts]) if ends else None
+
+
+def make(case: Case) -> dict[str, Tensor]:
+    """The tensors of a whole batch; the same on every rank."""
+    torch.manual_seed(0)
+    rows, tokens = len(case.documents), case.documents[0][-1]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(rows, tokens, *shape, dtype=torch.float64)
+
+    keys = functional.normalize(normal(HEADS // 2, KEYS), dim=-1)
+    return {
+        "q": normal(HEADS // 2, KEYS),
+        "k": keys,
+        "v": normal(HEADS, WIDTH),
+        "g": -0.2 * normal(HEADS).exp(),
+        "channel g": -0.2 * normal(HEADS, KEYS).exp(),
+        "beta": normal(HEADS).sigmoid(),
+        "x": normal(HEADS, WIDTH),
+        "dt": normal(HEADS).exp(),
+        "b": normal(2, STATE),
+        "c": normal(2, STATE),
+        "every q": normal(HEADS, KEYS),
+        "every k": normal(HEADS, KEYS),
+        "rates": torch.rand(HEADS, dtype=torch.float64) / 4,
+        "gate": normal(HEADS + 1).sigmoid(),
+        "channels": normal(HEADS + 1),
+        "channel dt": normal(HEADS + 1).exp(),
+        "weight": torch.randn(HEADS, REACH + 1, dtype=torch.float64),
+        "a": -torch.rand(HEADS + 1, STATE, dtype=torch.float64),
+    }
+
+
+NAMES = {
+    "convolution": ("x", "weight"),
+    "gated delta rule": ("q", "k", "v", "g", "beta"),
+    "gated delta rule, heads exchanged": ("q", "k", "v", "g", "beta"),
+    "gated delta rule, packed kernel": ("q", "k", "v", "g", "beta"),
+    "gated delta rule, two passes": ("q", "k", "v", "g", "beta"),
+    "Kimi delta attention": ("q", "k", "v", "channel g", "beta"),
+    "Mamba2": ("x", "dt", "b", "c", "a"),
+    "Mamba2, heads exchanged": ("x", "dt", "b", "c", "a"),
+    "Mamba1": ("channels", "channel dt", "b", "c", "a"),
+    "lightning": ("every q", "every k", "v", "rates"),
+    "lightning, heads exchanged": ("every q", "every k", "v", "rates"),
+    "RG-LRU": ("gate", "channels"),
+    "RG-LRU, channels exchanged": ("gate", "channels"),
+}
+PARAMETERS = ("weight", "a", "rates")
+SCANNED = ("gated delta rule", "gated delta rule, two passes", "Kimi delta attention", "Mamba2", "lightning", "RG-LRU")
+
+
+def whole(kind: str, *tensors: Tensor) -> Tensor:
+    """What one process computes for one document, `(1, tokens, ...)`."""
+    if kind == "convolution":
+        x, weight = tensors
+        return convolve(x[..., 0].transpose(1, 2), weight).transpose(1, 2)
+    if kind == "Mamba1":
+        x, dt, b, c, a = tensors
+        return selective_scan(x, dt, b[:, :, 0], c[:, :, 0], a)
+    if kind.startswith("Mamba2"):
+        return scan(*tensors[:4], tensors[4][:HEADS, 0])
+    if kind.startswith("lightning"):
+        return lightning(*tensors)
+    if kind.startswith("RG-LRU"):
+        return single_numbers(*tensors)
+    state = torch.zeros(1, HEADS, KEYS, WIDTH, dtype=torch.float64)
+    return token_by_token(*tensors, state)[0]
+
+
+def sharded(kind: str, segments: Segments, group: ContextGroup, scans: bool, *tensors: Tensor) -> Tensor:
+    """What a rank computes for its tokens. States are scanned, or gathered."""
+    received = Received(scans=scans)
+    if kind == "convolution":
+        x, weight = tensors
+        channels = x[..., 0].transpose(1, 2)
+        out = causal_convolution(lambda laid: convolve(laid, weight), channels, REACH, segments, group)
+        return out.transpose(1, 2)
+    if kind == "Mamba1":
+        x, dt, b, c, a = tensors
+        own = own_heads(a, group)
+        rule = Rule(lambda rows, *_: (selective_scan(*(row.flatten(2) for row in rows), own), None), packed=False)
+        out = scan_by_channels(rule, (x, dt), (b[:, :, 0], c[:, :, 0]), segments, group)
+        return out
+    if kind.startswith("Mamba2"):
+        x, dt, b, c, a = tensors
+        decay = a[:HEADS, 0]
+        if kind == "Mamba2":
+            rule = Rule(lambda rows, *_: (scan(*rows, decay), None), packed=False)
+            return scan_by_states(rule, (x, dt, b, c), dt, decay, segments, group, received)
+        b, c = (tensor.repeat_interleave(2, dim=2) for tensor in (b, c))
+        own = own_heads(decay, group)
+        rule = Rule(lambda rows, *_: (scan(*rows, own), None), packed=False)
+        return scan_by_channels(rule, (x, dt, b, c), (), segments, group)
+    if kind.startswith("lightning"):
+        settings = tensors[:3], tensors[3], 8, segments, group
+        return lightning_by_heads(*settings) if kind.endswith("exchanged") else lightning_by_states(*settings, received)
+    if kind.startswith("RG-LRU"):
+        if kind.endswith("exchanged"):
+            return recurrence_by_channels(*tensors, segments, group)
+        return recurrence_by_states(*tensors, segments, group, received)
+    rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
+    if kind.endswith("exchanged"):
+        return delta_rule_by_heads(rule, tensors, segments, group)
+    if kind.endswith("two passes"):
+        return delta_rule_in_two_passes(rule, DeltaSteps(), tensors, segments, group, received)
+    return delta_rule_by_states(rule, tensors, segments, group, received)
+
+
+def compute(rank: int, size: int, kind: str, case: Case, scans: bool) -> list[Tensor]:
+    """The output of this rank, and the gradients of what went in."""
+    layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+    leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
+    inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
+    group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
+    out = sharded(kind, layout.segments, group, scans, *inputs)
+    (out * layout.shard(weights_of(kind, case), rank)).sum().backward()
+    return [out.detach(), *(leaves[name].grad for name in NAMES[kind])]
+
+
+def weights_of(kind: str, case: Case) -> Tensor:
+    """What the sum of the outputs is weighted by."""
+    torch.manual_seed(1)
+    rows, tokens = len(case.documents), case.documents[0][-1]
+    shapes = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,), "RG-LRU": (HEADS + 1,)}
+    shape = shapes.get(kind.removesuffix(", channels exchanged"), (HEADS, WIDTH))
+    return torch.randn(rows, tokens, *shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", NAMES)
+def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> None:
+    compare(ranks, kind, CASES[name], scans=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", SCANNED)
+def test_states_come_by_a_scan(ranks: Ranks, kind: str, name: str) -> None:
+    compare(ranks, kind, CASES[name], scans=True)
+
+
+def compare(ranks: Ranks, kind: str, case: Case, scans: bool) -> None:
+    """Outputs and gradients of 1 to 4 ranks, beside those of one process that holds all tokens."""
+    leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items()}
+    rows = []
+    for row, bounds in enumerate(case.documents):
+        documents = []
+        for start, stop in pairwise(bounds):
+            own = [leaves[n] if n in PARAMETERS else leaves[n][row : row + 1, start:stop] for n in NAMES[kind]]
+            documents.append(whole(kind, *own))
+        rows.append(torch.cat(documents, dim=1))
+    expected = torch.cat(rows)
+    (expected * weights_of(kind, case)).sum().backward()
+    for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
+        layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
+        results = ranks(size).run(compute, kind, case, scans) if size > 1 else [compute(0, 1, kind, case, scans)]
+        output = layout.unshard([out for out, *_ in results])
+        torch.testing.assert_close(output, expected.detach(), rtol=1e-10, atol=1e-11)
+        for place, leaf in enumerate(NAMES[kind], start=1):
+            total = sum(result[place] for result in results)
+            torch.testing.assert_close(total, leaves[leaf].grad, rtol=1e-9, atol=1e-10)
+
+
+def test_edges_are_made_once_for_a_batch() -> None:
+    """Also by an evaluation, whose tensors no training could save; they go with the batch."""
+    segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
+    weight, x = torch.randn(HEADS, REACH + 1).double(), torch.randn(1, HEADS, 20).double()
+
+    def convolution(segments: Segments) -> Tensor:
+        return causal_convolution(lambda laid: convolve(laid, weight), x, REACH, segments, ContextGroup())
+
+    with mock.patch.object(halo, "from_host", wraps=halo.from_host) as made:
+        with torch.inference_mode():
+            evaluated = convolution(segments)
+        x.requires_grad_()
+        trained = convolution(segments)
+        trained.sum().backward()
+        assert made.call_count == 6, "kinds of indices"
+    torch.testing.assert_close(evaluated.clone(), trained.detach())
+    edges = weakref.ref(segments.once(halo._edges, x.device, 0, REACH))
+    assert edges() is not None
+    del segments
+    assert edges() is None
+
+
+def laid_by_two_layers(kind: str) -> int:
+    """How many tensors of numbers two layers lay on the device for a batch of documents."""
+    segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
+    tensors = make(Case(((0, 3, 4, 9, 20),)))
+    inputs = [tensors[name] for name in NAMES[kind]]
+    made = mock.Mock(wraps=pieces.from_host)
+    with mock.patch.object(pieces, "from_host", made), mock.patch.object(diagonal, "from_host", made):
+        for _ in range(2):
+            sharded(kind, segments, ContextGroup(), False, *inputs)
+    return int(made.call_count)
+
+
+@pytest.mark.parametrize("kind", ["gated delta rule, packed kernel", "RG-LRU"])
+def test_bounds_are_laid_once_for_a_batch(kind: str) -> None:
+    assert laid_by_two_layers(kind) == 1
+
+
+def test_kernels_are_equal_for_what_is_kept() -> None:
+    assert _FlaKernels() == _FlaKernels()
+    assert hash(_FlaKernels()) == hash(_FlaKernels())
+
+
+def test_outputs_that_are_changed_later_are_noticed() -> None:
+    """Values are replaced in the memory that tanh keeps for its backward pass. Autograd does not mind these, and still
+    minds what others do."""
+    segments = SequenceLayout.for_batch([(0, 3, 4, 9, 20)], 1).segments
+    weight, x = torch.randn(HEADS, REACH + 1).double(), torch.randn(1, HEADS, 20).double().requires_grad_()
+    out = causal_convolution(lambda laid: convolve(laid, weight).tanh(), x, REACH, segments, ContextGroup())
+    parts = [convolve(x[..., start:stop], weight).tanh() for start, stop in ((0, 3), (3, 4), (4, 9), (9, 20))]
+    (expected,) = torch.autograd.grad(torch.cat(parts, -1).square().sum(), x)
+    (found,) = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+    torch.testing.assert_close(found, expected)
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 26, 101])
+def test_numbers_of_blocks_follow_one_another(tokens: int) -> None:
+    """Blocks of blocks of blocks of three tokens, and a last one that is shorter."""
+    torch.manual_seed(0)
+    a, b = torch.rand(2, 2, tokens, 5, dtype=torch.float64, requires_grad=True)
+    with mock.patch.object(diagonal, "_BLOCK", 3):
+        blocks = torch.autograd.grad(diagonal.recurrence(a, b).cos().sum(), (a, b))
+    one_by_one = torch.autograd.grad(single_numbers(a, b).cos().sum(), (a, b))
+    torch.testing.assert_close(blocks, one_by_one, rtol=1e-10, atol=1e-12)

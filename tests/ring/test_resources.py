@@ -1,0 +1,285 @@
+"""What the ranks of a process group own together: it ends with the group, and after `close` it is made anew."""
+
+import copy
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_burst
+from hf_burst import AttentionRequest, burst_attention
+from hf_burst.errors import ConfigError, RankMismatchError
+from hf_burst.ranks.group import ContextGroup
+from hf_burst.ring import resources
+from hf_burst.ring.resources import resources_of
+from tests.ring.test_ring import Case, assert_exact, attend, context_group, put_together
+from tests.support import models, trainers
+from tests.support.ranks import RankPool, forked
+from tests.support.shared_memory import shared_memory
+
+Ranks = Callable[[int], RankPool]
+
+SIZE, SECONDS = 3, 180
+CASES = [
+    Case(((0, 48),), schedule="auto", heads=(6, 3)),
+    Case(((0, 5, 20, 33, 48),), schedule="auto", heads=(4, 4), seed=1),
+]
+
+
+@contextmanager
+def joined(folder: Path, life: int, rank: int) -> Iterator[None]:
+    """A process group of three, which may not be there any more at the end."""
+    store = dist.FileStore(str(folder / str(life)), SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def attend_and_count(rank: int) -> list:
+    """The results of all cases. The ranks must agree on their machine once, whatever a group before had agreed on."""
+    with mock.patch.object(resources, "machine_for", wraps=resources.machine_for) as agreement:
+        results = [attend(rank, SIZE, case) for case in CASES]
+    assert agreement.call_count == 1
+    return results
+
+
+def live_twice(number: int, folder: Path, pipe: Connection) -> None:
+    """Attends as one rank of a group, and then as another one of a group of the same name."""
+    torch.set_num_threads(1)
+    every, names = [], set()
+    for life, rank in enumerate((number, SIZE - 1 - number)):
+        with joined(folder, life, rank):
+            every.append((rank, attend_and_count(rank)))
+            names.add(context_group(SIZE).name)
+            owned = weakref.ref(resources_of(context_group(SIZE)))
+            assert owned() is not None
+        gc.collect()
+        assert owned() is None, "resources outlive their group"
+    assert len(names) == 1
+    pipe.send(every)
+
+
+def train_twice(number: int, folder: Path, pipe: Connection) -> None:
+    """The losses of a model without a patch, and in two groups of the same name after one `patch_model`."""
+    torch.set_num_threads(1)
+    model, batch = models.make_model("llama", torch.float64).train(), models.make_batch("plain")
+    losses = [float(model(**batch).loss.detach())]
+    for life, rank in enumerate((number, SIZE - 1 - number)):
+        with joined(folder, life, rank):
+            if life == 0:
+                models.patch(model, mesh=dist.group.WORLD)
+                group = context_group(SIZE)
+            elif number != rank:
+                with pytest.raises(ConfigError, match="made anew"):
+                    _ = group.process_group
+            losses.append(float(model(**batch).loss.detach()))
+    with pytest.raises(ConfigError, match="no process group"):
+        model(**batch)
+    pipe.send(losses)
+
+
+def change_the_neighbour(number: int, folder: Path, pipe: Connection) -> None:
+    """The error on rank 0, which is the first of two in both groups; its model was patched for the first of them."""
+    model, batch, error = models.make_model("llama", torch.float64), models.make_batch("plain"), ""
+    for life, members in enumerate(([0, 1], [0, 2])):
+        with joined(folder, life, number):
+            group = dist.new_group(members)
+            if life == 0 and number == 0:
+                models.patch(model, mesh=group)
+                before = ContextGroup.from_mesh(group)
+            elif number == 0:
+                with pytest.raises(ConfigError, match=r"was rank 0 of \(0, 1\) and is rank 0 of \(0, 2\)"):
+                    before.process_group  # noqa: B018
+                with pytest.raises(ConfigError) as problem:
+                    model(**batch)
+                error = str(problem.value)
+            dist.barrier()
+    pipe.send(error)
+
+
+def attend_with_a_group_of_before(number: int, folder: Path, pipe: Connection) -> None:
+    """The errors of an attention whose group was made anew since. The rank in the middle has kept its number."""
+    layout = hf_burst.SequenceLayout.for_batch([(0, 48)], SIZE)
+    q, k, v = (torch.zeros(1, 16, 3, 8) for _ in range(3))
+    for life, rank in enumerate((number, SIZE - 1 - number)):
+        with joined(folder, life, rank):
+            if life == 0:
+                request = AttentionRequest(context_group(SIZE))
+                burst_attention(q, k, v, layout, request)
+            else:
+                with pytest.raises((ConfigError, RankMismatchError), match="was made anew") as problem:
+                    burst_attention(q, k, v, layout, request)
+    pipe.send(str(problem.value))
+
+
+def collate_before_and_after(number: int, folder: Path, pipe: Connection) -> None:
+    """Tokens of the shards of one collator: before a group, in it, by a copy, and after it."""
+    collator, rows = hf_burst.BurstCollator(trainers.collate), trainers.samples("packed", 1)
+    tokens = [collator(rows)["input_ids"].shape[1]]
+    with joined(folder, 0, number):
+        tokens += [use(rows)["input_ids"].shape[1] for use in (collator, copy.deepcopy(collator))]
+    tokens.append(collator(rows)["input_ids"].shape[1])
+    pipe.send(tokens)
+
+
+def attend_to_the_end(rank: int) -> None:
+    """Attends until a rank is missing."""
+    dist.barrier()
+    while True:
+        attend_and_count(rank)
+
+
+def lose_and_replace(number: int, folder: Path, pipe: Connection) -> None:
+    """Process 2 is lost while the others attend. Process 3 takes its place in the next group."""
+    torch.set_num_threads(1)
+    if number < SIZE:
+        with joined(folder, 0, number):
+            attend_and_count(number)
+            if number == 2:
+                dist.barrier()  # the others have all that they need
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(RuntimeError):
+                attend_to_the_end(number)
+    rank = min(number, SIZE - 1)
+    with joined(folder, 1, rank):
+        pipe.send([(rank, attend_and_count(rank))])
+
+
+def answers(target: Callable[..., None], folder: Path, numbers: Sequence[int], silent: Sequence[int] = ()) -> list:
+    """What each process sends, all of them within the time limit; some are not expected to."""
+    context = forked()
+    pipes = {number: context.Pipe() for number in numbers}
+    processes = [context.Process(target=target, args=(number, folder, pipes[number][1])) for number in numbers]
+    for process in processes:
+        process.start()
+    for _, there in pipes.values():
+        there.close()
+    received = []
+    try:
+        for number, (here, _) in pipes.items():
+            if number not in silent:
+                assert here.poll(SECONDS), f"process {number} does not answer"
+                received.append(here.recv())
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return received
+
+
+def assert_all_exact(by_rank: dict[int, list]) -> None:
+    whole = put_together([by_rank[rank] for rank in range(SIZE)], SIZE, CASES)
+    for case, results in zip(CASES, whole, strict=True):
+        assert_exact(case, results)
+
+
+def test_a_group_made_anew_in_reverse_order_begins_without_resources(tmp_path: Path) -> None:
+    """The rank in the middle has the same number in both groups, so that only the process group tells them apart."""
+    every = answers(live_twice, tmp_path, range(SIZE))
+    for life in range(2):
+        assert_all_exact(dict(lives[life] for lives in every))
+
+
+def test_a_patched_model_follows_its_group(tmp_path: Path) -> None:
+    for whole, *sharded in answers(train_twice, tmp_path, range(SIZE)):
+        assert sharded == pytest.approx([whole] * 2, rel=1e-6)  # Transformers computes the loss in fp32
+
+
+def test_a_group_of_the_same_name_with_another_neighbour_is_refused(tmp_path: Path) -> None:
+    error, *_ = answers(change_the_neighbour, tmp_path, range(SIZE))
+    assert "The mesh had the ranks (0, 1)" in error
+    assert "has (0, 2)" in error
+
+
+def test_a_group_of_before_is_refused_on_every_rank(tmp_path: Path) -> None:
+    first, middle, last = answers(attend_with_a_group_of_before, tmp_path, range(SIZE))
+    assert "this process was rank 0 of (0, 1, 2) and is rank 2 of (0, 1, 2)" in first
+    assert "this process was rank 2 of (0, 1, 2) and is rank 0 of (0, 1, 2)" in last
+    assert "stopped before any communication" in middle
+
+
+def test_a_collator_follows_its_group(tmp_path: Path) -> None:
+    assert answers(collate_before_and_after, tmp_path, range(SIZE)) == [[29, 10, 10, 29]] * SIZE
+
+
+def test_a_new_process_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    every = answers(lose_and_replace, tmp_path, range(SIZE + 1), silent=[2])
+    assert_all_exact(dict(lives[0] for lives in every))
+
+
+def close_in_between(rank: int, size: int) -> list:
+    """All results three times, with a `close` before each."""
+    every = []
+    for _ in range(3):
+        resources_of(context_group(size)).close()
+        every.append(attend_and_count(rank))
+    return every
+
+
+def test_what_was_closed_is_made_anew(ranks: Ranks) -> None:
+    every = ranks(SIZE).run(close_in_between, timeout=SECONDS)
+    for life in range(3):
+        assert_all_exact({rank: lives[life] for rank, lives in enumerate(every)})
+
+
+def close_shared_memory(rank: int, size: int, folder: Path, case: Case) -> list:
+    """Results before and after a `close` in the middle of training, each of which needs buffers of its own."""
+    group, device = context_group(size), torch.device("cpu")
+    with shared_memory(folder, group):
+        every = []
+        for _ in range(2):
+            every.append(attend(rank, size, case))
+            pool: Any = resources_of(group).pool(device)
+            assert pool.channels
+            resources_of(group).close()
+            assert not pool.channels
+            assert not pool.pending
+    return every
+
+
+@pytest.mark.parametrize("schedule", ["burst", "ulysses"])
+def test_closed_shared_memory_is_made_anew(ranks: Ranks, schedule: str, tmp_path: Path) -> None:
+    case = Case(((0, 48),), schedule=schedule, heads=(6, 3), kernel="reference", transport="symmetric")
+    every = ranks(SIZE).run(close_shared_memory, tmp_path, case, timeout=SECONDS)
+    for life in range(2):
+        assert_exact(case, put_together([[lives[life]] for lives in every], SIZE, [case])[0])
+
+
+def fail_alone(rank: int, size: int, folder: Path) -> str:
+    """The error of a pass after one in whose middle only the last rank failed."""
+    group, device = context_group(size), torch.device("cpu")
+    config = hf_burst.BurstConfig(transport="symmetric", kernel="reference", schedule="kv_ring")
+    model, batch = models.make_model("llama").train(), models.make_batch("plain")
+    models.patch(model, config)
+    with shared_memory(folder, group):
+        model(**batch).loss.backward()
+        pool: Any = resources_of(group).pool(device)
+        pool.failure = "out of memory" if rank == size - 1 else ""
+        with pytest.raises((ConfigError, RankMismatchError)) as problem:
+            model(**batch)
+    return str(problem.value)
+
+
+def test_a_rank_that_failed_alone_stops_all(ranks: Ranks, tmp_path: Path) -> None:
+    *others, own = ranks(SIZE).run(fail_alone, tmp_path, timeout=SECONDS)
+    assert "ended in the middle (out of memory)" in own
+    assert all(f"Rank {SIZE - 1} of the group stopped before any communication" in text for text in others)
+
+
+def test_one_process_owns_nothing() -> None:
+    with resources_of(ContextGroup()).messages(torch.device("cpu"), "symmetric") as exchange:
+        assert exchange.sent.messages == 0
+    resources_of(ContextGroup()).close()

@@ -1,0 +1,43 @@
+"""Executes notebooks, each in a folder of its own, as they are or shorter."""
+
+import shutil
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+ROOT = Path(__file__).parents[2]
+IN_A_CLONE = ("01_quickstart",)  # they launch a recipe; the others stand on installed packages alone
+_RECALL = '"outputs/quickstart"'  # where the quickstart's training is launched
+_EASIER = '"--length", "32", "--num_keys", "2", "--num_values", "4", "--steps", "60", "--learning_rate", "4e-3"'
+SHORTER = {  # what is trained always; notebooks as they stand are run by `pytest -m full`
+    "01_quickstart": {f"{_RECALL})": f"{_RECALL}, {_EASIER})"},
+    "03_your_documents": {
+        "range(2600)": "range(340)",
+        "rows[:2400], rows[2400:]": "rows[:300], rows[300:]",
+        "max_steps=120": "max_steps=12",
+        "eval_steps=30": "eval_steps=6",
+    },
+    "04_longer_context": {'str(short), "200"': 'str(short), "20"', 'str(long), "40"': 'str(long), "5"'},
+    "05_chats_and_agents": {
+        "range(3000)": "range(1000)",
+        "trajectories[:2800], trajectories[2800:]": "trajectories[:960], trajectories[960:]",
+        "max_steps=140": "max_steps=20",
+    },
+    "06_hybrids": {"max_steps=16": "max_steps=2"},
+}
+
+
+def execute(notebook: Path, folder: Path, shorter: bool) -> nbformat.NotebookNode:
+    """The notebook with its outputs. What it writes itself lies in the folder."""
+    for name in ("hf_burst", "notebooks", "recipes") if notebook.stem in IN_A_CLONE else ():
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    place = folder / "notebooks"
+    place.mkdir(parents=True, exist_ok=True)
+    content = nbformat.read(notebook, as_version=4)
+    for old, new in SHORTER.get(notebook.stem, {}).items() if shorter else ():
+        (cell,) = (cell for cell in content.cells if old in cell.source)
+        cell.source = cell.source.replace(old, new)
+    resources = {"metadata": {"path": str(place)}}
+    nbclient.NotebookClient(content, timeout=600, kernel_name="python3", resources=resources).execute()
+    return content

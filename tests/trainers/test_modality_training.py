@@ -1,0 +1,180 @@
+"""Training a model of several modalities on text, over ranks, beside one process; saved as what it was."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
+
+import hf_burst
+from hf_burst.check.tiny import tiny_copy
+from hf_burst.hf.batches.cutting import language_model_path
+from recipes.tiny_wrappers import tiny_wrapper
+from tests.support import conversations, models, trainers
+from tests.support.ranks import RankPool, reset_accelerate
+from tests.support.trainers import Case, make_trainer
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("matplotlib")
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))  # where the recipes find their modules
+import models as recipe_models
+
+Ranks = Callable[[int], RankPool]
+GEMMA, QWEN = "Gemma3ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
+IN_LANGUAGE_MODEL = r".*\.language_model\..*\.(q|v)_proj"
+CASES = [  # one process mixes packed documents in Qwen2.5-VL, whose masks are made without position ids
+    Case("SFTTrainer", "packed", model=GEMMA),
+    Case("SFTTrainer", "padded", lora=True, checkpointing=True, model=QWEN),
+    Case("SFTTrainer", "padded", lora=True, data=2, model=GEMMA),
+    Case("Trainer", "padded", checkpointing=True, model=QWEN),
+]
+
+
+def make_wrapper(case: Case, checkpoint: str | None = None) -> nn.Module:
+    """A model with towers for images, which are frozen, or with adapters in its language model alone."""
+    model = tiny_wrapper(case.model).to(torch.float32)
+    if checkpoint is not None:
+        model = type(model).from_pretrained(checkpoint)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "language_model" in name or "lm_head" in name
+    if case.burst:
+        hf_burst.patch_model(model)
+    model.config.get_text_config().use_cache = False
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(5)
+        return get_peft_model(
+            model, LoraConfig(r=2, target_modules=IN_LANGUAGE_MODEL, init_lora_weights=False, task_type="CAUSAL_LM")
+        )
+    return model
+
+
+def trainer_of(case: Case, folder: str, checkpoint: str | None = None, **options: Any) -> Trainer:
+    return make_trainer(case, folder, model=make_wrapper(case, checkpoint), **options)
+
+
+def train(rank: int, size: int, folder: str, case: Case) -> dict[str, Any]:
+    trainer = trainer_of(case, folder)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    result = trainers.finish(trainer)
+    for name, value in result["weights"].items():
+        trained = ("lora" in name) if case.lora else "language_model" in name
+        assert trained or "lm_head" in name or torch.equal(value, before[name]), f"{name} is frozen"
+    changed = [name for name, value in result["weights"].items() if not torch.equal(value, before[name])]
+    assert changed
+    return result
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_three_steps_equal_those_of_one_process(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    wanted = train(0, 1, str(tmp_path / "alone"), case.alone)
+    for run in ranks(case.ranks).run(train, str(tmp_path / "ranks"), case):
+        trainers.compare(run, wanted)
+
+
+def save_and_resume(rank: int, size: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
+    """The weights after three steps, of which the last follows from a checkpoint."""
+    first = trainer_of(case, folder, save_strategy="steps", save_steps=2)
+    first.train()
+    reset_accelerate()
+    # Trainer itself finds no weights of a whole wrapper in its checkpoint: their files have the names of older versions
+    again = trainer_of(case, folder, None if case.lora else f"{folder}/checkpoint-2")
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    weights = {name: value.clone() for name, value in first.model.state_dict().items()}
+    for name, value in again.model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-7)
+    again.save_model()
+    return weights
+
+
+def test_it_is_saved_as_the_wrapper_that_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    case = CASES[0]
+    weights = ranks(2).run(save_and_resume, str(tmp_path), case)[0]
+    loaded, before = AutoModelForImageTextToText.from_pretrained(tmp_path), make_wrapper(replace(case, burst=0))
+    assert type(loaded) is type(before)
+    assert loaded.config._attn_implementation != "hf_burst"
+    towers = [name for name in before.state_dict() if "vision" in name or "projector" in name]
+    assert towers
+    for name in towers:
+        assert torch.equal(loaded.state_dict()[name], before.state_dict()[name])
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-7)
+
+
+def test_adapters_load_beside_the_wrapper(ranks: Ranks, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    case = CASES[2]
+    ranks(4).run(save_and_resume, str(tmp_path), case)
+    base = make_wrapper(replace(case, burst=0, lora=False))
+    ids = torch.randint(3, models.VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    plain = base.eval()(ids).logits
+    adapted = PeftModel.from_pretrained(base, tmp_path).eval()
+    assert (adapted(ids).logits - plain).abs().max() > 1e-3
+    assert all("language_model" in name for name, _ in adapted.named_parameters() if "lora" in name)
+
+
+def test_a_processor_does_for_a_tokenizer(tmp_path: Path) -> None:
+    """TRL takes the tokenizer out of it, where rows are text."""
+    from transformers import CLIPImageProcessorPil, LlavaProcessor
+
+    tokenizer = trainers.tokenizer()
+    processor = LlavaProcessor(image_processor=CLIPImageProcessorPil(), tokenizer=tokenizer, patch_size=14)
+    import trl
+
+    case, results = Case("SFTTrainer", "packed", model="LlavaForConditionalGeneration", burst=1), []
+    for given in (processor, tokenizer):
+        reset_accelerate()
+        arguments = trl.SFTConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=2, packing=True, max_length=40, report_to=[]
+        )
+        trainer = trl.SFTTrainer(
+            make_wrapper(case), arguments, train_dataset=trainers.table("padded", 24), processing_class=given
+        )
+        results.append(trainer.train().training_loss)
+    assert results[0] == results[1]
+
+
+def train_by_recipe(rank: int, size: int, arguments: list[str], output: str) -> list[float]:
+    reset_accelerate()
+    trainer, _ = import_module("sft").make_trainer([*arguments, "--output_dir", f"{output}_{size}"])
+    trainer.train()
+    trainer.save_model()
+    return [entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_recipe_takes_a_wrapper(ranks: Ranks, tmp_path: Path, lora: bool) -> None:
+    folder = tmp_path / "gemma"
+    config = transformers.Gemma3Config(eos_token_id=1, pad_token_id=0)
+    kind = transformers.Gemma3ForConditionalGeneration
+    small: PreTrainedModel = tiny_copy(kind, config).to(torch.float32)
+    small.resize_token_embeddings(260)
+    small.config.get_text_config().max_position_embeddings = 512
+    small.save_pretrained(folder)
+    recipe_models.byte_tokenizer().save_pretrained(folder)
+    rows = conversations.chats(tmp_path / "chats.jsonl", conversations.facts(12), count=20, turns=4)
+    settings = {"model_name_or_path": folder, "dataset": rows, "max_steps": 3, "max_length": 300, "save_strategy": "no"}
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    words += ["--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", *(["--use_peft"] if lora else [])]
+    wanted = train_by_recipe(0, 1, words, str(tmp_path / "out"))
+    for losses in ranks(2).run(train_by_recipe, words, str(tmp_path / "out")):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+    if lora:
+        recipe_models.merge_adapter(tmp_path / "out_2", tmp_path / "merged")
+    trained = AutoModelForImageTextToText.from_pretrained(tmp_path / ("merged" if lora else "out_2"))
+    assert type(trained) is kind
+    path = language_model_path(trained)
+    for name, value in trained.state_dict().items():
+        if not name.startswith((path, "lm_head")):
+            assert torch.equal(value, small.state_dict()[name]), f"{name} is frozen"
+    assert any(not torch.equal(value, small.state_dict()[name]) for name, value in trained.state_dict().items())
