@@ -44,7 +44,11 @@ class ControlGroup:
         key = f"control {group_key(group.group_name, tuple(dist.get_process_group_ranks(group)))}"
         came = watch.store.add(key, 1)
         all_came = -(-came // self.size) * self.size  # earlier groups of this name may have been made
-        watch.until(lambda: watch.store.add(key, 0) >= all_came, limit)
+        try:
+            watch.until(lambda: watch.store.add(key, 0) >= all_came, limit)
+        except BaseException:  # also when the user interrupts: whoever comes later must not connect to this rank
+            watch.store.add(key, -1)
+            raise
         store = dist.PrefixStore(f"{key} {all_came}", watch.store)  # type: ignore[attr-defined]
         try:
             self.backend = _connect(group, store, min(limit, _CONNECT))

@@ -194,8 +194,8 @@ class ContextGroup:
             doing (`str`, *optional*): What the ranks are about to do, for errors of other ranks.
 
         Raises:
-            ConfigError: If the process group has come to an end, or was made anew with other ranks, or if an attention
-                over it ended in the middle before.
+            ConfigError: If the process group has come to an end, or was made anew with other ranks, or if a pass over
+                it ended in the middle before.
             RankMismatchError: If another rank met an error, the facts differ, or ranks wait in different places.
             LostRankError: If another rank ended, or did not come within the time limit.
         """

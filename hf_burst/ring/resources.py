@@ -100,14 +100,14 @@ class GroupResources:
             raise ConfigError(_NOT_SYMMETRIC.format(problems))
 
     def check(self) -> None:
-        """Raises a ConfigError if an attention ended in the middle on this rank."""
+        """Raises a ConfigError if a pass ended in the middle on this rank."""
         for near, _ in self._levels.values():
             if near.size > 1:
                 resources_of(near).check()
         for pool in self._pools.values():
             if isinstance(pool, SymmetricPool) and pool.failure:
                 raise ConfigError(
-                    f"An attention over these ranks ended in the middle ({pool.failure}), so that they no longer agree "
+                    f"A pass over these ranks ended in the middle ({pool.failure}), so that they no longer agree "
                     "on what was sent. Start the job anew, with smaller batches if memory was short."
                 )
 

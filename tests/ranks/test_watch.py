@@ -31,6 +31,7 @@ from hf_burst.hf.trainers.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
 from hf_burst.ranks import control
 from hf_burst.ranks.control import address_towards
+from hf_burst.ranks.group import ContextGroup
 from hf_burst.ranks.watch import Report, Verdict, Watch, channel, stuck, watch_of_process
 from hf_burst.ranks.watch.report import after_the_limit
 from hf_burst.ring.resources import resources_of
@@ -388,7 +389,7 @@ class EndsBetween:
 
 
 def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
-    watch = mock.Mock(verdict=None, interval=INTERVAL)
+    watch = mock.MagicMock(verdict=None, interval=INTERVAL)
     Watch.wait(watch, EndsBetween())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection closed"):
         Watch.wait(watch, EndsBetween("Connection closed"))  # type: ignore[arg-type]
@@ -421,7 +422,7 @@ def die(rank: int, size: int) -> None:
     [
         (fail_early, "Rank 1 ended"),
         (end_early, "Rank 1 ended after forward pass 1 of LlamaForCausalLM in training"),
-        (die, "Nothing was heard of rank 1"),
+        (die, "Nothing was answered of rank 1"),
     ],
 )
 def test_a_rank_that_ended_is_named(scene: Callable[[int, int], None], said: str) -> None:
@@ -478,7 +479,7 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
     survivor, killed = (process.communicate(timeout=2 * SOON)[1] for process in processes)
     assert [process.returncode for process in processes] == [1, -signal.SIGKILL], killed
     assert "rank 0 lost another rank in a message of torch.distributed" in survivor
-    assert "Nothing was heard of rank 1, which was killed or left the process group." in survivor
+    assert "Nothing was answered of rank 1, which was killed or left the process group." in survivor
     assert "torchrun --max-restarts" in survivor
 
 
@@ -499,13 +500,13 @@ import time
 from datetime import timedelta
 import torch.distributed as dist
 from hf_burst.ranks.watch import Watch, watch_of_process
-from hf_burst.ranks.watch.messenger import Messenger
+from hf_burst.ranks.watch.worker import Worker
 
 class Late:
     def __del__(self, sleep=time.sleep):
         sleep(2)  # the interpreter takes long to end
 
-late, end = Late(), Messenger.end
+late, end = Late(), Worker.end
 
 def slow(self):
     try:
@@ -513,7 +514,7 @@ def slow(self):
     except RuntimeError:
         end(self)
 
-Watch.interval, Messenger.end = 0.1, slow
+Watch.interval, Worker.end = 0.1, slow
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 stopped = watch_of_process().stopped
@@ -579,7 +580,7 @@ def destroy_while_it_looks(rank: int, size: int) -> str:
 
     with mock.patch.object(channel, "begun_over", destroy):
         last = time.monotonic() + SOON
-        watch._ring()
+        watch._ask_all()
         while part in dist.distributed_c10d._world.pg_map and time.monotonic() < last:
             time.sleep(INTERVAL)
     with mock.patch.object(Watch, "_turn", fail):
@@ -700,6 +701,35 @@ def test_ranks_that_compile_and_ranks_that_do_not() -> None:
             assert "Compile the model on all ranks or on none" in text
 
 
+def give_up_and_call_again(met: bool, rank: int, size: int) -> list[str]:
+    """Rank 0 is interrupted while it waits in a call, and calls again; rank 1 comes late."""
+    group, device, said = ContextGroup.from_mesh(None), torch.device("cpu"), list[str]()
+    watch_of_process()  # as patch_model does
+    if met:
+        group.agree({}, None, device)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 2.0)
+    else:
+        time.sleep(4.0)
+    for number in range(3):
+        try:
+            group.agree({"pass": number}, None, device)
+            said.append("went on")
+        except (KeyboardInterrupt, ConfigError, RankMismatchError, LostRankError) as problem:
+            said.append(f"{type(problem).__name__}: {problem}")
+    return said
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_a_call_that_was_given_up_is_met_by_no_later_one(met: bool) -> None:
+    """Else rank 1 would take the numbers of the first call for those of the second, and go on alone."""
+    first, second = (end["returned"] for end in play(partial(give_up_and_call_again, met)))
+    assert first[0].startswith("KeyboardInterrupt")
+    assert all("ended in the middle (KeyboardInterrupt" in said for said in first[1:])
+    assert "went on" not in second[1:]
+
+
 def failing_kernel() -> Any:
     """The kernel of CPUs, whose second tile fails."""
     forward, calls = CpuFlashKernel.forward_piece, iter(range(1))
@@ -739,7 +769,7 @@ def test_a_kernel_that_failed_on_one_rank_and_was_caught() -> None:
     assert own["raised"][0] is ConfigError
     for told in others:
         text = told["raised"][1] if "raised" in told else told["said"]
-        assert "Rank 2 cannot go on: an attention ended in the middle (MemoryError" in text
+        assert "Rank 2 cannot go on: a pass ended in the middle (MemoryError" in text
         assert told.get("exit") == 1 or "raised" in told
 
 
@@ -755,7 +785,7 @@ def begin_anew(rank: int, size: int) -> str:
             agree()
         if world == 0:
             watch = watch_of_process()
-            watch._answer(watch._ring())
+            watch._answer(watch._ask_all())
             watch._decide(Verdict("of before", {"0": "", "1": ""}), watch._report(0))
             watch._leave("ended before")
             dist.barrier()

@@ -1,8 +1,9 @@
 """What the ranks of a job do, told on the side: so that ranks which differ end by an error, and slow ones never do.
 
-Nothing is posted while all goes well. A rank that waits for longer than some seconds rings a bell in the store of the
-job. A thread of every process hears it, and posts where its main thread stands. Only a proof is an error: ranks that
-wait for each other in a circle, or for one that has ended. It must be seen twice, unchanged. Who says nothing is slow.
+Nothing is posted while all goes well. A rank that waits for longer than some seconds raises a poll counter in the store
+of the job. A thread of every process sees it, and posts where its main thread stands. Only a proof is an error: ranks
+that wait for each other in a circle, or for one that has ended. It must be seen twice, unchanged. Who says nothing is
+slow.
 """
 
 import json
@@ -24,9 +25,9 @@ import torch.distributed as dist
 
 from ...errors import BurstError, ConfigError, LostRankError, RankMismatchError
 from .counts import Counts, begun_over, group_key
-from .messenger import Messenger
 from .report import NO_STORE, START_ANEW, Report, Verdict, after_the_limit, stuck
 from .stack import stand_of
+from .worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class _Call:
     members: tuple[int, ...]
     number: int
     doing: str
+    counts: Counts
 
 
 class Watch:
@@ -49,7 +51,7 @@ class Watch:
     """
 
     patience = 3.0  # seconds that a rank waits before it asks
-    interval = 1.0  # seconds between two looks at the bell
+    interval = 1.0  # seconds between two looks at the poll counter
     grace = 15.0  # seconds in which a rank that is stuck in code of others may be freed by an error there
     warns = 60.0  # seconds after which a waiting rank says for whom it waits
 
@@ -68,18 +70,18 @@ class Watch:
         self.latest = "its start"
         self.counts: WeakKeyDictionary[dist.ProcessGroup, Counts] = WeakKeyDictionary()
         self.verdict: Verdict | None = None
-        self.farewell: Report | None = None  # of the process that holds the store, and takes it along
-        self.born = self._rung()  # what is older is of another default group over the same store
+        self.last_report: Report | None = None  # of the process that holds the store, and takes it along
+        self.born = self._polls()  # what is older is of another default group over the same store
         self.store.set(f"watch {self.rank}", self.process)
-        self.heard, self.told = 0, False
+        self.answered, self.told = 0, False
         self.place = ""
         self.since, self.again = time.monotonic(), 0.0
         self.suspected: list[str] = []
         self.stopped = Event()
-        self.messenger = Messenger()
+        self.worker = Worker()
         self.listener = Thread(target=self._run, name="hf_burst watch", daemon=True)
         self.listener.start()
-        threads = self.listener, self.messenger.thread
+        threads = self.listener, self.worker.thread
         # of children of multiprocessing, too. It stays when this watch has gone: its threads may still be on their way
         multiprocessing.util.Finalize(None, _end, args=(ref(self), threads, self.patience), exitpriority=1)
 
@@ -88,7 +90,7 @@ class Watch:
         """A call in which all ranks of a group meet, and this watch to wait for it by [`wait`] and [`until`].
 
         Raises:
-            ConfigError: If an attention over them ended in the middle before.
+            ConfigError: If a pass over them ended in the middle before.
             RankMismatchError: If they wait in different places.
             LostRankError: If one of them ended, or did not come within the time limit.
         """
@@ -96,12 +98,12 @@ class Watch:
         counts = self.counts.setdefault(group, Counts())
         if counts.broken:
             raise ConfigError(
-                f"An attention over these ranks ended in the middle ({counts.broken}), so that they no longer agree "
+                f"A pass over these ranks ended in the middle ({counts.broken}), so that they no longer agree "
                 f"on what was sent. Take smaller batches if memory was short. {START_ANEW}"
             )
         self.thread = get_ident()
         counts.agreed += 1
-        self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing)
+        self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing, counts)
         try:
             yield self
             counts.met, counts.mark = counts.agreed, begun_over(group) - counts.own
@@ -115,25 +117,39 @@ class Watch:
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
-        while True:
-            self._check_call()
-            try:
-                work.wait(timedelta(seconds=self.interval))
-                return
-            except RuntimeError:
-                if work.is_completed():  # it may have ended well just after the second was over
-                    work.wait()
+        with self._not_given_up():
+            while True:
+                self._check_call()
+                try:
+                    work.wait(timedelta(seconds=self.interval))
                     return
+                except RuntimeError:
+                    if work.is_completed():  # it may have ended well just after the second was over
+                        work.wait()
+                        return
 
     def until(self, ready: Callable[[], bool], limit: timedelta) -> None:
         """Asks the store until all have come to the call under way, and ends as [`wait`] does."""
         began = time.monotonic()
-        while not ready():
-            self._check_call()
-            waited = time.monotonic() - began
-            if waited > limit.total_seconds():
-                raise dist.DistStoreError(f"timed out after {limit}")
-            time.sleep(min(0.05, 0.001 + waited / 20))
+        with self._not_given_up():
+            while not ready():
+                self._check_call()
+                waited = time.monotonic() - began
+                if waited > limit.total_seconds():
+                    raise dist.DistStoreError(f"timed out after {limit}")
+                time.sleep(min(0.05, 0.001 + waited / 20))
+
+    @contextmanager
+    def _not_given_up(self) -> Iterator[None]:
+        """What another rank sends later would meet what this rank has sent before it gave up: so if it gives up, also
+        since the user interrupts, later calls over these ranks are refused, and the others are told."""
+        try:
+            yield
+        except BaseException as problem:
+            if self.call is not None:
+                self.call.counts.end_in_the_middle(problem)
+                self.worker.within(self.interval, self._tell)
+            raise
 
     def _check_call(self) -> None:
         if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
@@ -150,8 +166,8 @@ class Watch:
         try:
             yield
         except BaseException as problem:  # also when the user interrupts
-            counts.broken = counts.broken or repr(problem).splitlines()[0][:300]
-            self.messenger.within(self.interval, self._tell)
+            counts.end_in_the_middle(problem)
+            self.worker.within(self.interval, self._tell)
             if lost(problem):
                 raise self.explain(problem, members, f"the attention after {self.latest}") from problem
             raise
@@ -165,14 +181,14 @@ class Watch:
         logger.error(at_once, self.rank, doing)  # a launcher ends the rank soon
         answered: dict[int, Report] = {}
         unknown_ranks: list[int] = []
-        reached = self.messenger.within(4 * self.interval, lambda: self._ask(members, answered, unknown_ranks))
-        reports = dict(answered)  # an errand that is late may add more
-        if self.farewell is not None:
-            reports.setdefault(self.farewell.rank, self.farewell)
+        reached = self.worker.within(4 * self.interval, lambda: self._ask(members, answered, unknown_ranks))
+        reports = dict(answered)  # a task that is late may add more
+        if self.last_report is not None:
+            reports.setdefault(self.last_report.rank, self.last_report)
         if self.verdict is not None and self.verdict.concerns([self.rank, *members]):
             return RankMismatchError(self.verdict.text)
         ended = [str(report) for report in reports.values() if report.gives_up("")]
-        asked = reached and self.farewell is None  # else the store is gone, and silence proves nothing
+        asked = reached and self.last_report is None  # else the store is gone, and silence proves nothing
         silent = [rank for rank in members if rank not in reports and rank != self.rank]
         unknown = [rank for rank in silent if asked and rank in unknown_ranks]
         lacking = [rank for rank in silent if rank not in unknown]
@@ -181,13 +197,13 @@ class Watch:
             answers = [str(report) for rank, report in reports.items() if rank != self.rank]
             return LostRankError(
                 f"Rank {self.rank} waited in {doing} until the time limit of the process group ran out. "
-                f"{after_the_limit([*never, *answers], lacking, asked, self.farewell is not None)} {START_ANEW}"
+                f"{after_the_limit([*never, *answers], lacking, asked, self.last_report is not None)} {START_ANEW}"
             )
         ended[:0] = never
         if lacking and asked:
             killed = ", ".join(map(str, lacking))
-            ended.insert(0, f"Nothing was heard of rank {killed}, which was killed or left the process group.")
-        elif lacking and self.farewell is None:
+            ended.insert(0, f"Nothing was answered of rank {killed}, which was killed or left the process group.")
+        elif lacking and self.last_report is None:
             ended.insert(0, f"The store of the job cannot be reached: {NO_STORE}.")
         return LostRankError(
             f"Rank {self.rank} lost the connection to another rank in {doing}. {' '.join(ended)} Look for the first "
@@ -195,7 +211,7 @@ class Watch:
         )
 
     def _run(self) -> None:
-        """The thread: hears the bell, answers, and asks if the main thread waits."""
+        """The thread: reads the poll counter, answers, and asks if the main thread waits."""
         failed = False
         while not self.stopped.wait(self.interval) and dist.is_initialized() and dist.group.WORLD is self.world():
             try:
@@ -209,12 +225,12 @@ class Watch:
                 failed = True
         if not self.stopped.is_set():  # else the process ends, and has something to tell
             self.stopped.set()
-            self.messenger.end()
+            self.worker.end()
 
     def _turn(self) -> None:
-        if self.farewell is None:
-            self._answer(self._rung())
-        report, now = self._report(self.heard), time.monotonic()
+        if self.last_report is None:
+            self._answer(self._polls())
+        report, now = self._report(self.answered), time.monotonic()
         if report.state != self.place:
             self.place, self.since, self.again = report.state, now, now + self.patience
             self.told, self.suspected = False, []
@@ -222,27 +238,27 @@ class Watch:
             self._free(report)
         elif not report.kind or now < self.again:
             return
-        elif self.farewell is None:
+        elif self.last_report is None:
             self._look(now)
-        elif self.farewell.rank in report.members and report.needs(self.farewell):
-            self.verdict = Verdict.of([report, self.farewell])
+        elif self.last_report.rank in report.members and report.needs(self.last_report):
+            self.verdict = Verdict.of([report, self.last_report])
 
     def _look(self, now: float) -> None:
         """Asks the others, and decides when it has seen the same proof twice."""
         reports: dict[int, Report] = {}
-        bell = self._ring()
-        self._answer(bell)
+        polls = self._ask_all()
+        self._answer(polls)
         last = now + 3 * self.interval
 
         def read(rank: int) -> Report | None:
             while rank not in reports:
                 report = self._read(rank)
-                if report is not None and (report.bell >= bell or report.ended):
+                if report is not None and (report.polls >= polls or report.ended):
                     reports[rank] = report
                 elif self.stopped.is_set() or time.monotonic() > last:
                     return None
                 else:
-                    self._answer(self._rung())
+                    self._answer(self._polls())
                     time.sleep(self.interval / 10)
             return reports[rank]
 
@@ -261,7 +277,7 @@ class Watch:
         """Tells all ranks before this one raises, since its end may take connections and the store along."""
         before, known = self._decided()
         if known is None:
-            self.store.compare_set("verdict", before, json.dumps(asdict(replace(verdict, bell=self.heard))))
+            self.store.compare_set("verdict", before, json.dumps(asdict(replace(verdict, polls=self.answered))))
         self._tell()
         if own.kind == "agree":
             self.stopped.wait(2 * self.interval)
@@ -279,13 +295,13 @@ class Watch:
             logger.error("hf_burst, rank %d: %s", self.rank, self.verdict.text)
         elif time.monotonic() >= self.again:
             logger.critical("hf_burst ends rank %d, whose main thread waits for ever (%s).", self.rank, report.line)
-            self.messenger.within(
+            self.worker.within(
                 4 * self.interval, lambda: self._leave("was ended by hf_burst, since it waited for ever,")
             )
-            self.messenger.within(self.interval, _flush)
+            self.worker.within(self.interval, _flush)
             os._exit(1)
 
-    def _report(self, bell: int, ended: str = "") -> Report:
+    def _report(self, polls: int, ended: str = "") -> Report:
         call = self.call
         facts: dict[str, Any] = {"agreed": {}, "broken": {}, "begun": {}, "idle": {}, "ended": ended}
         groups: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -316,55 +332,55 @@ class Watch:
             key, members = self.messages
             facts |= {"kind": "messages", "doing": f"the attention after {self.latest}", "group": key}
             facts |= {"members": members, "number": facts["agreed"].get(key, 0)}
-        return Report(self.rank, bell, self.process, self.latest, **facts)
+        return Report(self.rank, polls, self.process, self.latest, **facts)
 
-    def _answer(self, bell: int, ended: str = "") -> None:
-        """Posts where this rank stands, if the bell was rung since, and reads what was decided."""
-        if bell == self.heard and not ended:
+    def _answer(self, polls: int, ended: str = "") -> None:
+        """Posts where this rank stands, if the counter has risen since, and reads what was decided."""
+        if polls == self.answered and not ended:
             return
-        self.heard = bell
-        self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(bell, ended))))
+        self.answered = polls
+        self.store.set(f"rank {self.rank}", json.dumps(asdict(self._report(polls, ended))))
         if self.verdict is None:
             self.verdict = self._decided()[1]
         if self.store.check(["closed by"]):
             report = self._read(int(self.store.get("closed by")))
-            self.farewell = report if report is not None and report.ended else None
+            self.last_report = report if report is not None and report.ended else None
 
     def _tell(self, ended: str = "") -> None:
         """Posts where this rank stands, and makes the others look."""
-        if self.farewell is None:
-            self._answer(self._ring(), ended)
+        if self.last_report is None:
+            self._answer(self._ask_all(), ended)
 
     def _decided(self) -> tuple[str, Verdict | None]:
         """What the store holds of a verdict, and the one of these processes."""
         text = self.store.get("verdict").decode() if self.store.check(["verdict"]) else ""
         verdict = Verdict(**json.loads(text)) if text else None
-        return text, verdict if verdict is not None and verdict.bell > self.born else None
+        return text, verdict if verdict is not None and verdict.polls > self.born else None
 
     def _ask(self, members: Sequence[int], reports: dict[int, Report], unknown: list[int]) -> None:
         """Collects what these ranks answer within some seconds, and which of them never made a watch."""
-        if self.farewell is not None:
+        if self.last_report is not None:
             return
         unknown += [rank for rank in members if not self.store.check([f"watch {rank}"])]
-        bell, last = self._ring(), time.monotonic() + 3 * self.interval
+        polls, last = self._ask_all(), time.monotonic() + 3 * self.interval
         while time.monotonic() < last and len(reports) < len(members):
-            self._answer(self._rung())
+            self._answer(self._polls())
             for rank in members:
                 report = self._read(rank)
-                if report is not None and (report.bell >= bell or report.ended):
+                if report is not None and (report.polls >= polls or report.ended):
                     reports[rank] = report
             time.sleep(self.interval / 10)
 
-    def _ring(self) -> int:
-        return int(self.store.add("bell", 1))
+    def _ask_all(self) -> int:
+        return int(self.store.add("polls", 1))
 
-    def _rung(self) -> int:
-        return int(self.store.get("bell")) if self.store.check(["bell"]) else 0
+    def _polls(self) -> int:
+        return int(self.store.get("polls")) if self.store.check(["polls"]) else 0
 
     def _read(self, rank: int) -> Report | None:
         key = f"rank {rank}"
         report = Report(**json.loads(self.store.get(key))) if self.store.check([key]) else None
-        return None if report is not None and report.ended and report.bell <= self.born else report
+        return None if report is not None and report.ended and report.polls <= self.born else report
 
     def end(self) -> bool:
         """Tells the others that this process ends, and the user what a lost connection means that ended it. Returns
@@ -373,12 +389,12 @@ class Watch:
         if not self.stopped.is_set():
             self.stopped.set()
             if dist.is_initialized():  # else the store may be gone as well
-                answers = self.messenger.within(2.0, self._rung)
-                self._say_farewell(answers)
-        self.messenger.end()
+                answers = self.worker.within(2.0, self._polls)
+                self._say_end(answers)
+        self.worker.end()
         return answers
 
-    def _say_farewell(self, answers: bool) -> None:
+    def _say_end(self, answers: bool) -> None:
         problem = _uncaught()
         if id(problem) == self.handled:
             problem = None
@@ -387,7 +403,7 @@ class Watch:
             logger.error("hf_burst: %s", self.explain(problem, everyone, "a message of torch.distributed"))
         ended = f"ended by {problem!r}".splitlines()[0][:300] if problem is not None else "ended"
         if answers:
-            self.messenger.within(4 * self.interval, lambda: self._leave(ended))
+            self.worker.within(4 * self.interval, lambda: self._leave(ended))
 
     def _leave(self, ended: str) -> None:
         """Tells the others that this process ends, and gives them time if their store ends with it."""

@@ -29,7 +29,7 @@ class Counts:
         met (`int`): The last one that ended well.
         mark (`int`): The collectives of others that had begun by then.
         own (`int`): How many of those that the backend counts were messages of attention.
-        broken (`str`): By what an attention ended in the middle, if one did.
+        broken (`str`): By what an attention, or the wait for a call, ended in the middle, if one did.
     """
 
     agreed: int = 0
@@ -37,3 +37,7 @@ class Counts:
     mark: int = 0
     own: int = 0
     broken: str = ""
+
+    def end_in_the_middle(self, problem: BaseException) -> None:
+        """Notes down by what a pass ended in the middle, where none did before."""
+        self.broken = self.broken or repr(problem).splitlines()[0][:300]

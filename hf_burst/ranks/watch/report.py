@@ -21,7 +21,7 @@ class Report:
 
     Args:
         rank (`int`): Its number in the job.
-        bell (`int`): How often the bell had been rung by then.
+        polls (`int`): How high the poll counter was by then.
         process (`str`): Its process and host.
         latest (`str`): The last call of hf_burst that it came through.
         line (`str`): The line of the user's code that its main thread runs.
@@ -33,12 +33,12 @@ class Report:
         counted (`bool`): Whether the numbers of collectives prove that a rank did not begin it.
         agreed, begun (`dict[str, int]`): For each group, the calls of `agree` and the collectives that it has begun.
         idle (`dict[str, int]`): For groups over which nothing began since, the last call of `agree` that ended well.
-        broken (`dict[str, str]`): The groups over which an attention ended in the middle, and by what.
+        broken (`dict[str, str]`): The groups over which a pass ended in the middle, and by what.
         ended (`str`): How the process ended, if it did.
     """
 
     rank: int
-    bell: int
+    polls: int
     process: str
     latest: str
     line: str = ""
@@ -57,7 +57,7 @@ class Report:
     def needs(self, other: "Report") -> bool:
         """Whether this rank waits for something that the other one has not begun."""
         if self.kind == "agree":
-            return other.agreed.get(self.group, 0) < self.number
+            return other.agreed.get(self.group, 0) < self.number or self.group in other.broken
         if self.kind == "collective" and not self.counted:
             return other.idle.get(self.group) == self.agreed.get(self.group, 0)
         if self.kind == "collective":
@@ -77,9 +77,7 @@ class Report:
         if self.ended:
             return f"Rank {self.rank} {self.ended} after {self.latest}."
         if self.broken:
-            return (
-                f"Rank {self.rank} cannot go on: an attention ended in the middle ({next(iter(self.broken.values()))})."
-            )
+            return f"Rank {self.rank} cannot go on: a pass ended in the middle ({next(iter(self.broken.values()))})."
         where = f" ({self.line})" if self.line else ""
         return f"Rank {self.rank} {'waits in' if self.kind else 'runs'} {self.doing or 'its own code'}{where}."
 
@@ -148,7 +146,7 @@ class Verdict:
 
     text: str
     states: dict[str, str]  # by rank, see [`Report.state`]
-    bell: int = 0  # how often it had been rung by then
+    polls: int = 0  # how high the counter was by then
 
     @classmethod
     def of(cls, found: Sequence[Report]) -> "Verdict":

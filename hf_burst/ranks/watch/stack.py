@@ -21,7 +21,7 @@ _COLLECTIVES = _MEETING | {
 # DistributedDataParallel calls these from C++. A rank may go on alone out of its broadcasts, but nobody sends messages
 # between two ranks over its group, so gloo's numbers tell who has not begun one.
 _OF_DDP = {"_distributed_broadcast_coalesced", "_sync_params_and_buffers", "_verify_param_shape_across_processes"}
-_LIBRARIES = (f"{Path(__file__).parents[1]}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+_LIBRARIES = (f"{Path(__file__).parents[2]}/", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 
 
 @dataclass(frozen=True)

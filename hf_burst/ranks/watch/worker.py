@@ -8,37 +8,37 @@ from threading import Event, Thread
 logger = logging.getLogger(__name__)
 
 
-class Messenger:
-    """Runs errands, one after another. It is started early: when the interpreter ends, Python starts no thread."""
+class Worker:
+    """Runs tasks, one after another. It is started early: when the interpreter ends, Python starts no thread."""
 
     def __init__(self) -> None:
-        self.errands: SimpleQueue[tuple[Callable[[], object], Event, Event] | None] = SimpleQueue()
-        self.thread = Thread(target=self._run, name="hf_burst messenger", daemon=True)
+        self.tasks: SimpleQueue[tuple[Callable[[], object], Event, Event] | None] = SimpleQueue()
+        self.thread = Thread(target=self._run, name="hf_burst worker", daemon=True)
         self.thread.start()
 
-    def within(self, seconds: float, errand: Callable[[], object]) -> bool:
-        """Whether an errand ended well in time."""
+    def within(self, seconds: float, task: Callable[[], object]) -> bool:
+        """Whether a task ended well in time."""
         well, over = Event(), Event()
         if self.thread.is_alive():
-            self.errands.put((errand, well, over))
+            self.tasks.put((task, well, over))
             over.wait(seconds)
         return well.is_set()
 
     def end(self) -> None:
-        self.errands.put(None)
+        self.tasks.put(None)
 
     def _run(self) -> None:
         while True:
-            asked = self.errands.get()
+            asked = self.tasks.get()
             if asked is None:
                 return
-            errand, well, over = asked
+            task, well, over = asked
             try:
-                errand()
+                task()
                 well.set()
             except RuntimeError as problem:
                 logger.debug("hf_burst cannot reach the store of the job: %s", problem)
             except Exception:
                 logger.exception("hf_burst failed to tell the other ranks where this one stands.")
             over.set()
-            del asked, errand  # whose owner may go
+            del asked, task  # whose owner may go
