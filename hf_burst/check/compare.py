@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import BurstError, UnsupportedModelError
 from ..hf.batches.cutting import modalities_of
@@ -76,13 +76,12 @@ class BatchComparison:
         return self.error <= BATCH_TOLERANCE
 
 
-def compare(make: Maker, config: PreTrainedConfig | None = None) -> Verdict:
+def compare(make: Maker) -> Verdict:
     """The verdict on a tiny model, in fp64: the loss and all gradients, as a data-parallel wrapper averages them.
 
     Three batches are compared: two sequences of odd length, packed documents beside the documents one by one (not every
     model keeps them apart), and sequences padded at either end. Over ranks, MLPs take a few tokens at a time. Which
-    classes are served is not asked; every other check of [`patch_model`] is. The verdict is for `config`, of which the
-    model is a tiny one.
+    classes are served is not asked; every other check of [`patch_model`] is.
     """
     with ExitStack() as settings:
         torch.set_default_dtype(torch.float64)
@@ -102,7 +101,7 @@ def compare(make: Maker, config: PreTrainedConfig | None = None) -> Verdict:
             return Verdict("refused", note=str(problem))
         exact = all(error <= TOLERANCE for error in errors.values())  # false for nan
         remarks = "; ".join(filter(None, [note(model), _leak(model)]))
-        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model, config) or "")
+        return Verdict("exact" if exact else "wrong", errors, remarks, fingerprint(model) or "")
 
 
 def compare_batch(make: Maker, batch: Mapping[str, torch.Tensor]) -> BatchComparison:

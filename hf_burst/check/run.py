@@ -69,7 +69,7 @@ def check_model(
     target = find_target(model, trust_remote_code)
     make = partial(tiny_copy, target.model_class, target.config)
     try:
-        verdict: Verdict = run_on_ranks(partial(compare, config=target.config), make, limit=time_limit)
+        verdict: Verdict = run_on_ranks(compare, make, limit=time_limit)
     except RuntimeError as problem:
         return Verdict("wrong", note=f"the comparison failed: {problem}")
     if verdict.fingerprint:

@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from huggingface_hub import constants
 from transformers import (
     BertConfig,
@@ -183,43 +182,18 @@ def test_a_loss_that_is_wrong_over_ranks_is_seen_on_a_batch(
     assert "tolerance 0.0001" in printed
 
 
-def test_a_verdict_holds_for_source_config_and_versions(
+def test_a_verdict_holds_for_class_source_and_versions(
     unseen: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fingerprint(**settings: Any) -> str | None:
         return verdicts.fingerprint(unseen.UnseenForCausalLM(unseen.UnseenConfig(**{**SIZES, **settings})))
 
-    first = fingerprint()
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "pad_token_id": 5, "use_cache": False, "rope_theta": 5e5}
-    for same in (sizes, {"attention_dropout": 0.1}, {"sliding_window": -1}, {"no_rope_layers": []}):
-        assert fingerprint(**same) == first
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    settings: list[dict[str, Any]] = [
-        {"attention_bias": True},
-        {"rope_parameters": yarn},
-        {"hidden_act": "gelu"},
-        {"num_key_value_heads": 1},
-        {"sliding_window": 4096},
-        {"attn_logit_softcapping": 30.0},
-        {"local_layer_ids": [1]},
-        {"attn_layer_period": 2},
-        {"max_window_layers": 1},
-        {"max_window_layers": 2},
-        {"num_local_experts": 8},
-        {"num_local_experts": 8, "router_aux_loss_coef": 0.01},
-        {"conv_kernel": 1},
-        {"conv_kernel": 4},
-        {"dilations": [1, 4]},
-        {"dilations": [1, 2]},
-    ]
-    others = [fingerprint(**changed) for changed in settings]
-    for package in (verdicts.transformers, verdicts.torch):
+    first, others = fingerprint(), list[str | None]()
+    assert fingerprint(hidden_size=64, num_hidden_layers=3) == first
+    for package in (verdicts.transformers, verdicts.torch, verdicts):
         with monkeypatch.context() as changed:
             changed.setattr(package, "__version__", "9.9")
             others.append(fingerprint())
-    with monkeypatch.context() as changed:
-        changed.setattr(verdicts, "__version__", "9.9")
-        others.append(fingerprint())
     (tmp_path / "unseen_family.py").write_text(SOURCE + "\n# changed\n")
     others.append(fingerprint())
     assert len({first, *others}) == 1 + len(others)
@@ -367,16 +341,6 @@ def test_no_kind_of_layer_is_left_out() -> None:
     small = shrink(PreTrainedConfig(num_hidden_layers=30, layer_kinds=kinds))
     assert small.layer_kinds == kinds[:5]
     assert small.num_hidden_layers == 5
-
-
-def test_a_tiny_model_has_the_structure_that_a_verdict_is_for() -> None:
-    # their default configs have lists of layers, or sizes that follow from others, which no small one has
-    known = {f"{family}ForCausalLM" for family in ("Bamba", "GraniteMoeHybrid", "Lfm2", "Llama4", "Mamba2", "Moshi")}
-    known |= {f"{family}ForConditionalGeneration" for family in ("Granite4Vision", "Lfm2Vl", "Llama4", "Molmo2")}
-    for name in sorted({*verdicts.SERVED} - known):
-        config = getattr(transformers, name).config_class()
-        structures = [verdicts._structure(each.to_dict()) for each in (config, shrink(config))]
-        assert structures[0] == structures[1], name
 
 
 def test_scaled_rotary_positions_stay_in_effect() -> None:

@@ -1,4 +1,4 @@
-"""Which numbers of a config are sizes: those that a tiny model shrinks, and that no verdict depends on."""
+"""Which numbers of a config are sizes: those that a tiny model shrinks."""
 
 import re
 from typing import Any
@@ -71,11 +71,6 @@ _AT_MOST = {"num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_to
 }
 _WINDOW = re.compile(r"window(?!.*layers)|att\w*_chunk")  # by whatever name
 _NO_TEXT = re.compile(r"(image|video|vision|audio|sound|speech|media)\w*_token_(id|index)$")
-
-
-def is_size(key: str) -> bool:
-    """Whether a tiny model has a size of its own in the place of an attribute of a config."""
-    return key in SIZES or _WINDOW.search(key) is not None or key.endswith(("_offset", "mrope_section"))
 
 
 def small_size(key: str, value: Any) -> Any:

@@ -9,17 +9,15 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...cache import cache_file, write_whole
 from ...errors import ConfigError, UnsupportedModelError
 from ...version import __version__
-from .sizes import LAYER_COUNTS, LAYER_LISTS, STEPS, is_size
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +26,6 @@ _TABLE = json.loads(Path(__file__).with_name("served.json").read_text())
 TESTED: str = _TABLE["transformers"]
 SERVED: dict[str, str] = _TABLE["classes"]
 
-_NO_STRUCTURE = re.compile(
-    r"^_|drop|jitter|vocab_size$|token_(ids?|index)$|^(torch_)?dtype$|^(id2label|label2id|architectures|auto_map|quantization_config)$|"
-    r"^(transformers_version|use_cache|return_dict|output_hidden_states|output_attentions|problem_type)$"
-)
 # libraries whose classes treat each token by itself, or are compared by the tests: no verdict depends on their source
 _LIBRARIES = re.compile(
     r"builtins|abc|typing|collections|transformers|torch|peft|accelerate|trl|liger_kernel|hf_burst|deepspeed|torchao|"
@@ -75,13 +69,12 @@ def own_classes(model: PreTrainedModel) -> list[type]:
     return sorted(own, key=lambda kind: kind.__qualname__)
 
 
-def fingerprint(model: PreTrainedModel, config: PreTrainedConfig | None = None) -> str | None:
-    """A hash of all that a verdict on a model holds for: the source of its class, its layers and the modules beside
-    them, the settings of its config that are no sizes, and the versions of Transformers, torch and hf_burst.
+def fingerprint(model: PreTrainedModel) -> str | None:
+    """A hash of what a verdict on a model holds for: its class, the source of the class, of its layers and of the
+    modules that these import, and the versions of Transformers, torch and hf_burst.
 
     Args:
         model (`PreTrainedModel`): The model, of any size.
-        config (`PreTrainedConfig`, *optional*): The config before it was made tiny; that of the model if left out.
 
     Returns:
         `str`, *optional*: 12 hexadecimal digits; `None` if the class has no source file.
@@ -101,10 +94,10 @@ def fingerprint(model: PreTrainedModel, config: PreTrainedConfig | None = None) 
             pending |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in names.values()}
     if None in hashes.values():
         return None
-    sources, settings = sorted(map(str, {*hashes.values()})), _structure((config or model.config).to_dict())
+    sources = sorted(map(str, {*hashes.values()}))
     versions = [transformers.__version__, torch.__version__, __version__]
-    parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, settings, versions]
-    return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
+    parts = [type(model).__qualname__, [kind.__qualname__ for kind in own], sources, versions]
+    return _digest(json.dumps(parts).encode())
 
 
 def remember(verdict: Verdict) -> Path:
@@ -167,24 +160,3 @@ def served_by(model: PreTrainedModel) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
-
-
-def _structure(value: Any, key: str = "", layers: int = 0) -> Any:
-    """A config without its sizes: they and floats count as set or not, steps as one or more, lists by their kinds."""
-    if isinstance(value, dict) and not all(str(name).isdecimal() for name in value):
-        layers = next((value[name] for name in LAYER_COUNTS if isinstance(value.get(name), int)), layers)
-        entries = {str(name): _structure(entry, str(name), layers) for name, entry in value.items()}
-        return {name: entry for name, entry in entries.items() if entry and not _NO_STRUCTURE.search(name)}
-    if isinstance(value, dict | list | tuple | set):
-        entries_of_layers = value.values() if isinstance(value, dict) else value
-        if LAYER_LISTS.search(key) and len(value) != layers and all(type(entry) is int for entry in value):
-            return bool(value)
-        kinds = [_structure(each, key if isinstance(each, int) else "", layers) for each in entries_of_layers]
-        return sorted({json.dumps(kind, sort_keys=True) for kind in kinds})
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    if key == "max_window_layers":  # the first one with a window: none of the layers, or some, or all
-        return (value > 0) + (value >= layers)
-    if STEPS.search(key):
-        return max(0, min(value, 2))
-    return value if isinstance(value, int) and not is_size(key) else value > 0
