@@ -115,8 +115,8 @@ def retry_when_short(trainer: "Trainer") -> None:
     """
     import torch
 
+    from hf_burst.hf.groups import PATCH
     from hf_burst.hf.parts.memory import Memory
-    from hf_burst.hf.trainers.accelerate import PATCH
 
     patches = (getattr(module, PATCH, None) for module in trainer.model.modules())
     parts = [part for patch in patches if patch is not None for part in patch.parts if isinstance(part, Memory)]

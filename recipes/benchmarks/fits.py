@@ -31,9 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts.memory import Memory, expandable_segments
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.plan import SHAPES, Fit, Training, fit, longest
 from hf_burst.plan.machine import named
 from hf_burst.ring import calibrate

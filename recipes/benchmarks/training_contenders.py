@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.hf.parts.memory import Memory
-from hf_burst.hf.trainers.accelerate import PATCH
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 from recipes.benchmarks.training_limits import LIMITS, mixers_of
 

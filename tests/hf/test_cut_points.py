@@ -13,8 +13,9 @@ import hf_burst
 from hf_burst.errors import BatchError
 from hf_burst.hf import patch
 from hf_burst.hf.batches import cutting
-from hf_burst.hf.batches.cutting import TOKEN_INPUTS, CutPoint, TokenInput, cut_inputs, cut_point_of
+from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
+from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import ForwardPass, Part
 from tests.hf.test_patch import group_mean, part_of

@@ -19,11 +19,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf.batches import cutting
-from hf_burst.hf.batches.cutting import CutPoint
 from hf_burst.hf.batches.sharded import checksum
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models import verdicts
+from hf_burst.hf.models.cut_point import CutPoint
 from hf_burst.hf.parts.base import Part
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
 from hf_burst.plan.machine import cpu
 from hf_burst.ring import resources

@@ -23,8 +23,8 @@ import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf.batches import sharded
 from hf_burst.hf.batches.sharded import sum_of_bits
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.replicas import Replicas, check_averaged
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models
 from tests.support.ranks import RankError, RankPool

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import ConfigError, KernelError
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.support import base_model
 from hf_burst.hf.parts.tiles import TiledMLP, candidates
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.layers.tiled import tiled
 from hf_burst.plan import Segments
 from recipes.tiny_models import tiny_model

@@ -24,8 +24,8 @@ from accelerate import Accelerator  # noqa: E402
 
 import hf_burst  # noqa: E402
 import tests.support.models  # noqa: E402
+from hf_burst.hf.groups import PATCH  # noqa: E402
 from hf_burst.hf.parts.memory import Memory  # noqa: E402
-from hf_burst.hf.trainers.accelerate import PATCH  # noqa: E402
 from recipes import recall_across_shards  # noqa: E402
 from tests.support import conversations  # noqa: E402
 from tests.support.ranks import RankPool, reset_accelerate  # noqa: E402
