@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 import hf_burst
-from hf_burst import BurstConfig, SequenceLayout
+from hf_burst import BurstConfig, Memory
+from hf_burst.attention import SequenceLayout
 from hf_burst.errors import ConfigError
 from hf_burst.hf.models.hybrid import attention_shapes, recurrent_sizes
 from hf_burst.plan import (

@@ -27,7 +27,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_burst.config import Schedule
+from hf_burst.config import Memory, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.plan import Mask, MaskPattern
@@ -571,7 +571,7 @@ def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) 
         job.tokens = torch.randint(512, (1, length))
         with training_contenders.burst(job, {"memory": "auto"}) as loss:
             loss(job)
-    assert asked == [("auto", 0), ("auto", 0), (hf_burst.Memory(tiled_mlp=16), 16)]
+    assert asked == [("auto", 0), ("auto", 0), (Memory(tiled_mlp=16), 16)]
 
 
 @pytest.mark.parametrize(("name", "by_peft"), [("hf_burst, chosen", False), (training_contenders.BY_PEFT, True)])
