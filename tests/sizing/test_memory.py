@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.hf import attention
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule
@@ -362,6 +363,23 @@ def test_half_of_the_attention_is_kept_where_batches_allow_it(
 ) -> None:
     for found in ranks(size).run(keep_a_part, 0.5, chunking):
         assert found == [able, able]
+
+
+def test_what_is_chosen_reaches_the_attention() -> None:
+    model = models.patch(models.make_model("llama").train())
+
+    def choose(sizes: ModelSize, training: Training, machine: Machine, fixed: Any, held: Any, least: int = 0) -> Fit:
+        how = replace(training, head_groups=2)
+        return Fit(1, how, estimate_memory(sizes, how, machine), True)
+
+    with (
+        small_gpu(2**30, lambda rank: 0.0, 0),
+        mock.patch.object(memory, "fit", choose),
+        mock.patch.object(attention, "attend", wraps=attention.attend) as attend,
+    ):
+        model(**models.make_batch("plain"))
+    requests = [call.args[6] for call in attend.call_args_list]
+    assert [request.head_groups for request in requests] == [2] * model.config.num_hidden_layers
 
 
 def run_short(rank: int, size: int, room: float) -> tuple[list[int], list[str]]:
