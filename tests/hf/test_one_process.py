@@ -60,7 +60,7 @@ def patch_over_meshes(rank: int, size: int) -> None:
     everyone = dist.group.WORLD
     hf_burst.patch_model(model, group=everyone)
     assert hf_burst.patch_model(model, group=everyone) is model
-    with pytest.raises(ConfigError, match=r"a mesh of 2 ranks; now .* and no mesh"):
+    with pytest.raises(ConfigError, match=r"a group of 2 ranks; now .* and no group"):
         hf_burst.patch_model(model)
 
 
