@@ -11,30 +11,37 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from .attention import AttentionRequest, burst_attention
     from .check.run import check_model
-    from .config import BurstConfig
+    from .config import BurstConfig, Memory
     from .hf.batches.collator import BurstCollator, shard_batch
     from .hf.parts.token_losses import token_losses
     from .hf.patch import patch_model, unpatch_model
     from .hf.trainers.accelerate import BurstParallelismConfig
     from .hf.trainers.logging import BurstCallback
     from .hf.trainers.resume import BurstResume, last_checkpoint
-    from .plan import MaskPattern
-    from .ranks.group import ContextGroup
-    from .ranks.layout import SequenceLayout
+
+__all__ = [
+    "BurstCallback",
+    "BurstCollator",
+    "BurstConfig",
+    "BurstParallelismConfig",
+    "BurstResume",
+    "Memory",
+    "check_model",
+    "last_checkpoint",
+    "patch_model",
+    "shard_batch",
+    "token_losses",
+    "unpatch_model",
+]
 
 _HOME = {
-    "AttentionRequest": ".attention",
     "BurstCallback": ".hf.trainers.logging",
     "BurstCollator": ".hf.batches.collator",
     "BurstConfig": ".config",
     "BurstParallelismConfig": ".hf.trainers.accelerate",
     "BurstResume": ".hf.trainers.resume",
-    "ContextGroup": ".ranks.group",
-    "MaskPattern": ".plan",
-    "SequenceLayout": ".ranks.layout",
-    "burst_attention": ".attention",
+    "Memory": ".config",
     "check_model": ".check.run",
     "last_checkpoint": ".hf.trainers.resume",
     "patch_model": ".hf.patch",
@@ -42,17 +49,15 @@ _HOME = {
     "token_losses": ".hf.parts.token_losses",
     "unpatch_model": ".hf.patch",
 }
-
-# fmt: off
-__all__ = [
-    "AttentionRequest", "BurstCallback", "BurstCollator", "BurstConfig", "BurstParallelismConfig", "BurstResume",
-    "ContextGroup", "MaskPattern", "SequenceLayout", "burst_attention", "check_model", "last_checkpoint",
-    "patch_model", "shard_batch", "token_losses", "unpatch_model",
-]
-# fmt: on
+_ROOMS = ("attention", "errors")
+_FOR_EXPERTS = ("AttentionRequest", "ContextGroup", "MaskPattern", "SequenceLayout", "burst_attention")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
+    if name in _FOR_EXPERTS:
+        raise AttributeError(f"hf_burst.{name} is in hf_burst.attention now: from hf_burst.attention import {name}.")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -1,19 +1,40 @@
-"""`BurstConfig`: the settings of hf_burst, "auto" wherever the right value follows from the data."""
+"""`BurstConfig` and `Memory`: the settings of hf_burst, "auto" wherever the right value follows from the data."""
 
 import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from functools import wraps
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from .errors import ConfigError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Chunking = Literal["balanced", "zigzag", "contiguous", "documents"]
 RingKind = Literal["kv_ring", "burst", "all_gather"]
-Recurrence = Literal["auto", "states", "heads"]
-Memory = Literal["auto", "named"]
-Gradients = Literal["averaged_by_wrapper", "averaged_by_hand"]
+Gradients = Literal["averaged_by_wrapper", "manual"]
 Transport = Literal["auto", "p2p", "symmetric"]
 KernelName = Literal["auto", "flash_attn_4", "flash_attn_2", "torch_flash", "torch_cudnn", "cpu_flash", "reference"]
 _KEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def renamed(old: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Has a function raise a ConfigError for keywords of earlier versions.
+
+    Args:
+        old (mapping of `str` to `str`): For each such keyword, a sentence that says what to write instead.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            sentences = dict.fromkeys(old[name] for name in kwargs if name in old)
+            if sentences:
+                raise ConfigError(" ".join(sentences))
+            return function(*args, **kwargs)
+
+        return cast(Function, checked)
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -68,19 +89,71 @@ class Schedule:
         return self.ring if self.ulysses == 1 else f"ulysses_{self.ulysses}+{self.ring}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """How a training step saves memory: `BurstConfig(memory=hf_burst.Memory(tiled_mlp=8192))`.
+
+    The step has exactly these settings. What is not given stays at its default, and nothing is chosen by itself.
+
+    Args:
+        activation_offloading (`float`, defaults to `0.0`):
+            The share of the checkpointed layers, from the first one on, that keep their inputs and attention outputs in
+            page-locked host memory until the backward pass. Copies overlap computation. The last layer stays on the
+            GPU.
+        tiled_mlp (`int`, defaults to 0):
+            MLPs, and experts behind a router, are computed this many tokens at a time in both passes; 0 for all at
+            once. The backward pass computes them again, as a checkpointed layer does anyway.
+        head_groups (`int`, defaults to 1):
+            Attention is computed and exchanged for at least this many groups of heads, one after another, if there are
+            as many key heads. It takes less memory, and sends more and shorter messages.
+        layers_per_checkpoint (`int`, defaults to 1):
+            Of this many checkpointed layers in a row only the first one keeps its input. The backward pass computes the
+            inputs of the others again. Attention outputs that are kept are not computed again. The last layers of the
+            model, this many, keep theirs.
+        attention_keep (`float`, defaults to `1.0`):
+            The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
+            0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
+            Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
+            much of each half or quarter. Encoders keep all or nothing. Received states and halos of recurrent layers
+            are kept, unless it is 0.0.
+
+    Raises:
+        ConfigError: If a value is not allowed.
+    """
+
+    # in the order in which `memory="auto"` sets them
+    activation_offloading: float = 0.0
+    tiled_mlp: int = 0
+    head_groups: int = 1
+    layers_per_checkpoint: int = 1
+    attention_keep: float = 1.0
+
+    def __post_init__(self) -> None:
+        share = self.activation_offloading
+        if not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise ConfigError(f"Memory.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
+        if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
+            raise ConfigError(f"Memory.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
+        for name in ("head_groups", "layers_per_checkpoint"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"Memory.{name} is {value!r}; give a number of at least 1.")
+        if self.attention_keep not in _KEEP:
+            keeps = ", ".join(map(str, _KEEP))
+            raise ConfigError(f"Memory.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
+
+    @property
+    def stretches(self) -> int:
+        """Into how many equal parts sequences are cut, so that the kept attention begins with one of them. Every rank
+        holds as much of each part."""
+        return {0.0: 1, 0.5: 2}.get(self.attention_keep % 1, 4)
+
+
 @dataclass(frozen=True)
 class BurstConfig:
     """How a patched model shards, exchanges and computes attention.
 
     Args:
-        chunking (`str`, defaults to `"balanced"`):
-            Which rank owns which part of the sequence. Every rank holds as many tokens. `"contiguous"` gives rank r the
-            r-th of P chunks. `"zigzag"` gives it chunks r and 2P-1-r of 2P, which balances one causal document.
-            `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
-            leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
-            If no cut reaches both, it takes the most even one. `"documents"` leaves documents whole as far as every
-            rank then holds as many tokens. For a model with recurrent layers `"balanced"` compares all of them, and
-            takes the one for which attention and recurrent layers together are predicted to take the least time.
         schedule (`str`, defaults to `"auto"`):
             How the ranks exchange blocks.
 
@@ -90,11 +163,10 @@ class BurstConfig:
             - `"all_gather"`: K and V of all ranks are collected, some heads at a time.
             - `"ulysses"`: tokens are exchanged for heads.
             - `"ulysses_2+kv_ring"`: a product of two, with any number and any of the first three.
-            - `"auto"`: a ring over two ranks, or if documents mostly stay at home. Otherwise as many ranks of one host
-              exchange heads as the heads allow. The ring is `"burst"` if there are as many key heads as query heads.
-              Over several hosts it is the schedule that is predicted to take the least time for whole sequences, or a
-              ring if documents mostly stay at home. The documents of every batch count (under `torch.compile`, one
-              whole document). The log says why.
+            - `"auto"`: a ring over two ranks, and where documents mostly stay on their ranks. Otherwise as many ranks
+              of one host exchange heads as the heads allow. The ring is `"burst"` if there are as many key heads as query
+              heads. Over several hosts it is the schedule that is predicted to take the least time for whole sequences.
+              The documents of every batch count (under `torch.compile`, one whole document). The log says why.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile. `"auto"` takes the fastest that can, and logs why.
 
@@ -107,73 +179,52 @@ class BurstConfig:
         transport (`str`, defaults to `"auto"`):
             How blocks travel. By `"symmetric"` ranks of one host read each other's memory. By `"p2p"` they send and
             receive, over NCCL or gloo. `"auto"` takes the first where it can be had.
-        ranks_per_host (`int`, *optional*):
-            Ranks of a group on one host, neighbours of each other. By default it is found: `NCCL_HOSTID` where it is
-            set, else host names. Between hosts every block crosses once, and ranks of a host hand it round. With as
-            many as the group has ranks, blocks go straight to every rank that needs them.
-        recurrence (`str`, defaults to `"auto"`):
-            How recurrent layers pass what they know over the ranks. By `"states"` every rank computes its own tokens,
-            and the states at the ends of its runs of tokens travel. By `"heads"` tokens are exchanged for heads, as
-            Ulysses does. `"auto"` takes for every batch the way that all recurrent layers of the model together are
-            predicted to take less time by; where a layer has no price (MiniMax, RecurrentGemma, Zaya), states. Mamba1
-            always exchanges channels, whatever is named: its kernels take no states.
-        memory (`str`, defaults to `"auto"`):
-            By `"auto"`, a training step that does not fit into a GPU's memory is made to fit: layers are offloaded,
-            then `tiled_mlp` and `head_groups` are set, then `layers_per_checkpoint`, then `attention_keep`, one after
-            another until the step is predicted to fit, as far as they are not named here. Below 32,768 tokens a GPU the
-            tiles come first. The log says what is set, and warns if nothing fits. By `"named"` all of them stay as they
-            are.
-        attention_keep (`float`, defaults to `1.0`):
-            The share of the attention output that checkpointed layers keep instead of computing it again: 0.0, 0.25,
-            0.5, 0.75 or 1.0, from the end of the sequence. All of it takes the memory of one more hidden state a layer.
-            Half of it takes half of that, and a quarter of causal attention is computed again. Every rank then has as
-            much of each half or quarter. Encoders keep all or nothing. Received states and halos of recurrent layers
-            are kept, unless it is 0.0.
-        activation_offloading (`float`, defaults to `0.0`):
-            The share of the checkpointed layers, from the first one on, whose inputs and kept attention wait in
-            page-locked host memory for the backward pass. Copies run beside computation. The last layer keeps its own.
-        layers_per_checkpoint (`int`, defaults to 1):
-            Of so many checkpointed layers in a row only the first one keeps its input. The backward pass computes the
-            inputs of the others again, beside what it computes again anyway; kept attention is not. The last so many
-            layers keep theirs.
-        tiled_mlp (`int`, defaults to 0):
-            MLPs, and experts behind a router, are computed so many tokens at a time, in both passes; 0 for all at once.
-            The backward pass computes them again, as a checkpointed layer does anyway.
-        head_groups (`int`, defaults to 1):
-            Attention is computed and exchanged for at least so many groups of the heads, one after another, if there
-            are as many key heads: less memory, more and shorter messages.
-        logits_limit_gib (`float`, defaults to `4.0`):
-            The most memory, in GiB, that logits gathered over the ranks may take.
+        chunking (`str`, defaults to `"balanced"`):
+            Which rank owns which part of the sequence. Every rank holds as many tokens. `"contiguous"` gives rank r the
+            r-th of P chunks. `"zigzag"` gives it chunks r and 2P-1-r of 2P, which balances one causal document.
+            `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
+            leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
+            If no cut reaches both, it takes the most even one. `"documents"` leaves documents whole as far as every
+            rank then holds as many tokens. For a model with recurrent layers `"balanced"` compares all of them, and
+            takes the one for which attention and recurrent layers together are predicted to take the least time.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
             Who averages gradients over the ranks. By default DDP, FSDP, DeepSpeed or a hook of a parameter does, and
-            training is refused without them. `"averaged_by_hand"` says that your own loop does it between `backward`
-            and `step`. Weights are compared after the first update in either case.
+            training is refused without them. `"manual"` says that your own loop does it between `backward` and `step`.
+            Weights are compared after the first update in either case.
+        memory (`str` or [`Memory`], defaults to `"auto"`):
+            How a training step saves memory.
+
+            - `"auto"`: a step that does not fit into a GPU's memory is made to fit. The settings of [`Memory`] are set
+              one after another, until the step is predicted to fit: layers are offloaded, then `tiled_mlp` and
+              `head_groups` are set, then `layers_per_checkpoint`, then `attention_keep`. Below 32,768 tokens a GPU the
+              tiles come first. The log says what is set, and warns if nothing fits.
+            - `"manual"`: nothing is chosen, and all settings of [`Memory`] stay at their defaults.
+            - an [`hf_burst.Memory`][Memory]: exactly these settings, and nothing else is chosen.
+
+    Raises:
+        ConfigError: If a value is not allowed, or a setting has another name by now.
+
+    Example:
+
+    ```python
+    >>> config = hf_burst.BurstConfig(schedule="burst", memory=hf_burst.Memory(tiled_mlp=8192, head_groups=2))
+    ```
     """
 
-    chunking: Chunking = "balanced"
     schedule: str = "auto"
     kernel: KernelName = "auto"
     transport: Transport = "auto"
-    ranks_per_host: int | None = None
-    recurrence: Recurrence = "auto"
-    memory: Memory = "auto"
-    attention_keep: float = 1.0
-    activation_offloading: float = 0.0
-    layers_per_checkpoint: int = 1
-    tiled_mlp: int = 0
-    head_groups: int = 1
-    logits_limit_gib: float = 4.0
+    chunking: Chunking = "balanced"
     gradients: Gradients = "averaged_by_wrapper"
+    memory: Memory | Literal["auto", "manual"] = "auto"
 
     def __post_init__(self) -> None:
         if self.schedule != "auto":
             Schedule.parse(str(self.schedule))
         choices: dict[str, Any] = {
-            "chunking": Chunking,
             "kernel": KernelName,
             "transport": Transport,
-            "recurrence": Recurrence,
-            "memory": Memory,
+            "chunking": Chunking,
             "gradients": Gradients,
         }
         for name, kind in choices.items():
@@ -181,46 +232,73 @@ class BurstConfig:
             if value not in allowed:
                 raise ConfigError(
                     f"BurstConfig.{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
+                    + _OLD_VALUES.get(str(value), "")
                 )
-        if self.attention_keep not in _KEEP:
-            keeps = ", ".join(map(str, _KEEP))
-            raise ConfigError(f"BurstConfig.attention_keep is {self.attention_keep!r}; it must be one of {keeps}.")
-        share = self.activation_offloading
-        if not (isinstance(share, int | float) and 0 <= share <= 1):
-            raise ConfigError(f"BurstConfig.activation_offloading is {share!r}; it must be a share from 0.0 to 1.0.")
-        if type(self.layers_per_checkpoint) is not int or self.layers_per_checkpoint < 1:
-            given = self.layers_per_checkpoint
-            raise ConfigError(f"BurstConfig.layers_per_checkpoint is {given!r}; give a number of at least 1.")
-        if type(self.tiled_mlp) is not int or self.tiled_mlp < 0:
-            raise ConfigError(f"BurstConfig.tiled_mlp is {self.tiled_mlp!r}; give tokens of a tile, or 0 for none.")
-        per_host = self.ranks_per_host
-        if per_host is not None and (type(per_host) is not int or per_host < 1):
-            raise ConfigError(f"BurstConfig.ranks_per_host is {per_host!r}; give a number of at least 1, or None.")
-        if type(self.head_groups) is not int or self.head_groups < 1:
-            raise ConfigError(f"BurstConfig.head_groups is {self.head_groups!r}; give a number of at least 1.")
-        if self.chunking == "documents" and self.stretches > 1:
+        if not isinstance(self.memory, Memory) and self.memory not in ("auto", "manual"):
             raise ConfigError(
-                f"BurstConfig(chunking='documents', attention_keep={self.attention_keep!r}): attention is kept in "
-                "parts of chunks of one size. Take attention_keep 1.0 or 0.0, or another chunking."
+                f"BurstConfig.memory is {self.memory!r}; it must be 'auto', 'manual', or an hf_burst.Memory such as "
+                "hf_burst.Memory(tiled_mlp=8192)." + _OLD_VALUES.get(str(self.memory), "")
             )
-        if not (isinstance(self.logits_limit_gib, int | float) and self.logits_limit_gib > 0):
-            raise ConfigError(f"BurstConfig.logits_limit_gib is {self.logits_limit_gib!r}; it must be above 0.")
+        if self.chunking == "documents" and self.memory_settings.stretches > 1:
+            raise ConfigError(
+                f"BurstConfig(chunking='documents', memory={self.memory!r}): attention is kept in parts of chunks of "
+                "one size. Take attention_keep 1.0 or 0.0, or another chunking."
+            )
+
+    @property
+    def memory_settings(self) -> Memory:
+        """The settings of memory that were given; all of them at their defaults for `"auto"` and `"manual"`."""
+        return self.memory if isinstance(self.memory, Memory) else Memory()
 
     def chunking_over(self, ranks: int) -> Chunking:
-        """How a batch is cut over so many ranks. Where all of them exchange heads, one chunk a rank is as even."""
+        """How a batch is cut over the ranks. Where all of them exchange heads, one chunk a rank is as even."""
         exchanged = self.schedule != "auto" and Schedule.parse(self.schedule, ranks).ulysses == ranks > 1
         return "contiguous" if exchanged and self.chunking == "balanced" else self.chunking
 
-    @property
-    def stretches(self) -> int:
-        """Equal parts of a sequence, of each of which every rank holds as much. The kept attention begins with one."""
-        return {0.0: 1, 0.5: 2}.get(self.attention_keep % 1, 4)
-
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "BurstConfig":
-        """Builds a config from a mapping, as read from a YAML file; unknown keys raise."""
-        names = [field.name for field in fields(cls)]
-        unknown = sorted(set(values) - set(names))
-        if unknown:
-            raise ConfigError(f"BurstConfig has no setting {', '.join(unknown)}; it has {', '.join(names)}.")
+    def from_dict(cls, values: Mapping[str, Any]) -> "BurstConfig":
+        """Builds a config from a mapping, as read from a YAML file; `memory` may be a mapping of its own.
+
+        Raises:
+            ConfigError: For keys that are no settings, and as [`BurstConfig`] does.
+        """
+        _check_names(cls, values, _OLD_NAMES)
+        memory = values.get("memory")
+        if isinstance(memory, Mapping):
+            _check_names(Memory, memory)
+            values = {**values, "memory": Memory(**memory)}
         return cls(**values)
+
+
+def _check_names(kind: type[BurstConfig] | type[Memory], values: Mapping[str, Any], old: Collection[str] = ()) -> None:
+    names = [field.name for field in fields(kind)]
+    unknown = sorted(set(values) - {*names, *old})
+    if unknown:
+        raise ConfigError(f"{kind.__name__} has no setting {', '.join(unknown)}; it has {', '.join(names)}.")
+
+
+_OLD_VALUES = {  # of earlier versions
+    "averaged_by_hand": " 'averaged_by_hand' is called 'manual' now.",
+    "named": " 'named' is called 'manual' now; settings are given by an hf_burst.Memory.",
+}
+_OLD_NAMES = {  # of earlier versions
+    **{
+        field.name: (
+            f"{field.name} is a setting of hf_burst.Memory now: BurstConfig(memory=hf_burst.Memory({field.name}=...))."
+        )
+        for field in fields(Memory)
+    },
+    "ranks_per_host": (
+        "BurstConfig has no ranks_per_host any more: the ranks of a host are found by their host names, or by "
+        "NCCL_HOSTID where that is set. Leave it out."
+    ),
+    "recurrence": (
+        "BurstConfig has no recurrence any more: how recurrent layers pass their states over the ranks is chosen for "
+        "each batch. Leave it out."
+    ),
+    "logits_limit_gib": (
+        "BurstConfig has no logits_limit_gib any more: logits are gathered over the ranks up to 4 GiB. Leave it out. "
+        "For fewer logits give the model logits_to_keep, and for the losses of tokens call hf_burst.token_losses."
+    ),
+}
+BurstConfig.__init__ = renamed(_OLD_NAMES)(BurstConfig.__init__)  # type: ignore[method-assign]

@@ -1,9 +1,10 @@
 """The exceptions of hf_burst, all of them `ValueError`s: each says what was given, what is allowed and what to do."""
 
 OUT_OF_MEMORY = (
-    "hf_burst: what helps, at rising cost of time: gradient_checkpointing=True; BurstConfig(memory='auto'), or by name "
-    "tiled_mlp=16384, head_groups=4, activation_offloading=1.0, layers_per_checkpoint=4, attention_keep=0.0; a larger "
-    "burst_size; LoRA. hf-burst plan --model NAME --length TOKENS --gpus N predicts what fits."
+    "hf_burst: what helps, at rising cost of time: gradient_checkpointing=True; memory='auto' in BurstConfig, or "
+    "hf_burst.Memory(tiled_mlp=16384, head_groups=4, activation_offloading=1.0, layers_per_checkpoint=4, "
+    "attention_keep=0.0); a larger burst_size; LoRA. hf-burst plan --model NAME --length TOKENS --gpus N predicts what "
+    "fits."
 )
 
 

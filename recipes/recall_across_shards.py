@@ -51,6 +51,7 @@ from transformers import (
 )
 
 import hf_burst
+from hf_burst.attention import SequenceLayout
 
 GOAL = 0.99
 FILLERS = 16
@@ -129,7 +130,7 @@ class Recall:
         self.first_fact = self.first_question + self.keys
         # the answer to a question is the label of its successor; the last token is a filler
         self.asked_at = range(self.length - 1 - self.questions, self.length - 1)
-        self.sharding = hf_burst.SequenceLayout.for_batch([(0, self.length)], ranks, CUT.chunking).sharding
+        self.sharding = SequenceLayout.for_batch([(0, self.length)], ranks, CUT.chunking).sharding
         homes = {self.sharding.owner(token) for token in self.asked_at if token >= 0}
         places = [t for t in range(self.asked_at.start) if ranks == 1 or self.sharding.owner(t) not in homes]
         if len(homes) > 1 or len(places) < self.keys:

@@ -115,11 +115,11 @@ def retry_when_short(trainer: "Trainer") -> None:
     """
     import torch
 
-    from hf_burst.hf.parts.memory import Memory
-    from hf_burst.hf.trainers.accelerate import PATCH
+    from hf_burst.hf.groups import PATCH
+    from hf_burst.hf.parts.memory import MemoryRule
 
     patches = (getattr(module, PATCH, None) for module in trainer.model.modules())
-    parts = [part for patch in patches if patch is not None for part in patch.parts if isinstance(part, Memory)]
+    parts = [part for patch in patches if patch is not None for part in patch.parts if isinstance(part, MemoryRule)]
     if trainer.args.world_size > 1 or not any(part.chooses for part in parts):
         return
     own = trainer.training_step

@@ -1,5 +1,13 @@
-"""Attention over the ranks of a group: the request, the choice of a schedule, the operator, the public function."""
+"""Attention over the ranks of a group, for experts: the request, the choice of a schedule, the operator, the function.
 
+```python
+>>> from hf_burst.attention import AttentionRequest, ContextGroup, MaskPattern, SequenceLayout, burst_attention
+```
+"""
+
+from ..plan import MaskPattern
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
 from .cache import AttentionCache
 from .choice import machine_of_group
 from .function import attend, burst_attention
@@ -9,6 +17,9 @@ from .request import AttentionRequest
 __all__ = [
     "AttentionCache",
     "AttentionRequest",
+    "ContextGroup",
+    "MaskPattern",
+    "SequenceLayout",
     "attend",
     "burst_attention",
     "heads_to_tokens",

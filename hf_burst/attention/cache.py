@@ -110,5 +110,5 @@ def _check_order(entry: CachedAttention | None, q: Tensor, request: AttentionReq
     if tracked if entry is None else (entry.shape, entry.request) != (q.shape, request):
         raise KernelError(
             "A checkpointed layer called its attention in another order when it ran again. Keep nothing of it: "
-            "BurstConfig(attention_keep=0.0)."
+            "BurstConfig(memory=hf_burst.Memory(attention_keep=0.0))."
         )

@@ -26,8 +26,8 @@ class AttentionRequest:
         kernel (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
-        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
-        ranks_per_host (`int`, *optional*): As in [`BurstConfig`].
+        head_groups (`int`, defaults to 1): As in [`Memory`].
+        ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; found by default.
     """
 
     group: ContextGroup = _ONE_PROCESS

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from ..config import BurstConfig
+from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..plan import (
     DATA_SHEETS,
@@ -38,7 +38,7 @@ _PRECISION = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
-    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of BurstConfig.",
+    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of hf_burst.Memory.",
 )
 _PARTS = ("attention_s", "recurrence_s", "products_s", "elementwise_s", "exchange_s", "host_s", "optimizer_s")
 
@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host-memory", type=float, help="GiB of host memory for each GPU (default this host's, or 128)"
     )
-    chosen = "as in BurstConfig (default: by the rule of memory='auto')"
+    chosen = "as in hf_burst.Memory (default: by the rule of memory='auto')"
     for name in SETTINGS:
-        kind = type(getattr(BurstConfig, name))
+        kind = type(getattr(Memory, name))
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
     group.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     expandable = "torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it"
@@ -202,8 +202,8 @@ def _table(model: ModelSize, machine: Machine, rows: list[Division], best: Divis
 
 
 def _settings(training: Training) -> str:
-    """What its BurstConfig names beside the defaults."""
-    named, defaults = {name: getattr(training, name) for name in SETTINGS}, BurstConfig()
+    """Which settings of its memory differ from the defaults."""
+    named, defaults = {name: getattr(training, name) for name in SETTINGS}, Memory()
     return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
 
 

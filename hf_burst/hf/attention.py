@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..attention import AttentionCache, AttentionRequest, attend
-from ..config import BurstConfig
+from ..config import BurstConfig, Memory
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
 from ..plan import MaskPattern, Segments
@@ -45,6 +45,7 @@ class ForwardCall:
     segments: Segments  # of this pass alone: what layers keep with them is freed when it ends
     group: ContextGroup
     config: BurstConfig
+    settings: Memory  # of this pass
     encoded: torch.Tensor  # the layout as the operator takes it
     causal: bool  # whether queries see no later key
     positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
@@ -179,7 +180,7 @@ def attention_forward(
     q, k, v = query.to(dtype).transpose(1, 2), key.to(dtype).transpose(1, 2), value.transpose(1, 2)
     config, layout, group = burst_call.config, burst_call.layout, burst_call.group
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
-    settings = config.kernel, config.schedule, config.transport, config.head_groups, config.ranks_per_host
+    settings = config.kernel, config.schedule, config.transport, burst_call.settings.head_groups
     request = AttentionRequest(group, pattern, scores, *settings)
     cache = None if torch.compiler.is_compiling() or burst_call.cache is None else burst_call.cache()
     out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)

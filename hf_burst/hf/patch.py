@@ -17,15 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..config import BurstConfig
+from ..config import BurstConfig, Memory, renamed
 from ..errors import ConfigError, UnsupportedModelError
 from ..plan import RecurrentSize, Shapes
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
 from .attention import CALL_KEY
-from .batches.cutting import CutPoint, bound_arguments, cut_point_of, language_model_of
+from .batches.cutting import bound_arguments
 from .batches.sharded import is_sharded
+from .groups import OLD_NAMES, PATCH, check_joined, resolve_group
+from .models.cut_point import CutPoint, cut_point_of, language_model_of
 from .models.hybrid import attention_shapes, hybrid_of, recurrent_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
@@ -37,7 +39,7 @@ from .parts.checkpointing import Checkpointing
 from .parts.dropout import DropoutStreams
 from .parts.experts import RouterLogits
 from .parts.loss import Loss
-from .parts.memory import Memory
+from .parts.memory import MemoryRule
 from .parts.outputs import Outputs
 from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
@@ -46,7 +48,6 @@ from .parts.rope import LongestPosition
 from .parts.tiles import Tile, TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
-from .trainers.accelerate import PATCH, check_joined, resolve_group
 
 AnyModel = TypeVar("AnyModel", bound=nn.Module)
 _COMPILED = (
@@ -55,8 +56,9 @@ _COMPILED = (
 )
 
 
+@renamed(OLD_NAMES)
 def patch_model(
-    model: AnyModel, config: BurstConfig | None = None, mesh: DeviceMesh | dist.ProcessGroup | None = None
+    model: AnyModel, config: BurstConfig | None = None, group: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:
     """Swaps a model's attention for BurstAttention over the ranks that share a sequence.
 
@@ -64,7 +66,7 @@ def patch_model(
         model (`PreTrainedModel` or `PeftModel`): A causal or masked language model, changed in place; before it is
             wrapped by a data-parallel wrapper.
         config ([`BurstConfig`], *optional*): The settings.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share a sequence (the dimension `"cp"` of a
+        group (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share a sequence (the dimension `"cp"` of a
             mesh). By default, at the first forward pass, those of accelerate's state ([`BurstParallelismConfig`]), else
             all ranks; in one process nothing is communicated.
 
@@ -73,7 +75,7 @@ def patch_model(
 
     Raises:
         UnsupportedModelError: If the model is not served exactly.
-        ConfigError: If it is patched already with another config or mesh. With the same ones nothing changes.
+        ConfigError: If it is patched already with another config or group. With the same ones nothing changes.
 
     Example:
 
@@ -81,7 +83,7 @@ def patch_model(
     >>> model = hf_burst.patch_model(AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.1-8B"))
     ```
     """
-    return _apply(model, config or BurstConfig(), None if mesh is None else ContextGroup.from_mesh(mesh))
+    return _apply(model, config or BurstConfig(), None if group is None else ContextGroup.from_mesh(group))
 
 
 def patch_under_check(model: AnyModel, tile: int = 0) -> AnyModel:
@@ -91,7 +93,7 @@ def patch_under_check(model: AnyModel, tile: int = 0) -> AnyModel:
         model (`PreTrainedModel`): Changed in place.
         tile (`int`, defaults to 0): Tokens that an MLP takes at a time; 0 for all.
     """
-    return _apply(model, BurstConfig(gradients="averaged_by_hand", tiled_mlp=tile), None, verdict="under check")
+    return _apply(model, BurstConfig(gradients="manual", memory=Memory(tiled_mlp=tile)), None, verdict="under check")
 
 
 def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, verdict: str = "") -> AnyModel:
@@ -119,7 +121,7 @@ def _apply(model: AnyModel, config: BurstConfig, group: ContextGroup | None, ver
 
 
 def _named(group: ContextGroup | None) -> str:
-    return "no mesh" if group is None else f"a mesh of {group.size} ranks"
+    return "no group" if group is None else f"a group of {group.size} ranks"
 
 
 def unpatch_model(model: AnyModel) -> AnyModel:
@@ -149,7 +151,7 @@ def make_parts(
     model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
-    tile, memory = Tile(), Memory(model, config)
+    tile, memory = Tile(), MemoryRule(model, config)
     return (
         Request(),
         Replicas(config),
@@ -298,7 +300,7 @@ class _Patch:
                 self.look(module)
                 self.seen = _Seen(inside)
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
-                machine = resources_of(run.group).machine(run.device, self.config.kernel, self.config.ranks_per_host)
+                machine = resources_of(run.group).machine(run.device, self.config.kernel)
                 run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
             check_joined()
             for part in self.parts if error is None else ():
@@ -360,7 +362,7 @@ class _Patch:
         """The forward hook that is called even if the pass failed."""
         problem = sys.exception()
         for part in self.parts:
-            if isinstance(part, Memory):
+            if isinstance(part, MemoryRule):
                 part.advise(problem)
         self.run, self.entered = None, False
         for part in self.parts:

@@ -87,7 +87,7 @@ class HostMemory:
             raise ConfigError(
                 f"Activation offloading needs {size / 2**30:.1f} GiB of host memory for each of {processes()} "
                 f"processes, of which {taken / 2**30:.1f} are taken and {(most - taken) / 2**30:.1f} are left. Lower "
-                "BurstConfig(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
+                "Memory(activation_offloading=...), the share of the layers that are offloaded, or attention_keep."
             )
         self._ahead.ask(-(-(size - taken) // self.block_bytes))
         if self.size < size:
@@ -192,7 +192,7 @@ class _Ahead:
         if isinstance(made, Exception):
             raise KernelError(
                 f"There are no {self.size / 2**20:.0f} MiB more of host memory for offloading: {made}. Lower "
-                "BurstConfig(activation_offloading=...), or give the container more memory."
+                "Memory(activation_offloading=...), or give the container more memory."
             ) from made
         return made
 
@@ -240,7 +240,7 @@ def check_unchanged(tensor: Tensor, version: int) -> None:
     if tensor._version != version:
         raise KernelError(
             f"A tensor of shape {tuple(tensor.shape)} that a checkpointed layer keeps was changed in place. Change a "
-            "copy. If it is what attention returned, BurstConfig(attention_keep=0.0) keeps nothing of it."
+            "copy. If it is what attention returned, Memory(attention_keep=0.0) keeps nothing of it."
         )
 
 
@@ -272,7 +272,7 @@ def _page_lock(memory: Tensor, device: torch.device) -> None:
     if int(status):
         raise KernelError(
             f"The driver could not page-lock {len(memory) / 2**20:.0f} MiB of host memory for offloading: "
-            f"{driver.cudaGetErrorString(status)}. Lower BurstConfig(activation_offloading=...), or give the container "
+            f"{driver.cudaGetErrorString(status)}. Lower Memory(activation_offloading=...), or give the container "
             "more memory."
         )
 

@@ -154,7 +154,7 @@ class _Call:
                     raise KernelError(
                         f"A {type(self.module).__name__} that is computed in tiles was another one in the backward "
                         "pass: an adapter, a weight, or a requires_grad changed after the forward pass. Change it "
-                        "after the backward pass, or set BurstConfig(tiled_mlp=0)."
+                        "after the backward pass, or set Memory(tiled_mlp=0)."
                     )
                 parts = [None if total is None else total.narrow(-2, start, count) for total in whole]
                 _differentiate(run, gradient.narrow(-2, start, count), parts, sums)
@@ -182,7 +182,7 @@ class _Call:
         if leaves is None:
             raise KernelError(
                 f"A {type(self.module).__name__} that is computed in tiles uses a tensor that is computed of others "
-                "outside of it, and learns. Compute it inside, or set BurstConfig(tiled_mlp=0)."
+                "outside of it, and learns. Compute it inside, or set Memory(tiled_mlp=0)."
             )
         return _Run(inputs, out, leaves, products.count if products.latest is out else 0)
 

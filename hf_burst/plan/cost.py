@@ -74,7 +74,7 @@ def estimate(
         machine ([`Machine`]): On what.
         transport (`str`, defaults to `"auto"`): `"p2p"`, `"symmetric"`, or the second wherever it reaches.
         slices (`int`, *optional*): Slices of the heads; [`head_slices`] by default.
-        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
+        head_groups (`int`, defaults to 1): As in [`Memory`].
 
     Raises:
         ConfigError: If the machine has no symmetric memory for these ranks and it is asked for.
@@ -116,7 +116,7 @@ def head_slices(
         heads (`tuple[int, int]`): Query and key heads of all ranks.
         tokens (`int`): Tokens of one rank.
         slice_blocks (`int`): The least work of a slice, as in [`Machine`]; 0 is no limit.
-        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
+        head_groups (`int`, defaults to 1): As in [`Memory`].
     """
     q_heads, kv_heads = heads
     own = kv_heads // schedule.ulysses

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from ..config import Chunking, Recurrence, Schedule
+from ..config import Chunking, Schedule
 from .balance import assign
 from .choose import choose
 from .cost import estimate
 from .machine import Machine
 from .mask import Mask, MaskPattern
-from .recurrence import RecurrenceChoice, RecurrentSize, choose_recurrence
+from .recurrence import Recurrence, RecurrenceChoice, RecurrentSize, choose_recurrence
 from .segments import Segments
 from .sharding import Sharding, cut, pattern
 from .traffic import Shapes
@@ -33,7 +33,9 @@ class Hybrid:
         recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
         shapes ([`Shapes`], *optional*): Heads of its attention; `None` if it has none.
         machine ([`Machine`]): On what it runs; equal on all ranks.
-        recurrence, schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        recurrence (`str`, defaults to `"auto"`): The way that recurrent layers take, `"states"` or `"heads"`; chosen by
+            default.
+        schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
     """
 
     recurrent: tuple[RecurrentSize, ...]

@@ -10,19 +10,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from ..config import BurstConfig
+from ..config import Memory
 from .machine import Machine
 from .memory import MemoryEstimate, estimate_memory, host_bytes
 from .model import ModelSize, Training
 
-# of BurstConfig, in the order of the columns of `hf-burst plan`
-SETTINGS = ("activation_offloading", "tiled_mlp", "head_groups", "layers_per_checkpoint", "attention_keep")
+SETTINGS = tuple(setting.name for setting in fields(Memory))  # in the order of the columns of `hf-burst plan`
 HOST_ROOM = 0.85  # of a GPU's share of its host's memory; data loaders and caches need some, too
 COPIES_HIDE_FROM = 32768  # tokens of a GPU; below, a layer's copy to the host takes longer than the layer
 TILE, SHORT_TILE = 16384, 4096  # tokens of a tile: products of matrices run at full speed
 _STEP = 1024  # tokens by which the lengths differ that `longest` tries
 _BUCKETS = 16  # between a power of two and the next one
-_DEFAULTS = {setting.name: setting.default for setting in fields(BurstConfig) if setting.name in SETTINGS}
+_DEFAULTS = {setting.name: setting.default for setting in fields(Memory)}
 
 
 class Fit(NamedTuple):
@@ -42,7 +41,7 @@ class Fit(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of [`BurstConfig`], by name."""
+        """Those of [`Memory`], by name."""
         return {name: getattr(self.training, name) for name in SETTINGS}
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..config import BurstConfig
+from ..config import Memory
 from ..errors import ConfigError
 from .mask import MaskPattern
 from .recurrence import RecurrentSize
@@ -125,7 +125,7 @@ class Training:
             adapters, which no GPU shards. Frozen weights are else in bf16.
         lora (`int`, defaults to 0): Rank of adapters on all linear layers but the head; 0 trains all weights.
         checkpointing (`bool`, defaults to `True`): Whether layers are computed again in the backward pass.
-        attention_keep, activation_offloading, layers_per_checkpoint, tiled_mlp, head_groups: As in [`BurstConfig`].
+        attention_keep, activation_offloading, layers_per_checkpoint, tiled_mlp, head_groups: As in [`Memory`].
         fused (`bool`, defaults to `True`): Whether norms, rotary positions and SwiGLU are kernels of their own, as
             Liger's are.
         expandable_segments (`bool`, defaults to `False`): Whether torch's allocator has them, which leave smaller gaps
@@ -152,7 +152,7 @@ class Training:
         sizes = {"length": self.length, "gpus": self.gpus, "burst_size": self.burst_size, "lora": self.lora}
         if min(self.length, self.gpus, self.burst_size) < 1 or self.gpus % self.burst_size or self.lora < 0:
             raise ConfigError(f"{sizes}: sizes are at least 1, burst_size divides gpus, and lora is a rank or 0.")
-        BurstConfig(  # raises for what it does not take
+        Memory(  # raises for what it does not take
             attention_keep=self.attention_keep,
             activation_offloading=self.activation_offloading,
             layers_per_checkpoint=self.layers_per_checkpoint,

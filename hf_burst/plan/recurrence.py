@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from ..config import Recurrence
 from .machine import Link, Machine
 from .segments import Segments
 from .traffic import Pass
 
 RuleKind = Literal["delta", "scan", "selective", "convolution"]
 Way = Literal["states", "scanned states", "heads"]
+Recurrence = Literal["auto", "states", "heads"]  # a way that is asked for, or the choice of one
 
 SCANNED_FROM = 16  # ranks, for states of layers without prices
 _CHUNK = 64  # tokens that a kernel treats as one product of matrices, as fla's kernels do

@@ -35,7 +35,7 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     except RuntimeError as problem:
         raise ConfigError(
             f"torch.distributed has no process group {name!r} (any more). Make the mesh anew, and pass it anew: "
-            "unpatch_model(model), then patch_model(model, mesh=mesh)."
+            "unpatch_model(model), then patch_model(model, group=mesh)."
         ) from problem
     return group
 
@@ -101,7 +101,7 @@ class ContextGroup:
         if now.members != self.members:
             raise ConfigError(
                 f"The mesh had the ranks {self.members}, and what torch.distributed calls {self.name!r} by now has "
-                f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, mesh=mesh)."
+                f"{now.members}. Pass the mesh anew: unpatch_model(model), then patch_model(model, group=mesh)."
             )
         return now
 

@@ -49,7 +49,7 @@ class RingAttention:
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
         slice_blocks (`int`, defaults to 0): Blocks of rows of a slice of heads at least, see [`head_slices`].
-        head_groups (`int`, defaults to 1): As in [`BurstConfig`]; those of gathered keys.
+        head_groups (`int`, defaults to 1): As in [`Memory`]; those of gathered keys.
         bands (`dict`): The bands that `band` has made.
     """
 

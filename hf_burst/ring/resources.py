@@ -60,8 +60,8 @@ class GroupResources:
             return found
         if self.group.size % ranks_per_host:
             raise ConfigError(
-                f"BurstConfig(ranks_per_host={ranks_per_host}) does not divide the {self.group.size} ranks that share "
-                "a sequence. Name a number that does, or leave it out."
+                f"AttentionRequest(ranks_per_host={ranks_per_host}) does not divide the {self.group.size} ranks that "
+                "share a sequence. Name a number that does, or leave it out."
             )
         machine = self._machines[device, kernel, ranks_per_host] = replace(found, ranks_per_host=ranks_per_host)
         return machine

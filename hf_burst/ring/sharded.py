@@ -88,7 +88,7 @@ class ShardedAttention:
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
         slice_blocks (`int`, defaults to 0): As in [`head_slices`].
-        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
+        head_groups (`int`, defaults to 1): As in [`Memory`].
         ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; all by default.
     """
 

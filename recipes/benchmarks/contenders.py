@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_burst import AttentionRequest, BurstConfig, ContextGroup, SequenceLayout, burst_attention
+from hf_burst import BurstConfig
+from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, select_kernel

@@ -31,9 +31,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 import hf_burst
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.hf.parts.memory import Memory, expandable_segments
-from hf_burst.hf.trainers.accelerate import PATCH
+from hf_burst.hf.parts.memory import MemoryRule, expandable_segments
 from hf_burst.plan import SHAPES, Fit, Training, fit, longest
 from hf_burst.plan.machine import named
 from hf_burst.ring import calibrate
@@ -272,7 +272,7 @@ def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, a
 
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
     if arguments.contender == "hf_burst":
-        hf_burst.patch_model(model, hf_burst.BurstConfig(**arguments.settings))
+        hf_burst.patch_model(model, hf_burst.BurstConfig.from_dict(arguments.settings))
     rows = Rows(length, arguments.document, model.config.get_text_config().vocab_size, arguments.steps)
     return Trainer(model, args, train_dataset=rows, data_collator=collate, callbacks=[measure])
 
@@ -324,7 +324,7 @@ def described(choice: Fit) -> dict[str, Any]:
 def chosen_of(model: Any) -> dict[str, Any] | None:
     """What a patched model chose for its steps."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, Memory)]
+    parts = [part for part in getattr(inner, PATCH).parts if isinstance(part, MemoryRule)]
     return described(parts[0].latest[-1]) if parts and parts[0].latest else None
 
 

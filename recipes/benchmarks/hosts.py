@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import hf_burst
-from hf_burst.attention import burst_attention
+from hf_burst.attention import AttentionRequest, SequenceLayout, burst_attention
 from hf_burst.config import Schedule
 from hf_burst.plan import (
     Layer,
@@ -97,14 +97,14 @@ def seconds_of(
     rank: int, size: int, contenders: list[tuple[str, int | None]], tokens: int, heads: tuple[int, int], repeats: int
 ) -> list[list[float]]:
     """Seconds of a forward and a backward pass of every contender, which take turns, and are begun together."""
-    layout = hf_burst.SequenceLayout.for_batch([(0, size * tokens)], size)
+    layout = SequenceLayout.for_batch([(0, size * tokens)], size)
     generator, group = torch.Generator().manual_seed(rank), ContextGroup.from_mesh(None)
     shapes = [(1, tokens, count, HEAD_DIM) for count in (heads[0], heads[1], heads[1], heads[0])]
     q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
     found: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats + 1):
         for index, (schedule, per_host) in enumerate(contenders):
-            request = hf_burst.AttentionRequest(group, schedule=schedule, ranks_per_host=per_host)
+            request = AttentionRequest(group, schedule=schedule, ranks_per_host=per_host)
             inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
             dist.barrier()
             started = time.perf_counter()

@@ -35,7 +35,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
-from hf_burst import BurstConfig, ContextGroup, SequenceLayout
+from hf_burst import BurstConfig, Memory
+from hf_burst.attention import ContextGroup, SequenceLayout
 from hf_burst.config import Chunking
 from hf_burst.hf.attention import ForwardCall
 from hf_burst.hf.models.recurrent import COUNTERPARTS, Run, Scope, in_place_of_innermost
@@ -110,8 +111,7 @@ def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Func
     """Those of hf_burst. With `columns` states pass as where flash-linear-attention is not installed."""
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
     layout, nothing = case.layout(chunking), torch.empty(0)
-    config = BurstConfig(recurrence="heads" if way == "heads" else "states")
-    call = ForwardCall(layout, layout.segments, group, config, nothing, True, None, None, None, way)
+    call = ForwardCall(layout, layout.segments, group, BurstConfig(), Memory(), nothing, True, None, None, None, way)
     scope = Scope(Run(call, Received() if case.group is not None or case.ranks == 1 else Alone()))
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:

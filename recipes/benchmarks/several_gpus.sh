@@ -46,7 +46,6 @@ case ${1:?one of the parts of this file} in
     hybrid) steps hybrid "${hybrid[@]}" --layers 16 ;;
     hybrid_lora) steps hybrid_lora "${hybrid[@]}" --lora ;;
     nodes) hosts as_nodes $((gpus / 2)) "${nodes[@]}" ;;
-    nodes_flat) hosts as_nodes_flat $((gpus / 2)) "${nodes[@]}" --burst ranks_per_host="$gpus" ;;
     long) attention long --kv-heads 8 "${long[@]}" --contenders "${ours[@]}" 'hf_burst ulysses*' ;;
     long_32) attention long_32 --kv-heads 32 "${long[@]}" --contenders "${ours[@]}" 'hf_burst ulysses*' ;;
     qwen3_1m) steps qwen3_1m "${once[@]}" --shape qwen3-8b --lengths 1048576 --contenders "hf_burst, chosen" ;;

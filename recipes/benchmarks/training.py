@@ -289,7 +289,7 @@ def read_arguments() -> argparse.Namespace:
         type=settings,
         action="append",
         default=[],
-        help="one more contender: settings of BurstConfig, such as tiled_mlp=16384,activation_offloading=1.0",
+        help="one more contender: settings of hf_burst.Memory, such as tiled_mlp=16384,activation_offloading=1.0",
     )
     parser.add_argument(
         "--longest",

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from importlib import import_module
 from types import MethodType
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.adapters import Adapters
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.hf.parts.memory import Memory
-from hf_burst.hf.trainers.accelerate import PATCH
+from hf_burst.hf.parts.memory import MemoryRule
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
 from recipes.benchmarks.training_limits import LIMITS, mixers_of
 
@@ -26,13 +26,24 @@ Loss = Callable[[Job], torch.Tensor]
 Way = Callable[[Job], AbstractContextManager[Loss]]
 
 
+def config_of(settings: Mapping[str, Any]) -> hf_burst.BurstConfig:
+    """The config with settings of `BurstConfig` and of `Memory`; without any of these nothing is chosen.
+
+    Raises:
+        ConfigError: If there is no such setting or value.
+    """
+    names = {setting.name for setting in fields(hf_burst.Memory)} & settings.keys()
+    others = {name: value for name, value in settings.items() if name not in names}
+    memory = {name: settings[name] for name in names} or "manual"
+    return hf_burst.BurstConfig.from_dict({"memory": memory, **others})
+
+
 @contextmanager
 def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
     """Patches the model with hf_burst, which takes the whole sequence. What it chose for as many tokens before stays: a
     model that is patched once chooses once."""
     choice = (*settings.items(), job.tokens.shape[1])
-    settings = {"memory": "named", **settings, **job.choices.get(choice, {})}
-    hf_burst.patch_model(job.model, hf_burst.BurstConfig.from_dict(settings), job.mesh)
+    hf_burst.patch_model(job.model, config_of(job.choices.get(choice, settings)), job.mesh)
     parts = {type(part): part for part in getattr(job.base, PATCH).parts}
     parts[Checkpointing].home = job.home  # page-locked once, as for a model that stays patched
 
@@ -43,10 +54,11 @@ def burst(job: Job, settings: Mapping[str, Any]) -> Iterator[Loss]:
 
     try:
         yield loss
-        latest = parts[Memory].latest
+        latest = parts[MemoryRule].latest
         job.chosen = latest[-1].settings if latest else {}
         if job.chosen:
-            job.choices[choice] = {**job.chosen, "memory": "named"}
+            named = {name: value for name, value in settings.items() if name != "memory"}
+            job.choices[choice] = {**named, **job.chosen}
     finally:
         hf_burst.unpatch_model(job.model)
 
@@ -227,13 +239,13 @@ class Contender:
 
 
 def by_settings(settings: Mapping[str, Any], hybrids: bool | None = None) -> Contender:
-    """hf_burst with settings of `BurstConfig`."""
+    """hf_burst with settings as [`config_of`] takes them."""
     limit = LIMITS[settings.get("attention_keep", 1.0)]
     return Contender(partial(burst, settings=settings), limit, hybrids, None, settings)
 
 
 def read_settings(text: str) -> tuple[str, Contender]:
-    """Reads a contender from `NAME=VALUE,NAME=VALUE`, settings of `BurstConfig`; `default` has none.
+    """Reads a contender from `NAME=VALUE,NAME=VALUE`, settings as [`config_of`] takes them; `default` has none.
 
     Raises:
         ConfigError: If there is no such setting or value.
@@ -245,7 +257,7 @@ def read_settings(text: str) -> tuple[str, Contender]:
             settings[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):  # a word
             settings[name] = value
-    hf_burst.BurstConfig.from_dict(settings)
+    config_of(settings)
     return f"hf_burst, {text.replace(',', ', ')}", by_settings(settings)
 
 
@@ -255,8 +267,6 @@ OFFLOADED, TILED, GROUPED = {"activation_offloading": 1.0}, {"tiled_mlp": 16384}
 HALF, RECOMPUTED = {"attention_keep": 0.5}, {"attention_keep": 0.0}
 BURST = {
     "hf_burst, attention saved": by_settings({}),
-    "hf_burst, states passed": by_settings({"recurrence": "states"}, True),
-    "hf_burst, heads exchanged": by_settings({"recurrence": "heads"}, True),
     "hf_burst, half of it saved": by_settings(HALF, False),
     "hf_burst, attention recomputed": by_settings(RECOMPUTED, False),
 }

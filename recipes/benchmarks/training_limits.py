@@ -15,7 +15,7 @@ from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.training_job import Job, head_size
 
-# the names of limits by `BurstConfig.attention_keep`
+# the names of limits by `Memory.attention_keep`
 LIMITS = {
     1.0: "attention saved",
     0.75: "three quarters of attention saved",

@@ -17,6 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import hf_burst  # of PYTHONPATH, before the path of this checkout comes first
+from hf_burst.attention import (  # of PYTHONPATH, before the path of this checkout comes first
+    AttentionRequest,
+    ContextGroup,
+    MaskPattern,
+    SequenceLayout,
+    burst_attention,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -73,10 +80,10 @@ class Attention:
     def __init__(self, task: Task, case: dict[str, Any]) -> None:
         settings, length, device = task.settings, case["length"], task.device
         bounds = Documents(*case["documents"]).bounds(length, 2 * task.ranks) if case["documents"] else (0, length)
-        self.layout = hf_burst.SequenceLayout.for_batch([bounds], task.ranks)
+        self.layout = SequenceLayout.for_batch([bounds], task.ranks)
         if self.layout.padding:
             raise SystemExit(f"{length} tokens cannot be cut into equal chunks over {task.ranks} ranks.")
-        self.group = hf_burst.ContextGroup.from_mesh(None)
+        self.group = ContextGroup.from_mesh(None)
         self.config = hf_burst.BurstConfig(schedule=case["schedule"], kernel=settings["kernel"])
         self.window, self.calls, self.cuda = settings["window"], settings["in_a_row"], device.type == "cuda"
         generator = torch.Generator(device).manual_seed(task.rank)
@@ -111,15 +118,15 @@ class Attention:
         q, k, v = self.inputs
         if not hasattr(hf_burst, "AttentionRequest"):  # a version before it
             settings = {"causal": True, "window": self.window, "config": self.config, "check": False}
-            return hf_burst.burst_attention(q, k, v, self.layout, self.group, **settings)[0]
-        request = hf_burst.AttentionRequest(
+            return burst_attention(q, k, v, self.layout, self.group, **settings)[0]
+        request = AttentionRequest(
             group=self.group,
-            pattern=hf_burst.MaskPattern(window=self.window),
+            pattern=MaskPattern(window=self.window),
             kernel=self.config.kernel,
             schedule=self.config.schedule,
             transport=self.config.transport,
         )
-        return hf_burst.burst_attention(q, k, v, self.layout, request, check=False)[0]
+        return burst_attention(q, k, v, self.layout, request, check=False)[0]
 
 
 class Training:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_burst import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
+from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import (
     BatchError,
     BurstError,

@@ -21,6 +21,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import hf_burst
+from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Schedule
 from hf_burst.kernels import BackwardInputs, Band, Scores, flash_attn_4
 from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
@@ -100,9 +101,9 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
         out = exact_attention(*leaves, documents, causal, window)
         answers.append([out.detach(), *torch.autograd.grad(out, leaves, dout.to(kept))])
     exact, rough = answers
-    group = hf_burst.ContextGroup.from_mesh(None)
+    group = ContextGroup.from_mesh(None)
     dealt = [rank for chunk in range(4) for rank in ([*range(size)], [*range(size)][::-1], [*range(size)])[chunk % 3]]
-    layout = hf_burst.SequenceLayout.for_batch([documents] * batch, size, dealt if kind == "packed" else "balanced")
+    layout = SequenceLayout.for_batch([documents] * batch, size, dealt if kind == "packed" else "balanced")
     over_hosts = [(way, per_host) for per_host in (1, 2) for way in ways(size, heads) if crosses(*way, per_host)]
     for (schedule, transport), per_host in [
         *((way, None) for way in ways(size, heads)),
@@ -110,7 +111,7 @@ def attention_case(rank: int, size: int, kind: str, heads: tuple[int, int], head
     ]:
         leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
         request = request_for(group, schedule, transport, MaskPattern(causal, window), per_host)
-        out, _ = hf_burst.burst_attention(*leaves, layout, request)
+        out, _ = burst_attention(*leaves, layout, request)
         found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
         for name, mine, wanted, plain in zip(("out", "dq", "dk", "dv"), found, exact, rough, strict=True):
             assert mine.dtype == dtype
@@ -135,16 +136,16 @@ def crosses(schedule: str, transport: str, per_host: int) -> bool:
 
 
 def request_for(
-    group: hf_burst.ContextGroup,
+    group: ContextGroup,
     schedule: str,
     transport: str,
     pattern: MaskPattern = WHOLE,
     per_host: int | None = None,
-) -> hf_burst.AttentionRequest:
+) -> AttentionRequest:
     """With the kernel that is chosen by itself, which may write in place. Gathered keys and products have many kinds of
     tiles: there one that compiles nothing."""
     kernel = "auto" if schedule in ("auto", "ulysses", "kv_ring", "burst") else "torch_flash"
-    return hf_burst.AttentionRequest(
+    return AttentionRequest(
         group, pattern, kernel=kernel, schedule=schedule, transport=transport, ranks_per_host=per_host
     )
 
@@ -194,29 +195,29 @@ def change_shapes(rank: int, size: int, heads: tuple[int, int]) -> None:
     """Passes of several shapes and dtypes in turns, three layers at once, each with inputs of its own: nothing that was
     returned is overwritten. Both transports give the same, after an evaluation in inference mode, too."""
     device = gpu_of(rank)
-    group = hf_burst.ContextGroup.from_mesh(None)
+    group = ContextGroup.from_mesh(None)
     generator = torch.Generator(device).manual_seed(rank)
     kinds = [(1, 1024, torch.bfloat16), (2, 1024, torch.bfloat16), (1, 1024, torch.float16), (1, 1088, torch.bfloat16)]
 
     def normal(count: int, batch: int, length: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(batch, length // size, count, 64, device=device, generator=generator).to(dtype)
 
-    def attend(schedule: str, way: str, layers: list, douts: list, layout: hf_burst.SequenceLayout) -> list:
+    def attend(schedule: str, way: str, layers: list, douts: list, layout: SequenceLayout) -> list:
         request = request_for(group, schedule, way)
         leaves = [[tensor.clone().requires_grad_() for tensor in layer] for layer in layers]
-        outs = [hf_burst.burst_attention(*layer, layout, request)[0] for layer in leaves]
+        outs = [burst_attention(*layer, layout, request)[0] for layer in leaves]
         for out, dout in reversed(list(zip(outs, douts, strict=True))):
             out.backward(dout)
         return [*outs, *(tensor.grad for layer in leaves for tensor in layer)]
 
     for schedule in dict.fromkeys(name for name, _ in ways(size, heads) if name != "auto"):
         with torch.inference_mode():  # an evaluation before training
-            layout = hf_burst.SequenceLayout.for_batch([(0, 1024)], size)
+            layout = SequenceLayout.for_batch([(0, 1024)], size)
             inputs = [normal(count, *kinds[0]) for count in (heads[0], heads[1], heads[1])]
-            hf_burst.burst_attention(*inputs, layout, request_for(group, schedule, "symmetric"))
+            burst_attention(*inputs, layout, request_for(group, schedule, "symmetric"))
         for step in range(3):
             for batch, length, dtype in kinds:
-                layout = hf_burst.SequenceLayout.for_batch([(0, length)] * batch, size)
+                layout = SequenceLayout.for_batch([(0, length)] * batch, size)
                 shapes = (heads[0], heads[1], heads[1])
                 layers = [[normal(count, batch, length, dtype) for count in shapes] for _ in range(3)]
                 douts = [normal(heads[0], batch, length, dtype) for _ in range(2)]
@@ -306,12 +307,12 @@ def test_shapes_that_come_and_go(gpus: Ranks, size: int, heads: tuple[int, int])
 
 def attend_twice_alike(rank: int, size: int) -> None:
     device, length = gpu_of(rank), 2048
-    group = hf_burst.ContextGroup.from_mesh(None)
+    group = ContextGroup.from_mesh(None)
     generator = torch.Generator(device).manual_seed(rank)
     torch.use_deterministic_algorithms(True)
     try:
         for documents in ((0, length), (0, 700, length)):
-            layout = hf_burst.SequenceLayout.for_batch([documents], size)
+            layout = SequenceLayout.for_batch([documents], size)
             packed = torch.randn(1, length // size, 8, 3 * 64, device=device, generator=generator).bfloat16()
             dout = torch.randn(1, length // size, 8, 64, device=device, generator=generator).bfloat16()
             for schedule, transport in ways(size, (8, 8)):
@@ -320,7 +321,7 @@ def attend_twice_alike(rank: int, size: int) -> None:
                 for _ in range(4):
                     leaf = packed.clone().requires_grad_()
                     q, k, v = leaf.chunk(3, 3)  # not contiguous
-                    out, _ = hf_burst.burst_attention(q, k, v, layout, request)
+                    out, _ = burst_attention(q, k, v, layout, request)
                     out.backward(dout)
                     results.append((out.detach(), leaf.grad))
                 for out, gradient in results[1:]:
@@ -337,8 +338,8 @@ def test_deterministic_runs_have_the_same_bits(gpus: Ranks) -> None:
 def attend_on_streams(rank: int, size: int) -> None:
     """Layers on two streams in turn, while other work takes and fills the memory that they let go of."""
     device, length = gpu_of(rank), 4096
-    group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([(0, 1500, length)], size)
+    group = ContextGroup.from_mesh(None)
+    layout = SequenceLayout.for_batch([(0, 1500, length)], size)
     streams = [torch.cuda.current_stream(device), torch.cuda.Stream(device)]
     generator = torch.Generator(device).manual_seed(rank)
 
@@ -350,7 +351,7 @@ def attend_on_streams(rank: int, size: int) -> None:
             stream.wait_stream(streams[1 - index % 2])
             with torch.cuda.stream(stream):
                 leaf = (tensor * 1.0).requires_grad_()
-                out, _ = hf_burst.burst_attention(*leaf.split([8, 4, 4], 2), layout, request)
+                out, _ = burst_attention(*leaf.split([8, 4, 4], 2), layout, request)
                 (gradient,) = torch.autograd.grad(out, leaf, out.detach())
                 found += [out.detach(), gradient]
                 del out, leaf
@@ -373,21 +374,21 @@ def test_streams_and_memory_that_is_taken_anew(gpus: Ranks) -> None:
 def attend_without_waiting(rank: int, size: int) -> None:
     """Packings that were not seen before, while torch raises where the host would wait for the device."""
     device, length = gpu_of(rank), 4096
-    group = hf_burst.ContextGroup.from_mesh(None)
+    group = ContextGroup.from_mesh(None)
     generator = torch.Generator(device).manual_seed(rank)
     q, k, v, dout = (
         torch.randn(2, length // size, 8, 64, device=device, generator=generator).bfloat16() for _ in range(4)
     )
     # chunks that are dealt out; the first two packings warm up: kernels compile, and buffers become large enough
     cuts = [(0, length), (0, 1500, 1501, 3000, length), (0, 700, 1111, 2600, length), (0, 99, 2000, 3900, length)]
-    layouts = [hf_burst.SequenceLayout.for_batch([cut, (0, 1000, length)], size) for cut in cuts]
+    layouts = [SequenceLayout.for_batch([cut, (0, 1000, length)], size) for cut in cuts]
     for schedule, transport in ways(size, (8, 8)):
-        request = hf_burst.AttentionRequest(group, kernel="torch_flash", schedule=schedule, transport=transport)
+        request = AttentionRequest(group, kernel="torch_flash", schedule=schedule, transport=transport)
         for index, layout in enumerate(layouts):
             leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             torch.cuda.set_sync_debug_mode("error" if index > 1 else "default")
             try:
-                out, _ = hf_burst.burst_attention(*leaves, layout, request, check=False)
+                out, _ = burst_attention(*leaves, layout, request, check=False)
                 out.backward(dout)
             except RuntimeError as error:
                 raise AssertionError(f"{schedule} over {transport}: {error}") from error
@@ -405,11 +406,11 @@ def capture_a_packed_call(rank: int, size: int) -> None:
     q, k, v, dout = (torch.randn(1, 1024, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(4))
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    request = hf_burst.AttentionRequest(kernel="torch_flash")
+    request = AttentionRequest(kernel="torch_flash")
 
     def attend(cut: int) -> list[torch.Tensor]:
-        layout = hf_burst.SequenceLayout.for_batch([(0, cut, 1024)], 1)
-        out, _ = hf_burst.burst_attention(q, k, v, layout, request)
+        layout = SequenceLayout.for_batch([(0, cut, 1024)], 1)
+        out, _ = burst_attention(q, k, v, layout, request)
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
     stream = torch.cuda.Stream()
@@ -441,16 +442,16 @@ def lose_a_rank(rank: int, port: int, transport: str) -> None:
         share_gpus(rank)
     torch.cuda.set_device(gpu_of(rank))
     dist.init_process_group("nccl", rank=rank, world_size=2, timeout=timedelta(seconds=10))
-    group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([(0, 256)], 2)
+    group = ContextGroup.from_mesh(None)
+    layout = SequenceLayout.for_batch([(0, 256)], 2)
     q, k, v = (torch.randn(1, 128, 4, 64, device=gpu_of(rank)).bfloat16() for _ in range(3))
-    request = hf_burst.AttentionRequest(group, schedule="kv_ring", transport=transport, kernel="torch_flash")
+    request = AttentionRequest(group, schedule="kv_ring", transport=transport, kernel="torch_flash")
     for _ in range(4):
-        hf_burst.burst_attention(q, k, v, layout, request, check=False)
+        burst_attention(q, k, v, layout, request, check=False)
     torch.cuda.synchronize()
     if rank == 1:
         os._exit(0)
-    hf_burst.burst_attention(q, k, v, layout, request, check=False)
+    burst_attention(q, k, v, layout, request, check=False)
     torch.cuda.synchronize()  # NCCL may give up the messages first and end the process then
     time.sleep(100)
     os._exit(0)  # which must not be reached
@@ -477,12 +478,12 @@ def large_messages(rank: int, size: int, schedule: str) -> float:
     """Packed documents that let ranks skip rounds, with messages that no buffer of NCCL holds."""
     chunk, device = 16384, gpu_of(rank)
     documents = (0, 3 * chunk // 2, 5 * chunk, 6 * chunk, 8 * chunk)
-    group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([documents], size)
+    group = ContextGroup.from_mesh(None)
+    layout = SequenceLayout.for_batch([documents], size)
     generator = torch.Generator(device).manual_seed(rank)
     shape = (1, 2 * chunk, 8, 128)
     leaves = [torch.randn(shape, device=device, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
-    out, _ = hf_burst.burst_attention(*leaves, layout, hf_burst.AttentionRequest(group, schedule=schedule))
+    out, _ = burst_attention(*leaves, layout, AttentionRequest(group, schedule=schedule))
     out.float().square().sum().backward()
     return float(sum(leaf.grad.float().norm() for leaf in leaves))
 
@@ -541,7 +542,7 @@ def keep_attention(rank: int, size: int) -> None:
         for checkpointing, keep in ((False, 1.0), (True, 1.0), (True, 0.5), (True, 0.0)):
             if checkpointing:
                 model.gradient_checkpointing_enable()
-            models.patch(model, hf_burst.BurstConfig(schedule=schedule, attention_keep=keep))
+            models.patch(model, hf_burst.BurstConfig(schedule=schedule, memory=hf_burst.Memory(attention_keep=keep)))
             model(**batch).loss.backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)

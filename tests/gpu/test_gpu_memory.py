@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_burst
+from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.kernels import KernelRequest, explain_kernels
 from hf_burst.layers.host_memory import HostMemory
@@ -94,7 +95,7 @@ def train_under_load(rank: int, size: int, device: str, settings: Settings, hidd
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = llama(hidden, 8, 1024, dtype).to(place)
     model.gradient_checkpointing_enable()
-    models.patch(model, hf_burst.BurstConfig(memory="named", **settings))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(**settings)))
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *_: keep_busy(place))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -225,19 +226,19 @@ def attend_in_groups(rank: int, size: int, kind: str) -> None:
     wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
     out = exact_attention(*wide, documents, kind != "full", None)
     exact = [out.detach(), *torch.autograd.grad(out, wide, dout.float())]
-    group = hf_burst.ContextGroup.from_mesh(None)
-    layout = hf_burst.SequenceLayout.for_batch([documents] * 2, size)
+    group = ContextGroup.from_mesh(None)
+    layout = SequenceLayout.for_batch([documents] * 2, size)
     known = explain_kernels(KernelRequest("cuda", torch.bfloat16, 64, 64))
     kernels = [name for name, refusal in known if refusal is None and name != "reference"]
     assert kernels
     for kernel, (schedule, transport) in product(kernels, ways(size, heads)):
         errors = []
         for groups in (1, 2, 4):
-            request = hf_burst.AttentionRequest(
+            request = AttentionRequest(
                 group, pattern, kernel=kernel, schedule=schedule, transport=transport, head_groups=groups
             )
             leaves = [layout.shard(tensor, group.rank).requires_grad_() for tensor in (q, k, v)]
-            out, _ = hf_burst.burst_attention(*leaves, layout, request)
+            out, _ = burst_attention(*leaves, layout, request)
             found = [out.detach(), *torch.autograd.grad(out, leaves, layout.shard(dout, group.rank))]
             errors.append([relative(layout.unshard(gathered_on_gpu(a)), b) for a, b in zip(found, exact, strict=True)])
         for name, whole, *grouped in zip(("out", "dq", "dk", "dv"), *errors, strict=True):
@@ -270,7 +271,8 @@ def peaks_of_steps(rank: int, size: int, every: list[Settings]) -> list[int]:
     model.gradient_checkpointing_enable()
     tokens = torch.randint(0, 4096, (1, LENGTH), device=place, generator=torch.Generator(place).manual_seed(1))
     for settings in every:
-        models.patch(model, hf_burst.BurstConfig(memory="named", transport="auto" if size == 1 else "p2p", **settings))
+        transport, memory = "auto" if size == 1 else "p2p", hf_burst.Memory(**settings)
+        models.patch(model, hf_burst.BurstConfig(transport=transport, memory=memory))
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             model(input_ids=tokens, labels=tokens).loss.backward()

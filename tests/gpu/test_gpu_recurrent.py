@@ -26,6 +26,7 @@ from hf_burst.ranks.layout import SequenceLayout
 from hf_burst.recurrent import Received, Rule, delta_rule_in_two_passes, fla_kernels, unit_norm
 from tests.gpu.test_gpu import Ranks, gpus  # noqa: F401
 from tests.hf.test_patch import group_mean
+from tests.hf.test_recurrent_models import forced
 from tests.hf.test_wrappers import flat
 from tests.support import models
 from tests.support.ranks import gpu_of
@@ -139,8 +140,9 @@ def recurrent_errors(
         if way == "alone":
             loss = models.plain_loss(model, batch)
         else:
-            models.patch(model, hf_burst.BurstConfig(recurrence=way, chunking="zigzag"))
-            loss = model(**batch).loss
+            models.patch(model, hf_burst.BurstConfig(chunking="zigzag"))
+            with forced(way):
+                loss = model(**batch).loss
         loss.backward()
         found = [parameter.grad for parameter in model.parameters()] if way == "alone" else group_mean(model)
         mine = flat([gradient.double().cpu() for gradient in found])

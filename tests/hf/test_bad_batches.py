@@ -24,6 +24,7 @@ from hf_burst.errors import (
     RankMismatchError,
     UnsupportedModelError,
 )
+from hf_burst.hf.parts import outputs
 from hf_burst.hf.patch import patch_under_check
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring.resources import resources_of
@@ -369,10 +370,10 @@ def missing_kernel(rank: int, size: int) -> None:
 
 
 def large_logits(rank: int, size: int) -> None:
-    config = hf_burst.BurstConfig(logits_limit_gib=1e-9)
-    model = models.patch(models.make_model("llama").eval(), config)
-    assert model(**good(rank)).logits is None, "with labels the loss is all that is asked for"
-    model(good(rank)["input_ids"])
+    model = models.patch(models.make_model("llama").eval())
+    with mock.patch.object(outputs, "LOGITS_LIMIT_GIB", 1e-9):
+        assert model(**good(rank)).logits is None, "with labels the loss is all that is asked for"
+        model(good(rank)["input_ids"])
 
 
 def checkpoint_of_the_model(rank: int, size: int) -> None:
@@ -466,7 +467,7 @@ def mesh_that_does_not_fit(rank: int, size: int) -> None:
 
 def two_groups(rank: int, size: int) -> None:
     Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=1))
-    model = models.patch(models.make_model("llama").train(), mesh=torch.distributed.group.WORLD)
+    model = models.patch(models.make_model("llama").train(), group=torch.distributed.group.WORLD)
     model(**good(rank))
 
 
@@ -533,11 +534,17 @@ def test_settings_are_checked_where_they_are_made(monkeypatch: pytest.MonkeyPatc
         ({"chunking": "spiral"}, "'spiral'.*'balanced', 'zigzag', 'contiguous'"),
         ({"schedule": "ring"}, "'auto', 'kv_ring', 'burst'"),
         ({"kernel": "flash"}, "'cpu_flash'"),
-        ({"logits_limit_gib": 0.0}, "above 0"),
+        ({"memory": "little"}, "'auto', 'manual', or an hf_burst.Memory"),
+        ({"memory": "named"}, "'named' is called 'manual' now"),
+        ({"gradients": "averaged_by_hand"}, "'averaged_by_hand' is called 'manual' now"),
+        ({"tiled_mlp": 7}, r"BurstConfig\(memory=hf_burst.Memory\(tiled_mlp=...\)\)"),
+        ({"ranks_per_host": 2}, "NCCL_HOSTID"),
+        ({"recurrence": "states"}, "is chosen for each batch"),
+        ({"logits_limit_gib": 8.0}, "up to 4 GiB"),
     ):
         with pytest.raises(ConfigError, match=message):
             hf_burst.BurstConfig(**arguments)
-    with pytest.raises(ConfigError, match="no setting chunk; it has chunking"):
+    with pytest.raises(ConfigError, match="no setting chunk; it has schedule"):
         hf_burst.BurstConfig.from_dict({"chunk": "zigzag"})
     for size in (0, -2, 1.5):
         with pytest.raises(ConfigError, match="burst_size"):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_burst
-from hf_burst.attention import AttentionCache
+from hf_burst.attention import AttentionCache, AttentionRequest, SequenceLayout
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf.parts import checkpointing
 from hf_burst.hf.parts.checkpointing import Checkpointing
@@ -64,11 +64,11 @@ def keep_parts(
         expected_loss, wanted = models.plain_loss(model, batch).detach(), expected_gradients(model, batch)
         model.gradient_checkpointing_enable()
         for schedule, keep in settings:
-            config = hf_burst.BurstConfig(schedule=schedule, attention_keep=keep, ranks_per_host=per_host)
+            config = hf_burst.BurstConfig(schedule=schedule, memory=hf_burst.Memory(attention_keep=keep))
             models.patch(model, config)
             for given in (batch, hf_burst.shard_batch(batch, config=config))[: 1 if kind == "packed" else 2]:
                 model.zero_grad()
-                with counted() as queries:
+                with counted() as queries, models.hosts_of(per_host):
                     loss = model(**given).loss
                     again = [round(rows * (1 - keep)) for rows in queries if keep < 1]
                     loss.backward()
@@ -102,7 +102,7 @@ def odd_uses(rank: int, size: int) -> None:
     batches = [models.make_batch("plain", LENGTH, seed) for seed in range(2)]
     model = models.make_model("llama", torch.float64).train()
     wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
-    models.patch(model, hf_burst.BurstConfig(attention_keep=0.5))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.5)))
     model.gradient_checkpointing_enable()
     saved = part_of(model, Checkpointing)
 
@@ -183,7 +183,7 @@ def test_under_torch_compile_it_is_all_or_nothing(keep: float, runs: int) -> Non
     batch = models.make_batch("packed", LENGTH)
     model = models.make_model("llama", torch.float64).train()
     wanted = expected_gradients(model, batch)
-    models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=keep)))
     model.gradient_checkpointing_enable()
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
@@ -214,7 +214,7 @@ def test_a_copy_of_a_model_remembers_by_itself() -> None:
 def train_for_twenty_steps(rank: int, size: int, keep: float | None) -> list[float]:
     model = models.make_model("llama", torch.float64).train()
     if keep is not None:
-        models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
+        models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=keep)))
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -240,7 +240,9 @@ def test_twenty_steps_have_the_losses_of_one_process(ranks: Ranks) -> None:
 
 
 def cut_otherwise(rank: int, size: int) -> None:
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(attention_keep=0.75))
+    model = models.patch(
+        models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.75))
+    )
     model.gradient_checkpointing_enable()
     model(**hf_burst.shard_batch(models.make_batch("plain")))
 
@@ -261,8 +263,8 @@ def checkpoint_other_layers(rank: int, size: int) -> None:
 
 def test_attention_without_a_graph_is_not_remembered() -> None:
     cache, q = AttentionCache(1.0), torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True)
-    layout = hf_burst.SequenceLayout.for_batch([(0, 8)], 1).encode()
-    settings = (None, layout, hf_burst.AttentionRequest(scores=Scores(0.25), schedule="kv_ring"))
+    layout = SequenceLayout.for_batch([(0, 8)], 1).encode()
+    settings = (None, layout, AttentionRequest(scores=Scores(0.25), schedule="kv_ring"))
     outs = []
     for start in (None, 0):
         cache.position = start
@@ -294,10 +296,10 @@ def test_what_cannot_be_kept_is_an_error_on_every_rank(ranks: Ranks) -> None:
     encoder = models.make_model("bert")
     before = encoder.config._attn_implementation
     with pytest.raises(ConfigError, match="sees the rest"):
-        models.patch(encoder, hf_burst.BurstConfig(attention_keep=0.5))
+        models.patch(encoder, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.5)))
     assert encoder.config._attn_implementation == before, "nothing was changed"
     with pytest.raises(ConfigError, match=r"0\.25, 0\.5"):
-        hf_burst.BurstConfig(attention_keep=0.3)
+        hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.3))
 
 
 def test_layers_do_not_run_again_on_a_model_that_was_unpatched() -> None:

@@ -10,11 +10,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 import hf_burst
+from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BatchError
 from hf_burst.hf import patch
 from hf_burst.hf.batches import cutting
-from hf_burst.hf.batches.cutting import TOKEN_INPUTS, CutPoint, TokenInput, cut_inputs, cut_point_of
+from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
+from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import ForwardPass, Part
 from tests.hf.test_patch import group_mean, part_of
@@ -88,7 +90,7 @@ def test_positions_stay_positions_where_boundaries_are_known(ranks: Ranks) -> No
 
 @pytest.mark.parametrize("rows", [3, 4])
 def test_position_ids_of_several_rows_are_cut_along_their_tokens(rows: int):
-    layout = hf_burst.SequenceLayout.for_batch([(0, 13)] * 2, 3)
+    layout = SequenceLayout.for_batch([(0, 13)] * 2, 3)
     positions = torch.arange(rows * 2 * 13).reshape(rows, 2, 13)
     inputs = {"inputs_embeds": torch.randn(2, 13, 5), "position_ids": positions, "extra": torch.randn(2, 4, 13)}
     known = (*TOKEN_INPUTS, TokenInput("extra", dim=2, pad=7))

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_burst
+from hf_burst.attention import ContextGroup
 from hf_burst.errors import RankMismatchError, UnsupportedModelError
 from hf_burst.hf.parts.dropout import DropoutStreams, check_shared_dropout
 from tests.support import models
@@ -172,7 +173,7 @@ class Functional(nn.Module):
 
 def drop_by_function(rank: int, size: int, name: str) -> None:
     module, part = Functional(name), DropoutStreams()
-    run = SimpleNamespace(model=module, group=hf_burst.ContextGroup.from_mesh(None))
+    run = SimpleNamespace(model=module, group=ContextGroup.from_mesh(None))
     torch.manual_seed(1)
     x = torch.ones(200)
     part.begin(run)

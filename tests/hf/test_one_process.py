@@ -58,9 +58,9 @@ def test_patching_twice_looks_at_new_adapters() -> None:
 def patch_over_meshes(rank: int, size: int) -> None:
     model = models.make_model("llama")
     everyone = dist.group.WORLD
-    hf_burst.patch_model(model, mesh=everyone)
-    assert hf_burst.patch_model(model, mesh=everyone) is model
-    with pytest.raises(ConfigError, match=r"a mesh of 2 ranks; now .* and no mesh"):
+    hf_burst.patch_model(model, group=everyone)
+    assert hf_burst.patch_model(model, group=everyone) is model
+    with pytest.raises(ConfigError, match=r"a group of 2 ranks; now .* and no group"):
         hf_burst.patch_model(model)
 
 
@@ -142,7 +142,7 @@ def test_the_launcher_of_notebooks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunking", ["balanced", "zigzag"])
 def test_nothing_is_appended_to_outputs(keep: float, chunking: str) -> None:
     """In one process there is nothing to cut, so no length is rounded up, and no cache holds what nobody wrote."""
-    config = hf_burst.BurstConfig(attention_keep=keep, chunking=chunking)
+    config = hf_burst.BurstConfig(chunking=chunking, memory=hf_burst.Memory(attention_keep=keep))
     plain, model = (models.make_model("llama", torch.float64).eval() for _ in range(2))
     models.patch(model, config)
     for length in (1, 37):
@@ -168,7 +168,7 @@ def test_parts_of_attention_are_kept_of_any_length(length: int) -> None:
     """Also of one that has no such parts, of which all is kept."""
     tokens = models.make_batch("plain", length)["input_ids"]
     plain, model = (models.make_model("llama", torch.float64).train() for _ in range(2))
-    models.patch(model, hf_burst.BurstConfig(attention_keep=0.75))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.75)))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for each in (plain, model):
         each(tokens, use_cache=False).logits.square().mean().backward()

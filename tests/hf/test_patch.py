@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import hf_burst
+from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
 from hf_burst.hf.batches import cutting
-from hf_burst.hf.batches.cutting import CutPoint
 from hf_burst.hf.batches.sharded import checksum
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models import verdicts
+from hf_burst.hf.models.cut_point import CutPoint
 from hf_burst.hf.parts.base import Part
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
 from hf_burst.plan.machine import cpu
 from hf_burst.ring import resources
@@ -135,12 +136,12 @@ def train_on_short_rows(rank: int, size: int, keep: float) -> None:
             loss = models.plain_loss(model, batch)
             loss.backward()
             expected = [parameter.grad.clone() for parameter in model.parameters()]
-        models.patch(model, hf_burst.BurstConfig(attention_keep=keep))
+        models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=keep)))
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=ids).logits, logits, rtol=1e-10, atol=1e-10)
         for explicit in (False, True) if length > 1 else ():
             model.zero_grad()
-            config = hf_burst.BurstConfig(attention_keep=keep)
+            config = hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=keep))
             ours = model(**(hf_burst.shard_batch(batch, config=config) if explicit else batch)).loss
             ours.backward()
             torch.testing.assert_close(ours, loss, rtol=1e-10, atol=1e-10)
@@ -636,9 +637,9 @@ def choose_by_documents(rank: int, size: int) -> None:
     model = models.patch(models.make_model("llama_yarn", torch.float64), hf_burst.BurstConfig())
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
     length = 256
-    whole = hf_burst.SequenceLayout.for_batch([(0, length)], size)
-    short = hf_burst.SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
-    group = hf_burst.ContextGroup.from_mesh(None)
+    whole = SequenceLayout.for_batch([(0, length)], size)
+    short = SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
+    group = ContextGroup.from_mesh(None)
     machine = replace(cpu(), ranks_per_host=size)
     shapes = Shapes(4, 4, 16, 16, 8, 8)
     layers = [Layer(layout.masks(MaskPattern()), layout.sharding, shapes) for layout in (whole, short)]
@@ -653,8 +654,8 @@ def choose_by_documents(rank: int, size: int) -> None:
 
 def train_by_documents(
     model: torch.nn.Module,
-    group: hf_burst.ContextGroup,
-    layouts: tuple[hf_burst.SequenceLayout, hf_burst.SequenceLayout],
+    group: ContextGroup,
+    layouts: tuple[SequenceLayout, SequenceLayout],
     wanted: list[str],
 ) -> None:
     length, short = layouts[0].length, layouts[1]
@@ -668,8 +669,8 @@ def train_by_documents(
             assert set(asked.found) == {name}
     with SchedulesAsked() as asked:
         q = torch.randn(1, length // group.size, 4, 8, dtype=torch.float64)
-        hf_burst.burst_attention(q, q, q, short, hf_burst.AttentionRequest(group))
-        hf_burst.burst_attention(q, q, q, short, hf_burst.AttentionRequest(group, schedule="burst"))
+        burst_attention(q, q, q, short, AttentionRequest(group))
+        burst_attention(q, q, q, short, AttentionRequest(group, schedule="burst"))
     assert asked.found == [wanted[1], "burst"]
 
 

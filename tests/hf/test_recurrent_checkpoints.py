@@ -31,7 +31,7 @@ from tests.support.delta_steps import DeltaSteps
 from tests.support.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
-STATES = hf_burst.BurstConfig(recurrence="states", chunking="zigzag")  # exchanged heads do travel again
+ZIGZAG = hf_burst.BurstConfig(chunking="zigzag")
 
 
 @contextmanager
@@ -92,10 +92,11 @@ def gradients_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[list[torch
     return [loss.detach(), *group_mean(model)], sizes
 
 
+@forced("states")  # exchanged heads do travel again
 def compare(rank: int, size: int, switch: str) -> tuple[float, int]:
     """The greatest error beside the same model without checkpoints, and how often the backward pass gathered."""
     name, turn_on = SWITCHES[switch]
-    batch, model = models.make_batch("packed"), models.patch(make(name), STATES)
+    batch, model = models.make_batch("packed"), models.patch(make(name), ZIGZAG)
     wanted, _ = gradients_of(model, batch)
     turn_on(model)
     functions = [vars(module).get("_gradient_checkpointing_func") for module in model.modules()]
@@ -130,7 +131,7 @@ def compare_steps(rank: int, size: int, kind: str, scans: bool) -> tuple[float, 
         loss = models.plain_loss(model, batch)
         loss.backward()
         wanted = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-        models.patch(model, STATES)
+        models.patch(model, ZIGZAG)
         plain, _ = gradients_of(model, batch)
         first, found = kernels.runs, []
         for reentrant in (False, True):
@@ -140,9 +141,10 @@ def compare_steps(rank: int, size: int, kind: str, scans: bool) -> tuple[float, 
         return greatest_error(plain, wanted), first, found
 
 
+@forced("states")  # exchanged heads do travel again
 def with_other_kernels(rank: int, size: int) -> str:
     """What a rank says if it alone has the kernels of two passes."""
-    model, batch = models.patch(make("qwen3_5"), STATES), models.make_batch("plain")
+    model, batch = models.patch(make("qwen3_5"), ZIGZAG), models.make_batch("plain")
     with mock.patch.object(recurrence, "fla_kernels", return_value=DeltaSteps() if rank else None):
         try:
             model(**batch)
@@ -179,11 +181,11 @@ def test_a_layer_that_runs_again_receives_nothing_again(ranks: Ranks, switch: st
 def compare_scans(rank: int, size: int, name: str, keep: float) -> tuple[float, list[int]]:
     """The greatest error of scanned states beside gathered ones without checkpoints; how often ranks exchange, forward
     and backward."""
-    batch, model, counts = models.make_batch("packed"), models.patch(make(name), STATES), list[int]()
+    batch, model, counts = models.make_batch("packed"), models.patch(make(name), ZIGZAG), list[int]()
     with forced("states"):
         wanted, _ = gradients_of(model, batch)
     hf_burst.unpatch_model(model)
-    models.patch(model, replace(STATES, attention_keep=keep))
+    models.patch(model, replace(ZIGZAG, memory=hf_burst.Memory(attention_keep=keep)))
     enable(model, reentrant=name == "qwen3_5")
     model.zero_grad()
     with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
@@ -203,9 +205,10 @@ def test_a_layer_that_runs_again_scans_nothing_again(ranks: Ranks, name: str, ke
         assert backward == (forward if keep else 2 * forward)
 
 
+@forced("states")  # exchanged heads do travel again
 def gather_again(rank: int, size: int) -> int:
     """How often the backward pass gathers where nothing is kept."""
-    model = models.patch(make("qwen3_5"), replace(STATES, attention_keep=0.0))
+    model = models.patch(make("qwen3_5"), replace(ZIGZAG, memory=hf_burst.Memory(attention_keep=0.0)))
     enable(model, reentrant=False)
     return len(gradients_of(model, models.make_batch("packed"))[1])
 
@@ -240,9 +243,10 @@ def test_edges_go_with_the_pass(name: str) -> None:
         assert edges_alive() == before
 
 
+@forced("states")  # exchanged heads do travel again
 def accumulate(rank: int, size: int) -> None:
     """Several passes before their backward passes, which come in another order, and evaluations between."""
-    model = models.patch(models.make_model("qwen3_5").train(), STATES)
+    model = models.patch(models.make_model("qwen3_5").train(), ZIGZAG)
     batches = [models.make_batch("packed", seed=seed) for seed in (0, 1)]
     wanted = [gradients_of(model, batch)[0] for batch in batches]
     enable(model, reentrant=False)

@@ -40,7 +40,7 @@ Ranks = Callable[[int], RankPool]
 edges_of = halo._edges
 KINDS = ("plain", "packed", "left", "right")
 WAYS = ("states", "scanned states", "heads")
-ACROSS = {"recurrence": "states", "chunking": "zigzag"}  # a cut by documents would leave nothing to pass
+ACROSS = hf_burst.BurstConfig(chunking="zigzag")  # a cut by documents would leave nothing to pass
 
 
 def slowly(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -55,20 +55,18 @@ def slowly(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @contextmanager
 def forced(way: str) -> Iterator[None]:
-    """Passes go that way, whatever it costs; layers without prices scan if states are scanned."""
-    least = 1 if way == "scanned states" else 1000
-    with mock.patch.multiple(base, chosen_way=lambda *_: way, SCANNED_FROM=least):
+    """Recurrent layers of passes go that way, whatever would be chosen."""
+    with mock.patch.object(base.ForwardPass, "way", way):
         yield
 
 
 def gradients_of(
-    model: Any, batch: dict[str, torch.Tensor], recurrence: str = "states", **settings: Any
+    model: Any, batch: dict[str, torch.Tensor], config: hf_burst.BurstConfig, way: str = "states"
 ) -> list[torch.Tensor]:
     """Of the patched model: the loss, and all gradients."""
-    asked: Any = "heads" if recurrence == "heads" else "states"
-    models.patch(model, hf_burst.BurstConfig(recurrence=asked, **settings))
+    models.patch(model, config)
     model.zero_grad()
-    with forced(recurrence):
+    with forced(way):
         loss = model(**batch).loss
     loss.backward()
     hf_burst.unpatch_model(model)
@@ -93,7 +91,7 @@ def errors_of(rank: int, size: int, name: str, chosen: list[tuple[str, str, str]
             loss = models.plain_loss(model, batch)
             loss.backward()
             wanted = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
-            found = gradients_of(model, batch, recurrence=way, chunking=chunking)
+            found = gradients_of(model, batch, hf_burst.BurstConfig(chunking=chunking), way)
             errors.append(greatest_error(found, wanted))
     return errors
 
@@ -114,10 +112,10 @@ def test_loss_and_gradients_are_those_of_one_process(ranks: Ranks, name: str, si
 def compare_checkpointed(rank: int, size: int, name: str, reentrant: bool) -> float:
     """The greatest error of checkpointed layers, beside the same without checkpoints."""
     model, batch = slowly(name), models.make_batch("packed")
-    wanted = gradients_of(model, batch, **ACROSS)
+    wanted = gradients_of(model, batch, config=ACROSS)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    return greatest_error(gradients_of(model, batch, **ACROSS), wanted)
+    return greatest_error(gradients_of(model, batch, config=ACROSS), wanted)
 
 
 @pytest.mark.parametrize("name", models.RECURRENT)
@@ -254,12 +252,13 @@ def test_unknown_states_are_refused_with_a_sentence(name: str) -> None:
         hf_burst.patch_model(tiny_model(name))
 
 
+@forced("states")
 def compile_and_compare(rank: int, size: int, name: str, checkpointing: bool) -> float:
     """The greatest error of a compiled model, beside itself before."""
     torch._dynamo.reset()
     model, batch = slowly(name), models.make_batch("packed")
-    wanted = gradients_of(model, batch, **ACROSS)
-    models.patch(model, hf_burst.BurstConfig(**ACROSS))
+    wanted = gradients_of(model, batch, config=ACROSS)
+    models.patch(model, ACROSS)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad()
@@ -304,7 +303,7 @@ def compute_in_bfloat16(rank: int, size: int, name: str) -> tuple[float, float]:
     exact = alone()
     with torch.autocast("cpu", torch.bfloat16):
         rough = alone()
-        ours = flat(gradients_of(model, batch, **ACROSS)[1:])
+        ours = flat(gradients_of(model, batch, config=ACROSS)[1:])
     return float((ours - exact).norm()), float((rough - exact).norm())
 
 
@@ -314,11 +313,12 @@ def test_autocast(ranks: Ranks, name: str) -> None:
     assert 0 < over_ranks < 2 * alone
 
 
+@forced("states")
 def compute_by_fsdp(rank: int, size: int, name: str) -> float:
     """The greatest error of gradients of weights that FSDP2 shards, of checkpointed layers."""
     model, batch = slowly(name), models.make_batch("packed")
-    wanted = gradients_of(model, batch, **ACROSS)
-    hf_burst.patch_model(model, hf_burst.BurstConfig(**ACROSS))
+    wanted = gradients_of(model, batch, config=ACROSS)
+    hf_burst.patch_model(model, ACROSS)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
@@ -360,4 +360,4 @@ def relu_after_the_convolution(rank: int, size: int) -> float:
             module.activation, module.act = "relu", torch.nn.ReLU()
         models.plain_loss(model, batch).backward()
         wanted = [parameter.grad.clone() for parameter in model.parameters()]
-        return greatest_error(gradients_of(model, batch, **ACROSS)[1:], wanted)
+        return greatest_error(gradients_of(model, batch, config=ACROSS)[1:], wanted)

@@ -23,8 +23,8 @@ import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.hf.batches import sharded
 from hf_burst.hf.batches.sharded import sum_of_bits
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.parts.replicas import Replicas, check_averaged
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.ranks.group import ContextGroup
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
@@ -58,7 +58,7 @@ def test_a_model_that_was_not_prepared_is_not_trained(ranks: Ranks, size: int) -
     for sentence in refused(ranks(size), train_unprepared):
         assert "Nothing averages the gradients" in sentence
         assert "accelerator.prepare(model, optimizer)" in sentence
-        assert "gradients='averaged_by_hand'" in sentence
+        assert "gradients='manual'" in sentence
 
 
 def evaluate_and_differentiate(rank: int, size: int) -> None:
@@ -258,7 +258,7 @@ def train_again(rank: int, size: int, kind: str) -> None:
     settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     torch.manual_seed(0)
     model = get_peft_model(models.make_model("llama"), settings)
-    config = hf_burst.BurstConfig(gradients="averaged_by_hand" if kind == "adapter" else "averaged_by_wrapper")
+    config = hf_burst.BurstConfig(gradients="manual" if kind == "adapter" else "averaged_by_wrapper")
     hf_burst.patch_model(model, config).train()
     wrapped = DistributedDataParallel(model)
     for _ in range(2):

@@ -107,7 +107,7 @@ def train(rank: int, size: int, case: Case) -> dict[str, Any]:
     row, rows = 0, 2
     if case.burst:
         mesh, flat = mesh_of(case.data, case.burst)
-        models.patch(model, mesh=mesh)
+        models.patch(model, group=mesh)
         if case.checkpointing:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
@@ -528,7 +528,7 @@ def deepen(kind: str) -> nn.Module:
 
 def repeat_layers(rank: int, size: int, kind: str, settings: dict[str, Any]) -> None:
     batch = models.make_batch("packed")
-    plain, model = deepen(kind), models.patch(deepen(kind), hf_burst.BurstConfig(**settings))
+    plain, model = deepen(kind), models.patch(deepen(kind), models.config_of(**settings))
     if kind == "copied":
         for each, other in ((plain, models.make_model("llama", torch.float64)), (model, plain)):
             each.model.layers.append(copy.deepcopy(other.model.layers[0]))

@@ -11,6 +11,7 @@ ORDER = [
     *("version", "errors", "config", "cache", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
     *("recurrent", "hf", "check", "cli", "__main__"),
 ]
+HF_ORDER = ["attention", "callers", "groups", "models", "batches", "parts", "patch", "trainers"]
 ONLY_IN = {
     "transformers": {"hf", "check"},
     "accelerate": {"hf"},
@@ -58,6 +59,18 @@ def test_rooms_import_what_stands_above_them() -> None:
                 continue
             other = target.split(".")[0]
             assert other == room or ORDER.index(other) < ORDER.index(room), f"{name} imports {target}"
+
+
+def test_rooms_of_hf_import_what_stands_above_them() -> None:
+    for name in MODULES:
+        if not name.startswith("hf."):
+            continue
+        room = name.split(".")[1]
+        assert room in HF_ORDER, name
+        for target in imports(name):
+            if target.startswith("hf."):
+                other = target.split(".")[1]
+                assert other == room or HF_ORDER.index(other) < HF_ORDER.index(room), f"{name} imports {target}"
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_burst import AttentionRequest, MaskPattern, SequenceLayout, burst_attention
+from hf_burst.attention import AttentionRequest, MaskPattern, SequenceLayout, burst_attention
 from hf_burst.errors import KernelError
 from hf_burst.kernels import (
     KERNELS,

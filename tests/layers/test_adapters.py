@@ -265,7 +265,7 @@ def test_a_model_with_adapters_in_tiles(calls: list[float]) -> None:
     torch.manual_seed(5)
     model = get_peft_model(models.make_model("llama", torch.float64), settings).double().train()
     expected = trained(model, False)
-    config = hf_burst.BurstConfig(tiled_mlp=7)
+    config = hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7))
     models.patch(model, config)
     model.gradient_checkpointing_enable()
     for one, other in zip(trained(model, True), expected, strict=True):
@@ -302,7 +302,7 @@ def test_checkpoints_that_keep_products(tiled_mlp: int, calls: list[float]) -> N
     models.plain_loss(model, batch).backward()
     expected = [weight.grad for weight in learned]
     model.zero_grad()
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=tiled_mlp))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=tiled_mlp)))
     kept = Counter[str]()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -372,7 +372,10 @@ def test_the_life_of_a_patched_model(tiles: int, calls: list[float]) -> None:
     """It is copied, pickled, compiled and merged as others are, and its memory is given back when it goes."""
     batch = models.make_batch("plain")
     settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(models.patch(models.make_model("llama"), hf_burst.BurstConfig(tiled_mlp=tiles)), settings)
+    model = get_peft_model(
+        models.patch(models.make_model("llama"), hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=tiles))),
+        settings,
+    )
     expected = model(**batch).loss
     mlp = model.get_base_model().model.layers[0].mlp
     for other in (deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_burst.hf.parts.checkpointing import Checkpointing
-from hf_burst.hf.trainers.optimizers import bytes_to_come
+from hf_burst.hf.parts.optimizers import bytes_to_come
 from hf_burst.layers import host_limits
 from hf_burst.layers.host_memory import HostMemory
 from tests.hf.test_patch import group_mean, part_of

@@ -75,7 +75,7 @@ def bit_equal(
     with small_pages():
         for count in (1, *counts):
             model = models.make_model(name, layers=LAYERS).train()
-            models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=count, **settings))
+            models.patch(model, models.config_of(layers_per_checkpoint=count, **settings))
             SWITCHES[switch][0](model)
             results.append(gradients(model, batch))
             assert all(map(torch.equal, gradients(model, batch), results[-1])), "twice the same"
@@ -120,7 +120,9 @@ def exact(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float64, layers=LAYERS).train()
     expected_loss, wanted = models.plain_loss(model, batch).detach(), expected_gradients(model, batch)
     model.zero_grad()
-    config = hf_burst.BurstConfig(layers_per_checkpoint=3, activation_offloading=0.5, tiled_mlp=5)
+    config = hf_burst.BurstConfig(
+        memory=hf_burst.Memory(layers_per_checkpoint=3, activation_offloading=0.5, tiled_mlp=5)
+    )
     models.patch(model, config)
     model.gradient_checkpointing_enable()
     with small_pages():
@@ -139,7 +141,7 @@ def test_it_is_exact(ranks: Ranks, size: int) -> None:
 @pytest.mark.parametrize("keep", [1.0, 0.0])
 def test_layers_run_once_more_and_kept_attention_does_not(keep: float) -> None:
     batch, model = models.make_batch("packed", LENGTH), models.make_model("llama", layers=LAYERS).train()
-    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=3, attention_keep=keep))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=3, attention_keep=keep)))
     model.gradient_checkpointing_enable()
     loss = model(**batch).loss
     with runs_of(model) as ran, counted() as queries:
@@ -152,7 +154,10 @@ def test_layers_run_once_more_and_kept_attention_does_not(keep: float) -> None:
 def kept_bytes(per_checkpoint: int) -> int:
     """Those of the hidden states that the graph of a loss holds."""
     batch, model = models.make_batch("packed", LENGTH), models.make_model("llama", layers=12).train()
-    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=per_checkpoint, activation_offloading=1.0))
+    models.patch(
+        model,
+        hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=per_checkpoint, activation_offloading=1.0)),
+    )
     model.gradient_checkpointing_enable()
     with small_pages():
         loss = model(**batch).loss
@@ -176,7 +181,7 @@ def test_adapters_and_autocast() -> None:
         model.enable_input_require_grads()
         torch.manual_seed(1)
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3))
-        models.patch(adapted, hf_burst.BurstConfig(layers_per_checkpoint=count))
+        models.patch(adapted, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=count)))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(2)
         for _ in range(2):
@@ -197,7 +202,7 @@ def test_runs_live_as_long_as_the_graph() -> None:
             alive.append(weakref.ref(self))
 
     batch, model = models.make_batch("plain", LENGTH), models.make_model("llama", layers=LAYERS).train()
-    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=2))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=2)))
     model.gradient_checkpointing_enable()
     gc.collect()
     gc.disable()
@@ -235,7 +240,7 @@ def test_an_input_that_is_not_the_output_before_it_is_kept(in_place: bool) -> No
     for count in (1, 3):
         model = models.make_model("llama", layers=LAYERS).train()
         model.model.layers[1] = Doubling(model.model.layers[1], in_place)
-        models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=count))
+        models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=count)))
         model.gradient_checkpointing_enable()
         results.append(gradients(model, batch))
     assert all(map(torch.equal, *results))
@@ -243,7 +248,7 @@ def test_an_input_that_is_not_the_output_before_it_is_kept(in_place: bool) -> No
 
 def test_an_input_that_its_layer_changes_is_noticed() -> None:
     model = models.make_model("llama", layers=LAYERS).train()
-    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=3))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=3)))
     model.gradient_checkpointing_enable()
     norm = model.model.layers[0].input_layernorm
     norm.register_forward_hook(lambda module, inputs, output: inputs[0].add_(1) * 0 + output)
@@ -274,7 +279,7 @@ def test_layers_inside_of_layers(keep: float, count: int, share: float) -> None:
         model = models.make_model("llama", layers=LAYERS).train()
         for index in (1, 2):
             model.model.layers[index] = Outer(model.model.layers[index])
-        models.patch(model, hf_burst.BurstConfig(attention_keep=keep, **settings))
+        models.patch(model, models.config_of(attention_keep=keep, **settings))
         model.gradient_checkpointing_enable({"use_reentrant": False})
         with small_pages():
             results.append(gradients(model, batch))
@@ -288,7 +293,9 @@ def hooked_under_fsdp2(rank: int, size: int) -> None:
     batch, found, calls = models.make_batch("packed", LENGTH), list[list[torch.Tensor]](), list[int]()
     for count in (1, 3):
         model = models.make_model("llama", layers=LAYERS).train()
-        models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=count, activation_offloading=0.5))
+        models.patch(
+            model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=count, activation_offloading=0.5))
+        )
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.model.layers[0].register_forward_pre_hook(lambda _, args: calls.append(0) or (2 * args[0], *args[1:]))
         mesh = init_device_mesh("cpu", (size,))
@@ -318,7 +325,9 @@ def test_what_comes_back_and_when() -> None:
             made.append(self)
 
     model = models.make_model("llama", layers=9).train()
-    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=3, activation_offloading=1.0))
+    models.patch(
+        model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=3, activation_offloading=1.0))
+    )
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def note(index: int) -> None:
@@ -348,12 +357,12 @@ def test_what_comes_back_and_when() -> None:
 @pytest.mark.parametrize("count", [0, 1.5, True, "2"])
 def test_what_is_no_number(count: Any) -> None:
     with pytest.raises(ConfigError, match="layers_per_checkpoint"):
-        hf_burst.BurstConfig(layers_per_checkpoint=count)
+        hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=count))
 
 
 def refused(rank: int, size: int, switch: str) -> None:
     model = models.make_model("llama", layers=LAYERS).train()
-    models.patch(model, hf_burst.BurstConfig(layers_per_checkpoint=2))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=2)))
     if switch == "every second layer":
         model.gradient_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
     elif switch == "compiled":
@@ -372,7 +381,9 @@ def test_layers_that_cannot_run_again_are_refused(ranks: Ranks, switch: str) -> 
 
 
 def test_weights_that_are_taken_apart_are_refused() -> None:
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(layers_per_checkpoint=2))
+    model = models.patch(
+        models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=2))
+    )
     model.gradient_checkpointing_enable()
     model.model.layers[0].mlp.up_proj.weight.ds_id = 3
     with pytest.raises(ConfigError, match="ZeRO-3"):

@@ -320,7 +320,12 @@ def refused_on_one_rank(rank: int, size: int, count: int) -> tuple[list[str], bo
         for share in (0.0, 1.0, 1.0):
             if len(results) < 2:
                 model = models.make_model("llama").train()
-                models.patch(model, hf_burst.BurstConfig(activation_offloading=share, layers_per_checkpoint=count))
+                models.patch(
+                    model,
+                    hf_burst.BurstConfig(
+                        memory=hf_burst.Memory(activation_offloading=share, layers_per_checkpoint=count)
+                    ),
+                )
                 model.gradient_checkpointing_enable()
             try:
                 results.append(gradients(model, batch))
@@ -390,7 +395,9 @@ def bit_equal(rank: int, size: int, name: str, kind: str, keep: float = 1.0, swi
     with small_pages():
         for share in (0.0, 1.0, 0.5):
             model = models.make_model(name).train()
-            models.patch(model, hf_burst.BurstConfig(activation_offloading=share, attention_keep=keep))
+            models.patch(
+                model, hf_burst.BurstConfig(memory=hf_burst.Memory(activation_offloading=share, attention_keep=keep))
+            )
             SWITCHES[switch][0](model)
             results.append(gradients(model, batch))
             home = part_of(model, Checkpointing).home
@@ -424,7 +431,7 @@ def test_ranks_train_as_without(ranks: Ranks, name: str, size: int, kind: str, k
 @small_pages()
 def test_graphs_that_run_twice_and_passes_that_fail(count: int) -> None:
     batch = models.make_batch("plain", LENGTH)
-    config = hf_burst.BurstConfig(activation_offloading=1.0, layers_per_checkpoint=count)
+    config = hf_burst.BurstConfig(memory=hf_burst.Memory(activation_offloading=1.0, layers_per_checkpoint=count))
     model = models.patch(models.make_model("llama", layers=5).train(), config)
     model.gradient_checkpointing_enable()
     wanted = gradients(model, batch)[1:]
@@ -454,7 +461,9 @@ def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
     for share in (0.0, 1.0):
         model = models.make_model("llama", layers=3).train()
         adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
-        config = hf_burst.BurstConfig(activation_offloading=share, layers_per_checkpoint=count if share else 1)
+        config = hf_burst.BurstConfig(
+            memory=hf_burst.Memory(activation_offloading=share, layers_per_checkpoint=count if share else 1)
+        )
         models.patch(adapted, config)
         adapted.gradient_checkpointing_enable()
         adapted.enable_input_require_grads()
@@ -478,7 +487,9 @@ def test_embeddings_beside_adapters_are_let_go(count: int) -> None:
 
 
 def short_host(rank: int, size: int) -> None:
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=1.0))
+    model = models.patch(
+        models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(activation_offloading=1.0))
+    )
     model.gradient_checkpointing_enable()
     with mock.patch.object(host_memory, "host_memory", return_value=(2**40, 2**40 if rank else 100)):
         model(**models.make_batch("plain"))
@@ -490,7 +501,9 @@ def test_what_cannot_be_is_said_on_every_rank(ranks: Ranks) -> None:
     first, second = caught.value.errors
     assert isinstance(first, ConfigError)
     assert isinstance(second, RankMismatchError)
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(activation_offloading=True))
+    model = models.patch(
+        models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(activation_offloading=True))
+    )
     with pytest.raises(ConfigError, match="gradient_checkpointing_enable"):
         model(**models.make_batch("plain"))
     model.eval()(**models.make_batch("plain"))
@@ -500,6 +513,6 @@ def test_what_cannot_be_is_said_on_every_rank(ranks: Ranks) -> None:
         model(**models.make_batch("plain"))
     for share in (-0.1, 1.5, "all", float("nan")):
         with pytest.raises(ConfigError, match="share from"):
-            hf_burst.BurstConfig(activation_offloading=share)
+            hf_burst.BurstConfig(memory=hf_burst.Memory(activation_offloading=share))
     total, available = host_memory.host_memory()
     assert 0 < available < total < 2**45

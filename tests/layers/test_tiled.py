@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.errors import ConfigError, KernelError
+from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.support import base_model
 from hf_burst.hf.parts.tiles import TiledMLP, candidates
-from hf_burst.hf.trainers.accelerate import PATCH
 from hf_burst.layers.tiled import tiled
 from hf_burst.plan import Segments
 from recipes.tiny_models import tiny_model
@@ -165,9 +165,9 @@ def test_what_would_be_wrong_is_refused() -> None:
     with pytest.raises(KernelError, match="second derivative"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(ConfigError, match="tokens of a tile"):
-        hf_burst.BurstConfig(tiled_mlp=-1)
+        hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=-1))
     with pytest.raises(ConfigError, match="tokens of a tile"):
-        hf_burst.BurstConfig(tiled_mlp=0.5)
+        hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=0.5))
 
 
 class Odd(nn.Module):
@@ -227,7 +227,7 @@ def with_tiles(
     loss.backward()
     expected = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
     model.zero_grad()
-    models.patch(model, hf_burst.BurstConfig(**config))
+    models.patch(model, models.config_of(**config))
     model.gradient_checkpointing_enable()
     with small_pages():
         loss = model(**batch).loss
@@ -271,7 +271,7 @@ def compare_with_the_whole(
     layers again without the mode in which casts to fp32 hide nothing."""
     exact = not checkpoints or isinstance(model, LlamaForCausalLM)
     tolerance, whole = 1e-9 if exact else 2e-5, trained(model, not checkpoints, *others)
-    models.patch(model, hf_burst.BurstConfig(**{"tiled_mlp": 7, **(config or {})}))
+    models.patch(model, models.config_of(**{"tiled_mlp": 7, **(config or {})}))
     if checkpoints:
         base_model(model).gradient_checkpointing_enable()
     for _ in range(2):
@@ -302,7 +302,7 @@ def test_router_logits_are_of_all_tokens() -> None:
     """Hooks of Transformers take them from the routers, so that the experts alone are tiled."""
     results = []
     for tokens in (0, 7):
-        model = models.patch(tiny("MixtralForCausalLM"), hf_burst.BurstConfig(tiled_mlp=tokens))
+        model = models.patch(tiny("MixtralForCausalLM"), hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=tokens)))
         model.config.output_router_logits = True
         results.append(trained(model, True))
     assert {path.split(".", 3)[3] for path in in_tiles(model)} == {"mlp.experts"}
@@ -322,7 +322,7 @@ def test_adapters_of_fused_experts(name: str, checkpoints: bool) -> None:
 
 def test_a_forward_that_was_replaced_is_tiled_again() -> None:
     """As Liger's kernels are put there, by Trainer, after the model was patched."""
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(tiled_mlp=7))
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     batch, calls = models.make_batch("plain", 43), list[int]()
     expected = float(model(**batch).loss)
     for _, module in candidates(model):
@@ -357,7 +357,7 @@ def test_hooks(path: str, checkpoints: bool) -> None:
 def test_hooks_on_all_modules() -> None:
     """A pass with them has no tiles; the next one has."""
     model, shapes = models.make_model("llama", torch.float64).train(), set[torch.Size]()
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, given, out: shapes.add(out.shape[:-1]) if type(module) is nn.Linear else None
     )
@@ -385,7 +385,7 @@ def test_a_vector_of_a_forward_of_ones_own(inside: bool) -> None:
     if inside:
         assert len(compare_with_the_whole(model, None, True, vectors)) == 2
         return
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     trained(model, True, *vectors)
     assert not in_tiles(model)
 
@@ -394,7 +394,7 @@ def test_a_vector_of_a_forward_of_ones_own(inside: bool) -> None:
 def test_reentrant_checkpoints_and_compilers(how: str) -> None:
     model = models.make_model("llama", torch.float64).train()
     whole = trained(model, False)
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     if how == "reentrant":
         model.gradient_checkpointing_enable({"use_reentrant": True})
     for module in {"model": [model], "layers": model.model.layers}.get(how, []):
@@ -419,7 +419,7 @@ def test_two_adapters_in_one_backward_pass(tokens: int) -> None:
     model, batch, results = adapted("one", "other"), models.make_batch("plain", 43), []
     for patched in (False, True):
         if patched:
-            models.patch(model, hf_burst.BurstConfig(tiled_mlp=tokens))
+            models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=tokens)))
         losses = []
         for name in ("one", "other"):
             model.set_adapter(name)
@@ -436,7 +436,7 @@ def test_two_adapters_in_one_backward_pass(tokens: int) -> None:
 def test_what_changes_before_the_backward_pass() -> None:
     """Training and evaluation are as they were. Another adapter, or a weight that does not learn any more, is told."""
     model, batch = adapted("only"), models.make_batch("plain", 43)
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     loss = model(**batch).loss
     assert len(in_tiles(base_model(model))) == 2
     with model.disable_adapter(), pytest.raises(KernelError, match="another one in the backward pass: an adapter"):
@@ -538,7 +538,7 @@ def test_modules_that_mix_tokens(kind: str, caplog: pytest.LogCaptureFixture) ->
 def test_a_trial_leaves_nothing_in_the_cache_of_autocast() -> None:
     """What it casts without a graph would have no gradients."""
     model, gradients = models.make_model("llama").train(), []
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             model(**models.make_batch("plain", 43)).loss.backward()
@@ -549,7 +549,7 @@ def test_a_trial_leaves_nothing_in_the_cache_of_autocast() -> None:
 
 
 def test_weights_that_are_taken_apart_are_refused() -> None:
-    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(tiled_mlp=7))
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     model.model.layers[0].mlp.up_proj.weight.ds_id = 3
     with pytest.raises(ConfigError, match="ZeRO-3"):
         model(**models.make_batch("plain"))
@@ -561,7 +561,7 @@ def under_fsdp2(rank: int, size: int, name: str, precision: torch.dtype) -> None
     models.plain_loss(model, batch).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
-    models.patch(model, hf_burst.BurstConfig(head_groups=2, layers_per_checkpoint=2, **ALL_ON))
+    models.patch(model, models.config_of(head_groups=2, layers_per_checkpoint=2, **ALL_ON))
     model.gradient_checkpointing_enable()
     options = {"mesh": init_device_mesh("cpu", (size,)), "mp_policy": MixedPrecisionPolicy(param_dtype=precision)}
     segments: list[Segments] = []
@@ -598,7 +598,7 @@ def units_inside(rank: int, size: int, unit: str) -> int:
     models.plain_loss(model, batch).backward()
     wanted = {path: weight.grad for path, weight in model.named_parameters()}
     model.zero_grad()
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     model.gradient_checkpointing_enable()
     mesh = init_device_mesh("cpu", (size,))
     for layer in model.model.layers:
@@ -624,7 +624,7 @@ def adapted_experts_under_fsdp2(rank: int, size: int) -> int:
     settings = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(tiny("MixtralForCausalLM"), settings).double()
     whole = trained(model, False)
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7))
+    models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7)))
     base, mesh = base_model(model), init_device_mesh("cpu", (size,))
     base.gradient_checkpointing_enable()
     base.enable_input_require_grads()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Gemma3TextConfig, GPT2Config, Llama4TextConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from hf_burst import SequenceLayout
+from hf_burst.attention import SequenceLayout
 from hf_burst.config import BurstConfig
 from hf_burst.errors import ConfigError, ShardingError
 from hf_burst.hf.models.support import layer_patterns

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 import hf_burst
-from hf_burst import BurstConfig, SequenceLayout
+from hf_burst import BurstConfig, Memory
+from hf_burst.attention import SequenceLayout
 from hf_burst.errors import ConfigError
 from hf_burst.hf.models.hybrid import attention_shapes, recurrent_sizes
 from hf_burst.plan import (
@@ -390,7 +391,7 @@ def test_models_without_recurrent_layers_are_cut_as_before(packing: Any) -> None
 
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match=r"attention_keep=0\.5"):
-        BurstConfig(chunking="documents", attention_keep=0.5)
+        BurstConfig(chunking="documents", memory=Memory(attention_keep=0.5))
     with pytest.raises(ConfigError, match="'documents' are not equal"):
         assign((Mask(16),), 2, "documents")
     assert SequenceLayout.for_batch([(0, 9)], 1, "documents").owners == (0,)
@@ -457,7 +458,7 @@ def test_models_cut_by_documents_are_exact(ranks: Ranks, name: str) -> None:
 
 def outputs_of(rank: int, size: int) -> list[float]:
     """The errors of logits and of losses of batches cut by documents: by the model, and before they come to it."""
-    config = BurstConfig(chunking="documents", gradients="averaged_by_hand")
+    config = BurstConfig(chunking="documents", gradients="manual")
     model, batch = models.make_model("llama").eval(), models.make_batch("packed")
     with torch.no_grad():
         loss = models.plain_loss(model, batch)

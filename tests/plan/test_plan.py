@@ -1,5 +1,7 @@
 """Plans on paper: exactly the mask is computed, exactly what is needed travels, and a broken plan is found out."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_burst.config import BurstConfig
+from hf_burst.config import BurstConfig, Memory
 from hf_burst.errors import BatchError, BurstError, ConfigError, PlanError, ShardingError
 from hf_burst.plan import (
     Mask,
@@ -462,13 +464,15 @@ def test_a_plan_error_is_a_bug_and_not_an_input_error():
         ),
         (lambda: BurstConfig(schedule="ring"), ConfigError, ["schedule", "'ring'", "'auto', 'kv_ring', 'burst'"]),
         (lambda: BurstConfig(kernel="triton"), ConfigError, ["kernel", "'triton'", "'auto'", "'reference'"]),
-        (lambda: BurstConfig(logits_limit_gib=0), ConfigError, ["logits_limit_gib", "above 0"]),
-        (lambda: BurstConfig(logits_limit_gib=float("nan")), ConfigError, ["logits_limit_gib", "nan"]),
+        (lambda: BurstConfig(memory="much"), ConfigError, ["memory", "'much'", "'auto', 'manual'", "hf_burst.Memory"]),
+        (lambda: Memory(tiled_mlp=float("nan")), ConfigError, ["Memory.tiled_mlp", "nan", "0 for none"]),
+        (lambda: Memory(head_groups=0), ConfigError, ["Memory.head_groups", "0", "at least 1"]),
         (
             lambda: BurstConfig.from_dict({"kernal": "auto"}),
             ConfigError,
             ["kernal", "chunking", "schedule", "kernel", "transport"],
         ),
+        (lambda: BurstConfig.from_dict({"memory": {"tiles": 3}}), ConfigError, ["Memory", "tiles", "tiled_mlp"]),
     ],
 )
 def test_an_error_says_what_was_given_and_what_is_allowed(make, error, parts):
@@ -481,7 +485,21 @@ def test_an_error_says_what_was_given_and_what_is_allowed(make, error, parts):
 
 def test_a_config_is_read_from_a_mapping():
     assert BurstConfig.from_dict({}) == BurstConfig()
-    assert BurstConfig.from_dict({"chunking": "contiguous", "schedule": "burst"}) == BurstConfig("contiguous", "burst")
+    assert BurstConfig.from_dict({"chunking": "contiguous", "schedule": "burst"}) == BurstConfig(
+        "burst", chunking="contiguous"
+    )
+    assert BurstConfig.from_dict({"memory": {"tiled_mlp": 7}}) == BurstConfig(memory=Memory(tiled_mlp=7))
+
+
+def test_a_config_is_copied_changed_and_sent():
+    config = BurstConfig(memory=Memory(tiled_mlp=7))
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config != BurstConfig()
+    assert replace(config, schedule="burst") == BurstConfig("burst", memory=Memory(tiled_mlp=7))
+    assert eval(repr(config)) == config
+    with pytest.raises(ConfigError, match="tiled_mlp is a setting of hf_burst"):
+        replace(config, tiled_mlp=8)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tiles'"):
+        BurstConfig(tiles=3)
 
 
 def test_a_sequence_of_one_token_a_chunk_is_long_enough():

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 
-from hf_burst import SequenceLayout
+from hf_burst.attention import SequenceLayout
 from hf_burst.plan import Segment, Segments
 from tests.ranks.test_layout import layouts
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_burst import SequenceLayout
+from hf_burst.attention import SequenceLayout
 from hf_burst.hf.batches.documents import documents_of, real_tokens
 from hf_burst.plan import MaskPattern
 
@@ -80,7 +80,7 @@ def test_every_document_begins_its_chunks_anew(documents, chunk, wanted):
 
 def test_the_hash_of_a_layout_holds_in_other_processes():
     """It is remembered, and layouts come from the workers of data loaders."""
-    script = "from hf_burst import SequenceLayout; print(hash(SequenceLayout.for_batch([(0, 3, 16)], 2)))"
+    script = "from hf_burst.attention import SequenceLayout; print(hash(SequenceLayout.for_batch([(0, 3, 16)], 2)))"
     hashes = {
         subprocess.run(
             [sys.executable, "-c", script],

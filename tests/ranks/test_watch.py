@@ -26,6 +26,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import hf_burst
+from hf_burst.attention import ContextGroup
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.hf.trainers.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
@@ -239,7 +240,7 @@ def test_a_callback_that_calls_the_model_on_one_rank(tmp_path: Path, place: str,
 
 def agree_and_gather(rank: int, size: int) -> list[Any]:
     """On one group, two calls of ours that differ."""
-    group = hf_burst.ContextGroup.from_mesh(None)
+    group = ContextGroup.from_mesh(None)
     cpu, gathered = torch.device("cpu"), []
     gathered += group.gather({"rank": rank, "text": "long" * 10 * rank}, cpu, "a comparison of texts")
     with pytest.raises(RankMismatchError) as caught:
@@ -299,7 +300,7 @@ def save_on_one(rank: int, size: int) -> str:
     if rank == 1:
         time.sleep(SLOW)
     if rank < 2:
-        hf_burst.ContextGroup.from_mesh(pairs[0]).agree({}, None, torch.device("cpu"))
+        ContextGroup.from_mesh(pairs[0]).agree({}, None, torch.device("cpu"))
     if rank > 0:
         dist.barrier(pairs[1])
     return "done" if rank == 2 or alive() else "dead"  # which made no call of hf_burst
@@ -315,7 +316,7 @@ def skip_on_one(rank: int, size: int) -> None:
     """Two groups that share sequences, and two that average gradients: the last rank skips a pass."""
     mesh = hf_burst.BurstParallelismConfig(burst_size=2).build_device_mesh("cpu")
     model, batch = models.make_model("llama").train(), models.make_batch("plain")
-    hf_burst.patch_model(model, hf_burst.BurstConfig(kernel="reference", gradients="averaged_by_hand"), mesh=mesh["cp"])
+    hf_burst.patch_model(model, hf_burst.BurstConfig(kernel="reference", gradients="manual"), group=mesh["cp"])
     model(**batch)
     assert alive()
     if rank < 3:
@@ -336,7 +337,7 @@ def test_a_pass_that_one_rank_of_two_groups_skips() -> None:
 def gather_late(rank: int, size: int) -> str:
     """A message between two ranks makes gloo's numbers differ; then the last rank is slow, which is no error."""
     pair, cpu = dist.new_group([0, 1]), torch.device("cpu")
-    hf_burst.ContextGroup.from_mesh(None).agree({}, None, cpu)
+    ContextGroup.from_mesh(None).agree({}, None, cpu)
     if rank == 0:
         dist.send(torch.ones(1), 2)
     if rank == 2:
@@ -344,7 +345,7 @@ def gather_late(rank: int, size: int) -> str:
         time.sleep(SLOW)
     dist.gather(torch.ones(1), [torch.empty(1) for _ in range(size)] if rank == 0 else None, dst=0)
     if rank < 2:
-        hf_burst.ContextGroup.from_mesh(pair).agree({}, None, cpu, doing="the next pass")
+        ContextGroup.from_mesh(pair).agree({}, None, cpu, doing="the next pass")
     return "done" if alive() else "dead"
 
 
@@ -356,7 +357,7 @@ def test_a_slow_rank_is_waited_for_when_messages_are_not_counted_alike() -> None
 
 def broadcast_alone(rank: int, size: int) -> None:
     """Nothing was begun since both met, so no number is needed for a proof."""
-    group = hf_burst.ContextGroup.from_mesh(None)
+    group = ContextGroup.from_mesh(None)
     group.agree({}, None, torch.device("cpu"))
     if rank:
         in_time(lambda: dist.broadcast(torch.ones(1), 0))
@@ -453,7 +454,7 @@ def test_no_rank_is_called_killed_if_the_store_is_gone() -> None:
 
 SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist
-from hf_burst import ContextGroup
+from hf_burst.attention import ContextGroup
 from hf_burst.ranks.watch import Watch
 Watch.interval = 0.2
 dist.init_process_group("gloo")
@@ -563,7 +564,7 @@ def test_a_store_that_no_longer_answers_does_not_hold_up_the_end() -> None:
 
 def destroy_while_it_looks(rank: int, size: int) -> str:
     """The watch reads of a group that the main thread destroys meanwhile; and then looks in vain for once."""
-    hf_burst.ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
+    ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
     part = dist.new_group([0, 1])
     watch, read, turn, failed = watch_of_process(), channel.begun_over, Watch._turn, threading.Event()
 
@@ -780,7 +781,7 @@ def begin_anew(rank: int, size: int) -> str:
     for world in range(2):
         own = dist.PrefixStore(str(world), store)  # gloo may read the addresses of before
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
-        agree = partial(hf_burst.ContextGroup.from_mesh(None).agree, {}, None, cpu)
+        agree = partial(ContextGroup.from_mesh(None).agree, {}, None, cpu)
         with mock.patch.object(dist.distributed_c10d, "_get_default_store", return_value=store):
             agree()
         if world == 0:
@@ -805,7 +806,7 @@ def make_groups_anew(rank: int, size: int) -> list[Any]:
     cpu, seen = torch.device("cpu"), []
     for turn in range(2):
         part = dist.new_group([0, 1], use_local_synchronization=True)
-        group = hf_burst.ContextGroup.from_mesh(part)
+        group = ContextGroup.from_mesh(part)
         group.agree({}, None, cpu)
         seen.append((group.name, watch_of_process()._report(0).agreed))
         if turn == 0:
@@ -840,7 +841,7 @@ def leave_worlds(rank: int, size: int) -> int:
     for world in range(3):
         own = dist.PrefixStore(str(world), store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT))
-        hf_burst.ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
+        ContextGroup.from_mesh(None).agree({}, None, torch.device("cpu"))
         watches.append(ref(watch_of_process()))
         dist.barrier()
         dist.destroy_process_group()

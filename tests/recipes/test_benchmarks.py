@@ -27,7 +27,7 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_burst.config import Schedule
+from hf_burst.config import Memory, Schedule
 from hf_burst.errors import ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.plan import Mask, MaskPattern
@@ -349,14 +349,14 @@ def arguments(*options: str) -> argparse.Namespace:
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "64", "--kv-heads", "2", "--schedules", "burst", "--seconds", "1", "--rounds", "2", "2"]
-    options += ["--burst", "logits_limit_gib=2.5", "--commit", "abc", "--documents", "4", "16", "--out", str(out)]
+    options += ["--burst", "transport=p2p", "--commit", "abc", "--documents", "4", "16", "--out", str(out)]
     assert attention.benchmark(arguments(*options)) == 0
     result = json.loads(out.read_text())
     assert_follows_schema(result)
     assert result["git_commit"] == "abc"
     assert [row["status"] for row in result["results"]] == ["ok", "ok"]
     assert all(row["documents"] > 1 and row["window"] is None for row in result["results"])
-    assert result["results"][1]["config"] == {"schedule": "burst", "chunking": "balanced", "logits_limit_gib": 2.5}
+    assert result["results"][1]["config"] == {"schedule": "burst", "chunking": "balanced", "transport": "p2p"}
     assert "hf_burst burst" in capsys.readouterr().out
 
 
@@ -381,8 +381,8 @@ def test_settings_that_cannot_be_used(options: list[str], sentence: str, capsys:
     [
         (["--schedules", "burst", "nonsense"], "There is no schedule 'nonsense'"),
         (["--burst", "zig=3"], "BurstConfig has no setting zig"),
-        (["--burst", "attention_keep=0.3"], "BurstConfig.attention_keep is 0.3"),
-        (["--burst", "logits_limit_gib=much"], "BurstConfig.logits_limit_gib is 'much'"),
+        (["--burst", "transport=wire"], "BurstConfig.transport is 'wire'"),
+        (["--burst", "attention_keep=0.5"], "attention_keep is a setting of hf_burst.Memory now"),
         (["--burst", "schedule=burst"], "--burst schedule=burst is not taken; give --schedules burst"),
         (["--burst", "chunking=zigzag"], "--burst chunking=zigzag is not taken; give --chunkings zigzag"),
         (["--contenders", "hf_bust*", "ring"], "--contenders 'hf_bust*' 'ring' is none of 'limit', 'hf_burst auto'"),
@@ -562,16 +562,16 @@ def test_hf_burst_chooses_once_for_each_length(monkeypatch: pytest.MonkeyPatch) 
     job, asked = training_job.make_job("tiny", 512, Ranks("cpu"), False, "all", False), list[Any]()
 
     def choose(part: Any, run: Any) -> None:
-        asked.append((run.config.memory, run.config.tiled_mlp))
+        asked.append((run.config.memory, run.settings.tiled_mlp))
         if run.config.memory == "auto":
             part.latest = (None, None, types.SimpleNamespace(settings={"tiled_mlp": 16 * len(asked)}))
 
-    monkeypatch.setattr(training_contenders.Memory, "begin", choose)
+    monkeypatch.setattr(training_contenders.MemoryRule, "begin", choose)
     for length in (70, 90, 70):
         job.tokens = torch.randint(512, (1, length))
         with training_contenders.burst(job, {"memory": "auto"}) as loss:
             loss(job)
-    assert asked == [("auto", 0), ("auto", 0), ("named", 16)]
+    assert asked == [("auto", 0), ("auto", 0), (Memory(tiled_mlp=16), 16)]
 
 
 @pytest.mark.parametrize(("name", "by_peft"), [("hf_burst, chosen", False), (training_contenders.BY_PEFT, True)])

@@ -24,8 +24,8 @@ from accelerate import Accelerator  # noqa: E402
 
 import hf_burst  # noqa: E402
 import tests.support.models  # noqa: E402
-from hf_burst.hf.parts.memory import Memory  # noqa: E402
-from hf_burst.hf.trainers.accelerate import PATCH  # noqa: E402
+from hf_burst.hf.groups import PATCH  # noqa: E402
+from hf_burst.hf.parts.memory import MemoryRule  # noqa: E402
 from recipes import recall_across_shards  # noqa: E402
 from tests.support import conversations  # noqa: E402
 from tests.support.ranks import RankPool, reset_accelerate  # noqa: E402
@@ -243,7 +243,7 @@ def test_a_step_that_was_short_of_memory_runs_again(accumulated: bool) -> None:
     """With other settings each time, and not where gradients of earlier batches would be lost."""
     training = import_module("training")
     model = hf_burst.patch_model(tests.support.models.make_model("llama"))
-    (part,) = [part for part in getattr(model, PATCH).parts if isinstance(part, Memory)]
+    (part,) = [part for part in getattr(model, PATCH).parts if isinstance(part, MemoryRule)]
     levels = [{"tiled_mlp": 0}, {"tiled_mlp": 5}, {"tiled_mlp": 5}]
     weight = next(model.parameters())
     if accumulated:

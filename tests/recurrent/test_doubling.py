@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from hf_burst import SequenceLayout
+from hf_burst.attention import SequenceLayout
 from hf_burst.plan import Segments
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.recurrent import Received, doubling

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_burst import unpatch_model
-from hf_burst.config import BurstConfig, Schedule
+from hf_burst.config import Schedule
 from hf_burst.errors import BurstError, ConfigError
 from hf_burst.kernels import KernelRequest, Scores, select_kernel
 from hf_burst.plan import Layer, MaskPattern, Shapes, Traffic, estimate, make_plan, rank_traffic
@@ -97,9 +96,10 @@ def compile_over_hosts(rank: int, size: int) -> None:
     model = models.make_model("llama", torch.float64).train()
     expected_loss, wanted = models.plain_loss(model, batch).detach(), expected_gradients(model, batch)
     model.zero_grad()
-    models.patch(model, BurstConfig(ranks_per_host=2))
-    loss = torch.compile(model, backend="aot_eager")(**batch).loss
-    loss.backward()
+    models.patch(model)
+    with models.hosts_of(2):
+        loss = torch.compile(model, backend="aot_eager")(**batch).loss
+        loss.backward()
     torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=1e-10)
     for found, gradient in zip(group_mean(model), wanted, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
@@ -113,9 +113,7 @@ def differ_in_a_later_pass(rank: int, size: int) -> str:
     """The ranks know their machine from the first pass, so that one of them alone may fail in the second."""
     model, batch = models.patch(models.make_model("llama")), models.make_batch("plain")
     model(**batch)
-    if rank == 1:
-        models.patch(unpatch_model(model), BurstConfig(ranks_per_host=3))
-    with pytest.raises(BurstError) as caught:
+    with models.hosts_of(3 if rank == 1 else None), pytest.raises(BurstError) as caught:
         model(**batch)
     return str(caught.value)
 
@@ -228,5 +226,3 @@ def test_groups_of_hosts_are_made_anew_and_leave_nothing(ranks):
 def test_hosts_that_do_not_divide_a_group_are_refused(ranks):
     with pytest.raises(Exception, match=r"ranks_per_host=3\) does not divide the 4 ranks that share a sequence"):
         ranks(4).run(attend, Case(((0, 41),), ranks_per_host=3))
-    with pytest.raises(ConfigError, match=r"BurstConfig.ranks_per_host is 0; give a number of at least 1, or None"):
-        BurstConfig(ranks_per_host=0)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import hf_burst
-from hf_burst import AttentionRequest, burst_attention
+from hf_burst.attention import AttentionRequest, SequenceLayout, burst_attention
 from hf_burst.errors import ConfigError, RankMismatchError
 from hf_burst.ranks.group import ContextGroup
 from hf_burst.ring import resources
@@ -80,7 +80,7 @@ def train_twice(number: int, folder: Path, pipe: Connection) -> None:
     for life, rank in enumerate((number, SIZE - 1 - number)):
         with joined(folder, life, rank):
             if life == 0:
-                models.patch(model, mesh=dist.group.WORLD)
+                models.patch(model, group=dist.group.WORLD)
                 group = context_group(SIZE)
             elif number != rank:
                 with pytest.raises(ConfigError, match="made anew"):
@@ -98,7 +98,7 @@ def change_the_neighbour(number: int, folder: Path, pipe: Connection) -> None:
         with joined(folder, life, number):
             group = dist.new_group(members)
             if life == 0 and number == 0:
-                models.patch(model, mesh=group)
+                models.patch(model, group=group)
                 before = ContextGroup.from_mesh(group)
             elif number == 0:
                 with pytest.raises(ConfigError, match=r"was rank 0 of \(0, 1\) and is rank 0 of \(0, 2\)"):
@@ -112,7 +112,7 @@ def change_the_neighbour(number: int, folder: Path, pipe: Connection) -> None:
 
 def attend_with_a_group_of_before(number: int, folder: Path, pipe: Connection) -> None:
     """The errors of an attention whose group was made anew since. The rank in the middle has kept its number."""
-    layout = hf_burst.SequenceLayout.for_batch([(0, 48)], SIZE)
+    layout = SequenceLayout.for_batch([(0, 48)], SIZE)
     q, k, v = (torch.zeros(1, 16, 3, 8) for _ in range(3))
     for life, rank in enumerate((number, SIZE - 1 - number)):
         with joined(folder, life, rank):

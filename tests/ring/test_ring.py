@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hf_burst.ring.sharded
-from hf_burst import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
+from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Schedule
 from hf_burst.errors import KernelError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel

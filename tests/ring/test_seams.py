@@ -11,8 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_burst import ContextGroup
-from hf_burst.attention import heads_to_tokens, tokens_to_heads
+from hf_burst.attention import ContextGroup, heads_to_tokens, tokens_to_heads
 from hf_burst.config import Schedule
 from hf_burst.errors import ShardingError
 from hf_burst.kernels import BackwardInputs, KernelRequest, Scores, select_kernel

@@ -7,8 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_burst import AttentionRequest, MaskPattern, SequenceLayout
-from hf_burst.attention import AttentionCache
+from hf_burst.attention import AttentionCache, AttentionRequest, MaskPattern, SequenceLayout
 from hf_burst.config import Schedule
 from hf_burst.kernels import Scores
 from hf_burst.ring import symmetric

@@ -20,9 +20,10 @@ from transformers import LlamaForCausalLM, Qwen3_5ForCausalLM
 
 import hf_burst
 from hf_burst.errors import ConfigError
+from hf_burst.hf import attention
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
-from hf_burst.hf.parts.memory import Memory
+from hf_burst.hf.parts.memory import MemoryRule
 from hf_burst.plan import (
     HOST_ROOM,
     SETTINGS,
@@ -49,7 +50,7 @@ from tests.support.trainers import small_pages
 
 Ranks = Callable[[int], RankPool]
 AUTO: dict[str, Any] = {}  # the default
-NAMED = {"memory": "named"}
+MANUAL: dict[str, Any] = {"memory": "manual"}
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 H200 = named("h200")
 fitting = importlib.import_module("hf_burst.plan.fit")  # the package has a function of this name
@@ -265,10 +266,8 @@ def train(rank: int, size: int, room: float, config: dict[str, Any]) -> tuple[li
             for found, gradient in zip(group_mean(model), wanted, strict=True):
                 error = max(error, float((found - gradient).abs().max()))
             model.zero_grad()
-            latest = part_of(model, Memory).latest
-            settings = (
-                latest[-1].settings if latest else {name: getattr(hf_burst.BurstConfig(), name) for name in SETTINGS}
-            )
+            latest = part_of(model, MemoryRule).latest
+            settings = latest[-1].settings if latest else {name: getattr(hf_burst.Memory(), name) for name in SETTINGS}
             chosen.append(str(settings))
     return chosen, error
 
@@ -288,11 +287,11 @@ def room_for(level: int, ranks: int, groups: int = 1) -> float:
     return takes[level]
 
 
-PLAIN = str({name: getattr(hf_burst.BurstConfig(), name) for name in SETTINGS})
+PLAIN = str({name: getattr(hf_burst.Memory(), name) for name in SETTINGS})
 
 
 def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
-    for room, config in ((room_for(0, 2), AUTO), (room_for(2, 2), NAMED)):
+    for room, config in ((room_for(0, 2), AUTO), (room_for(2, 2), MANUAL)):
         for chosen, error in ranks(2).run(train, room, config):
             assert chosen == [PLAIN, PLAIN]
             assert error < 1e-5
@@ -302,9 +301,9 @@ def test_a_step_is_made_to_fit(ranks: Ranks) -> None:
         assert short == PLAIN
         assert "'tiled_mlp': 5" in long
         assert error < 1e-5
-    for (_, long), _ in ranks(2).run(train, room_for(2, 2), AUTO | {"tiled_mlp": 3, "attention_keep": 0.0}):
-        assert "'tiled_mlp': 3" in long
-        assert "'attention_keep': 0.0" in long
+    for chosen, error in ranks(2).run(train, room_for(2, 2), {"memory": hf_burst.Memory(tiled_mlp=3)}):
+        assert chosen == [PLAIN, PLAIN], "settings that are given stay as they are, and nothing is chosen"
+        assert error < 1e-5
     for (_, long), error in ranks(2).run(train, 2000.0, AUTO):
         assert "'activation_offloading': 1.0" in long, "all that there is"
         assert error < 1e-5
@@ -322,10 +321,10 @@ def test_one_process_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeyp
         assert (level, "2 x 80 tokens with tiled_mlp=5: predicted are" in text) == (logging.INFO, True)
         assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in advice
         monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8,expandable_segments:True")
-        train(0, 1, 1200.0, AUTO | {"activation_offloading": 1.0})
+        train(0, 1, 1200.0, AUTO)
     level, text = told()[-1]
     assert (level, "may run out of memory" in text, "0 tokens fit" in text) == (logging.WARNING, True, True)
-    with pytest.raises(ConfigError, match="'auto', 'named'"):
+    with pytest.raises(ConfigError, match="'auto', 'manual'"):
         hf_burst.BurstConfig(memory="little")
 
 
@@ -366,6 +365,23 @@ def test_half_of_the_attention_is_kept_where_batches_allow_it(
         assert found == [able, able]
 
 
+def test_what_is_chosen_reaches_the_attention() -> None:
+    model = models.patch(models.make_model("llama").train())
+
+    def choose(sizes: ModelSize, training: Training, machine: Machine, fixed: Any, held: Any, least: int = 0) -> Fit:
+        how = replace(training, head_groups=2)
+        return Fit(1, how, estimate_memory(sizes, how, machine), True)
+
+    with (
+        small_gpu(2**30, lambda rank: 0.0, 0),
+        mock.patch.object(memory, "fit", choose),
+        mock.patch.object(attention, "attend", wraps=attention.attend) as attend,
+    ):
+        model(**models.make_batch("plain"))
+    requests = [call.args[6] for call in attend.call_args_list]
+    assert [request.head_groups for request in requests] == [2] * model.config.num_hidden_layers
+
+
 def run_short(rank: int, size: int, room: float) -> tuple[list[int], list[str]]:
     """The level of five steps, the second and third of which run out of memory; and what the errors advise."""
     model, found, notes = models.make_model("llama").train(), list[int](), []
@@ -376,7 +392,7 @@ def run_short(rank: int, size: int, room: float) -> tuple[list[int], list[str]]:
         counted.return_value = 0
         for step, batch in enumerate((long, long, long, short, long)):
             model(**batch).loss.backward()
-            part = part_of(model, Memory)
+            part = part_of(model, MemoryRule)
             found.append(part.latest[-1].level)
             if step in (1, 2):
                 counted.return_value += 1
@@ -397,7 +413,7 @@ def test_a_step_that_ran_out_is_followed_by_a_more_frugal_one(caplog: pytest.Log
 def test_over_ranks_the_error_names_the_settings_to_take(ranks: Ranks) -> None:
     for found, notes in ranks(2).run(run_short, 2.0**30):
         assert found == [0] * 5, "ranks go on alike, whichever of them counts an error"
-        assert "start again with BurstConfig(activation_offloading=0.0, tiled_mlp=5" in notes[0]
+        assert "start again with BurstConfig(memory=hf_burst.Memory(activation_offloading=0.0, tiled_mlp=5" in notes[0]
 
 
 def two_groups(rank: int, size: int, room: float, config: Any) -> tuple[list[int], float]:
@@ -414,7 +430,7 @@ def two_groups(rank: int, size: int, room: float, config: Any) -> tuple[list[int
     with small_gpu(room, lambda rank: 0.0, rank):
         for batch in batches:
             model(**batch).loss.backward()
-            found.append(part_of(model, Memory).latest[-1].level if part_of(model, Memory).latest else 0)
+            found.append(part_of(model, MemoryRule).latest[-1].level if part_of(model, MemoryRule).latest else 0)
             for other in range(2):
                 models.plain_loss(
                     reference, models.make_batch("plain", 80 if other and batch is batches[0] else 24)
@@ -433,7 +449,7 @@ def test_groups_that_share_weights_gather_layers_in_one_order(ranks: Ranks) -> N
 
 
 def test_groups_that_share_weights_have_one_config(ranks: Ranks) -> None:
-    configs = [hf_burst.BurstConfig(layers_per_checkpoint=count) for count in (1, 4)]
+    configs = [hf_burst.BurstConfig(memory=hf_burst.Memory(layers_per_checkpoint=count)) for count in (1, 4)]
     with pytest.raises(RankError, match="patched with different settings") as caught:
         ranks(4).run(two_groups, 2.0**30, configs)
     assert all(isinstance(error, ConfigError) for error in caught.value.errors)
@@ -448,7 +464,7 @@ def compile_on_one_rank(rank: int, size: int) -> list[str]:
         model.model.norm.compile(backend="eager")
     with small_gpu(2**30, lambda rank: 0.0, rank):
         model(**models.make_batch("plain", 40)).loss.backward()
-    part = part_of(model, Memory)
+    part = part_of(model, MemoryRule)
     return sorted(part.fixed)
 
 
@@ -503,4 +519,4 @@ def test_weights_that_are_taken_apart_are_in_no_tiles() -> None:
         mock.patch.object(memory, "takes_weights_apart", return_value=True),
     ):
         model(**models.make_batch("plain", 80))
-    assert part_of(model, Memory).latest[-1].settings["tiled_mlp"] == 0
+    assert part_of(model, MemoryRule).latest[-1].settings["tiled_mlp"] == 0

@@ -55,7 +55,7 @@ def bytes_of_step(
     model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], settings: dict[str, Any], autocast: bool = False
 ) -> tuple[int, int]:
     """Bytes beside the weights, of a step that is not the first: those kept behind the forward pass, and the most."""
-    hf_burst.patch_model(model, hf_burst.BurstConfig(memory="named", gradients="averaged_by_hand", **settings))
+    hf_burst.patch_model(model, models.config_of(**{"memory": "manual", "gradients": "manual", **settings}))
     with FastProducts(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(**batch).loss.backward()
         model.zero_grad()

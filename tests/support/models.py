@@ -1,7 +1,10 @@
 """Small models of every family that is served, and batches for them."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -45,6 +48,8 @@ from transformers import (
 
 import hf_burst
 from hf_burst.check.tiny import prepare
+from hf_burst.plan import Machine
+from hf_burst.ring.resources import GroupResources
 from recipes.tiny_models import OVERRIDES, tiny_config
 
 VOCABULARY = 61
@@ -208,10 +213,29 @@ def document_lengths(length: int) -> list[int]:
     return [1, 7, length - 20, 12]
 
 
-def patch(model: nn.Module, config: hf_burst.BurstConfig | None = None, mesh: Any = None) -> Any:
+def config_of(**settings: Any) -> hf_burst.BurstConfig:
+    """The config with these settings, those of [`hf_burst.Memory`] among them."""
+    names = {setting.name for setting in fields(hf_burst.Memory)} & settings.keys()
+    memory = {"memory": hf_burst.Memory(**{name: settings.pop(name) for name in names})} if names else {}
+    return hf_burst.BurstConfig(**{**settings, **memory})
+
+
+@contextmanager
+def hosts_of(ranks: int | None) -> Iterator[None]:
+    """As if the ranks were on hosts with this many of them each; `None` for those that they are on."""
+    found = GroupResources.machine
+
+    def machine(resources: GroupResources, device: torch.device, kernel: str, per_host: int | None = None) -> Machine:
+        return found(resources, device, kernel, per_host or ranks)
+
+    with mock.patch.object(GroupResources, "machine", machine):
+        yield
+
+
+def patch(model: nn.Module, config: hf_burst.BurstConfig | None = None, group: Any = None) -> Any:
     """The model, patched for tests that add up the gradients of ranks themselves."""
-    config = replace(config or hf_burst.BurstConfig(), gradients="averaged_by_hand")
-    return hf_burst.patch_model(model, config, mesh)
+    config = replace(config or hf_burst.BurstConfig(), gradients="manual")
+    return hf_burst.patch_model(model, config, group)
 
 
 def plain_logits(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -510,7 +510,7 @@ def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:
 
 SPAWNED = """
 import os, signal, sys, time, torch, torch.distributed as dist
-from hf_burst import ContextGroup
+from hf_burst.attention import ContextGroup
 from hf_burst.ranks.watch import Watch
 
 def work(rank, port):

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, Trainer
 
 import hf_burst
 from hf_burst.check.tiny import tiny_copy
-from hf_burst.hf.batches.cutting import language_model_path
+from hf_burst.hf.models.cut_point import language_model_path
 from recipes.tiny_wrappers import tiny_wrapper
 from tests.support import conversations, models, trainers
 from tests.support.ranks import RankPool, reset_accelerate

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM, TrainerCallback
 
 import hf_burst
+from hf_burst.attention import AttentionRequest, burst_attention
 from hf_burst.errors import ConfigError
 from hf_burst.hf.batches.cutting import cut_batch
 from hf_burst.hf.models.model_size import model_size
@@ -232,10 +233,10 @@ def late(rank: int, size: int, schedule: str) -> float:
     layout = SequenceLayout.for_batch([(0, 64 * size)], size)
     q, k, v = (torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3))
 
-    request = hf_burst.AttentionRequest(schedule=schedule, group=group)
+    request = AttentionRequest(schedule=schedule, group=group)
 
     def attend() -> None:
-        hf_burst.burst_attention(q, k, v, layout, request, check=False)
+        burst_attention(q, k, v, layout, request, check=False)
 
     attend()
     resources.clock = ExchangeClock(torch.device("cpu"))

@@ -97,7 +97,9 @@ def adapters_on_four_bits(rank: int, size: int, patched: bool) -> list[torch.Ten
     torch.manual_seed(1)
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     if patched:
-        config = hf_burst.BurstConfig(tiled_mlp=7, layers_per_checkpoint=2, activation_offloading=0.5)
+        config = hf_burst.BurstConfig(
+            memory=hf_burst.Memory(tiled_mlp=7, layers_per_checkpoint=2, activation_offloading=0.5)
+        )
         models.patch(adapted, config)
         model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = adapted(**batch).loss if patched else models.plain_loss(adapted, batch)
@@ -125,7 +127,10 @@ def weights_on_the_host(rank: int, size: int) -> None:
     models.plain_loss(model, batch).backward()
     wanted = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    models.patch(model, hf_burst.BurstConfig(tiled_mlp=7, layers_per_checkpoint=2, activation_offloading=0.5))
+    models.patch(
+        model,
+        hf_burst.BurstConfig(memory=hf_burst.Memory(tiled_mlp=7, layers_per_checkpoint=2, activation_offloading=0.5)),
+    )
     model.gradient_checkpointing_enable()
     options = {"mesh": init_device_mesh("cpu", (size,)), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
     for layer in model.model.layers:

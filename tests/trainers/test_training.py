@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from transformers import TrainerCallback, get_linear_schedule_with_warmup
 
 import hf_burst
 from hf_burst.errors import BatchError, ConfigError, RankMismatchError
+from hf_burst.hf.parts import outputs
 from tests.support import models, trainers
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 from tests.support.trainers import Case, make_trainer
@@ -284,13 +286,12 @@ def without_logits(rank: int, size: int, folder: str, what: str, evaluate: bool)
     """Logits are above the limit."""
     given = dict(WITHOUT_LOGITS.get(what, ({"compute_loss": ask}, ""))[0])
     later = {name: given.pop(name) for name in list(given) if name in AFTERWARDS}
-    model = hf_burst.patch_model(models.make_model("llama"), hf_burst.BurstConfig(logits_limit_gib=1e-9))
+    model = hf_burst.patch_model(models.make_model("llama"))
     trainer = make_trainer(Case(), folder, model=model, eval_dataset=trainers.samples("padded", 4), **given)
     for name, value in later.items():
         setattr(trainer, name, partial(value, trainer) if name == "compute_loss" else value)
-    if evaluate:
-        return trainer.evaluate()
-    return trainer.train().metrics
+    with mock.patch.object(outputs, "LOGITS_LIMIT_GIB", 1e-9):
+        return trainer.evaluate() if evaluate else trainer.train().metrics
 
 
 @pytest.mark.parametrize(

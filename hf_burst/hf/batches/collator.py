@@ -7,18 +7,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
-from ...config import BurstConfig
+from ...config import BurstConfig, renamed
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
+from ..groups import OLD_NAMES, resolve_group
 from ..models.task import Task, task_named
-from ..trainers.accelerate import resolve_group
 from .cutting import cut_batch
 from .sharded import LAYOUT_KEY, describe_shard
 
 
+@renamed(OLD_NAMES)
 def shard_batch(
     batch: Mapping[str, Any],
-    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    group: DeviceMesh | dist.ProcessGroup | None = None,
     config: BurstConfig | None = None,
     causal: bool = True,
 ) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def shard_batch(
         batch (mapping): What a Transformers data collator returns: `input_ids` of shape `(batch, tokens)`, and any of
             `labels`, `attention_mask`, `position_ids`, `token_type_ids`, `inputs_embeds`, `cu_seq_lens_q`, `seq_idx`.
             Equal on all ranks of the group.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share the sequence; by default those of
+        group (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that share the sequence; by default those of
             accelerate's state ([`BurstParallelismConfig`]), else all.
         config ([`BurstConfig`], *optional*): How to cut. Chunks are balanced for layers that see whole documents.
         causal (`bool`, defaults to `True`): Whether the model is causal, or else a masked one (`...ForMaskedLM`).
@@ -43,8 +44,8 @@ def shard_batch(
     Raises:
         BatchError: If the batch is empty, shapes disagree or the mask is not padding.
     """
-    group = resolve_group(None if mesh is None else ContextGroup.from_mesh(mesh))
-    return _shard(batch, config or BurstConfig(), group, task_named(causal))
+    ranks = resolve_group(None if group is None else ContextGroup.from_mesh(group))
+    return _shard(batch, config or BurstConfig(), ranks, task_named(causal))
 
 
 def _shard(batch: Mapping[str, Any], config: BurstConfig, group: ContextGroup, task: Task) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class BurstCollator:
     Args:
         base_collator (`Callable`): Any collator that returns a mapping of tensors, such as
             `DataCollatorForLanguageModeling` or `DataCollatorWithFlattening`.
-        mesh (`DeviceMesh` or `ProcessGroup`, *optional*): As in [`shard_batch`].
+        group (`DeviceMesh` or `ProcessGroup`, *optional*): As in [`shard_batch`].
         config ([`BurstConfig`], *optional*): As in [`shard_batch`].
         causal (`bool`, *optional*): As in [`shard_batch`]. By default `False` for a `base_collator` that masks tokens
             (`DataCollatorForLanguageModeling(mlm=True)`), else `True`.
@@ -72,17 +73,18 @@ class BurstCollator:
     ```
     """
 
+    @renamed(OLD_NAMES)
     def __init__(
         self,
         base_collator: Callable[[list[Any]], Mapping[str, Any]],
-        mesh: DeviceMesh | dist.ProcessGroup | None = None,
+        group: DeviceMesh | dist.ProcessGroup | None = None,
         config: BurstConfig | None = None,
         causal: bool | None = None,
     ) -> None:
         self.base_collator = base_collator
         self.causal = not getattr(base_collator, "mlm", False) if causal is None else causal
         self.config = config or BurstConfig()
-        self._named = None if mesh is None else ContextGroup.from_mesh(mesh)
+        self._named = None if group is None else ContextGroup.from_mesh(group)
         self._sent: ContextGroup | None = None  # the group of the process that sent this copy to a worker
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:

@@ -1,85 +1,23 @@
-"""Full batches cut over the ranks: which inputs have tokens, where a model is cut, and the cutting itself."""
+"""Full batches cut over the ranks."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...config import BurstConfig
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Hybrid, MaskPattern
 from ...ranks.layout import SequenceLayout
+from ..models.cut_point import TOKEN_INPUTS, TokenInput
 from ..models.task import CAUSAL, Task
 from .documents import BOUNDARY_KEYS, TOKEN_KEYS, batch_shape, documents_of, real_tokens, tokens_of
 
-
-@dataclass(frozen=True)
-class TokenInput:
-    """An input of a model that has a value for each token."""
-
-    name: str  # the argument of `forward`
-    dim: int = 1  # its dimension of tokens
-    pad: int = 0  # the value of tokens that are appended to fill the last chunk
-
-
-TOKEN_INPUTS = (
-    TokenInput("input_ids"),
-    TokenInput("inputs_embeds"),
-    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
-    TokenInput("token_type_ids"),
-)
 _TARGETS = ("labels", "shift_labels")
-_PER_LAYER = (TokenInput("per_layer_inputs"),)  # of Gemma 3n and 4
 _EMBEDDINGS = ("inputs_embeds", "per_layer_inputs")
-
-
-@dataclass(frozen=True)
-class CutPoint:
-    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed."""
-
-    path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
-    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
-
-
-CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
-
-
-def cut_point_of(model: nn.Module) -> CutPoint:
-    """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
-    embeddings to its language model, else the model itself."""
-    known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
-    cut_point = next(known, None)
-    if cut_point is None:
-        path = language_model_path(model)
-        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
-    return cut_point
-
-
-def modalities_of(config: PreTrainedConfig) -> list[str]:
-    """The names of the configs that a wrapper's config holds: of its language model, and of its towers for images and
-    sound; empty for the config of a language model alone."""
-    return sorted({"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs))
-
-
-def language_model_path(model: Any) -> str:
-    """Where a model of several modalities has its language model, such as `"model.language_model"`; else empty."""
-    if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
-        return ""
-    decoder = model.get_decoder()
-    if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
-        return ""
-    return next((path for path, module in model.named_modules() if module is decoder), "")
-
-
-def language_model_of(model: PreTrainedModel) -> Any:
-    """The part of a model that works on tokens: the language model of a wrapper, or else the model itself."""
-    return model.get_submodule(cut_point_of(model).path)
 
 
 def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +60,7 @@ def layout_of(
         config.chunking_over(ranks),
         real=real_tokens(batch),
         patterns=patterns,
-        stretches=config.stretches,
+        stretches=config.memory_settings.stretches,
         hybrid=hybrid,
     )
 

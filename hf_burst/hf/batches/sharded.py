@@ -11,8 +11,8 @@ from ...config import BurstConfig
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
+from ..models.cut_point import TOKEN_INPUTS, TokenInput
 from ..models.task import CAUSAL, Task
-from .cutting import TOKEN_INPUTS, TokenInput
 from .documents import batch_shape
 
 LAYOUT_KEY = "burst_batch"
@@ -71,7 +71,7 @@ def layout_of_shard(batch: Mapping[str, Any], config: BurstConfig, group: Contex
     if (about.rank, layout.ranks) != (group.rank, group.size):
         raise BatchError(
             f"The batch was sharded as part {about.rank} of {layout.ranks}, this process is rank {group.rank} of "
-            f"{group.size}. Give the collator the same mesh as patch_model."
+            f"{group.size}. Give the collator the same group as patch_model."
         )
     if (layout.batch_size, layout.sharding.tokens(group.rank)) != (rows, own):
         raise BatchError(
@@ -122,7 +122,8 @@ def _layout_by_positions(positions: torch.Tensor, config: BurstConfig, group: Co
     rows, own = positions.shape
     chunking = config.chunking_over(group.size)
     sequence = (0, own * group.size)
-    layout = SequenceLayout.for_batch([sequence] * rows, group.size, chunking, stretches=config.stretches)
+    stretches = config.memory_settings.stretches
+    layout = SequenceLayout.for_batch([sequence] * rows, group.size, chunking, stretches=stretches)
     expected = layout.indices(group.rank).to(positions.device)
     if layout.padding or not bool((positions == expected).all()):
         raise BatchError(

@@ -57,7 +57,7 @@ def hybrid_of(
     sizes: tuple[RecurrentSize, ...], shapes: Shapes | None, machine: Machine, config: BurstConfig
 ) -> Hybrid | None:
     """What batches are cut for; `None` for models without recurrent layers."""
-    return Hybrid(sizes, shapes, machine, config.recurrence, config.schedule) if sizes else None
+    return Hybrid(sizes, shapes, machine, schedule=config.schedule) if sizes else None
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...plan import SHAPES, MaskPattern, ModelSize, Shapes
-from ..batches.cutting import language_model_path
+from .cut_point import language_model_path
 from .hybrid import attention_shapes, head_size, recurrent_sizes
 from .rewrites import recurrent_modules
 from .support import check_model, has_attention, patterns_of_layers

@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...plan import MaskPattern
-from ..batches.cutting import language_model_of, modalities_of
 from .bypassed import check_recurrent_sources
+from .cut_point import language_model_of, modalities_of
 from .recurrent import COUNTERPARTS
 from .rewrites import DOORS, recurrent_modules
 from .task import CAUSAL, Task, computes_loss, forwards_of, task_of

@@ -53,9 +53,10 @@ class Task:
 
     def check_config(self, config: BurstConfig, name: str) -> None:
         """Raises for settings that a model of this class name cannot have."""
-        if not self.causal and 0 < config.attention_keep < 1:
+        keep = config.memory_settings.attention_keep
+        if not self.causal and 0 < keep < 1:
             raise ConfigError(
-                f"BurstConfig.attention_keep is {config.attention_keep}, and the first part of a sequence of {name} "
+                f"Memory.attention_keep is {keep}, and the first part of a sequence of {name} "
                 "sees the rest. Take 1.0 (keep all of what attention found) or 0.0 (nothing)."
             )
 

@@ -12,8 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError, UnsupportedModelError
 from ...ring.resources import resources_of
 from ..attention import ARRIVED, CALL_KEY, NAME, LazyMask, register
-from ..batches.cutting import language_model_of
 from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
+from ..models.cut_point import language_model_of
 from ..models.support import has_attention
 from .base import ForwardPass, Handles, Part
 

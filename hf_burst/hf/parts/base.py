@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ...config import BurstConfig
+from ...config import BurstConfig, Memory
 from ...errors import ConfigError
 from ...plan import Hybrid
 from ...plan.recurrence import SCANNED_FROM, Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..attention import ForwardCall
-from ..batches.cutting import TokenInput
+from ..models.cut_point import TokenInput
 from ..models.hybrid import chosen_way
 from ..models.task import Task
 
@@ -41,7 +41,7 @@ class ForwardPass:
     inputs: dict[str, Any] = field(default_factory=dict)  # the arguments that the model is given on this rank
     explicit: bool = False  # whether the batch arrived sharded
     layout: SequenceLayout = field(init=False)
-    settings: BurstConfig = field(init=False)  # the config, with what was chosen for this batch; from `begin` on
+    settings: Memory = field(init=False)  # those of the config; from `begin` on with what was chosen for this batch
     compiled: bool = False  # whether torch.compile runs it, or a module in it
     repeatable: bool = False  # whether all layers checkpoint so that they can run again for their output alone
     selective: bool = False  # whether layers checkpoint by a context_fn of the user's, which may keep some outputs
@@ -54,7 +54,7 @@ class ForwardPass:
     call: ForwardCall = field(init=False)  # travels to the layers; known from `begin` on
 
     def __post_init__(self) -> None:
-        self.settings = self.config
+        self.settings = self.config.memory_settings
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +96,7 @@ class ForwardPass:
         """How recurrent layers pass what they know; for layers without prices by the number of ranks."""
         if self.hybrid is not None:
             return chosen_way(self.hybrid, self.layout, self.group.rank)
-        states: Way = "states" if self.group.size < SCANNED_FROM else "scanned states"
-        return "heads" if self.config.recurrence == "heads" else states
+        return "states" if self.group.size < SCANNED_FROM else "scanned states"
 
     @property
     def targets(self) -> torch.Tensor | None:

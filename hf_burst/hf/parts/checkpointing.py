@@ -43,9 +43,9 @@ _OPTIONS = {"use_reentrant", "context_fn", "preserve_rng_state", "determinism_ch
 class Checkpointing(Part):
     """What the checkpointed layers of a model keep for the backward pass, and where.
 
-    They keep their inputs, and attention by `BurstConfig.attention_keep`: each run of a layer has an
+    They keep their inputs, and attention by `Memory.attention_keep`: each run of a layer has an
     [`AttentionCache`] of its own, which lives as long as the graph of that run. By
-    `BurstConfig.activation_offloading` the first layers keep both on the host. By `BurstConfig.layers_per_checkpoint`
+    `Memory.activation_offloading` the first layers keep both on the host. By `Memory.layers_per_checkpoint`
     some layers do not keep their input, see [`LayerRun`].
     """
 
@@ -67,32 +67,32 @@ class Checkpointing(Part):
         self.hook: RemovableHandle | None = None  # of the embeddings, in this pass
 
     def prepare(self, run: ForwardPass) -> None:
-        share, offloading = run.config.attention_keep, run.config.activation_offloading
+        share, offloading = run.settings.attention_keep, run.settings.activation_offloading
         trains = run.model.training and torch.is_grad_enabled()
         if trains and self.home is not None and self.home.refused is not None:
             raise self.home.refused
         wrapped = self.wrap(run.model)
         if wrapped and 0 < share < 1 and run.group.size > 1 and run.layout.beginning(1 - share) is None:
             raise BatchError(
-                f"BurstConfig(attention_keep={share}) needs batches of which every rank holds as much of each "
+                f"Memory(attention_keep={share}) needs batches of which every rank holds as much of each "
                 f"part of the sequence, and this one was cut into {len(run.layout.owners)} chunks by another "
                 "BurstConfig. Give the BurstCollator (or shard_batch) the config of the model."
             )
         if offloading and not wrapped and trains:
             raise ConfigError(
-                f"BurstConfig(activation_offloading={offloading}) offloads what checkpointed layers keep, and no "
+                f"Memory(activation_offloading={offloading}) offloads what checkpointed layers keep, and no "
                 "layer checkpoints. Set TrainingArguments(gradient_checkpointing=True), or call "
                 "model.gradient_checkpointing_enable()."
             )
         if offloading and run.compiled and trains:
             raise ConfigError(
-                f"BurstConfig(activation_offloading={offloading}) offloads nothing of compiled layers: torch.compile "
+                f"Memory(activation_offloading={offloading}) offloads nothing of compiled layers: torch.compile "
                 "decides what these keep. Leave out one of the two."
             )
-        again = run.config.layers_per_checkpoint > 1
+        again = run.settings.layers_per_checkpoint > 1
         if again and takes_weights_apart(run.model):
             raise ConfigError(
-                f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) runs layers again in the "
+                f"Memory(layers_per_checkpoint={run.settings.layers_per_checkpoint}) runs layers again in the "
                 "backward pass, where DeepSpeed ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or "
                 "ZeRO-2, or leave it at 1."
             )
@@ -101,7 +101,7 @@ class Checkpointing(Part):
         run.selective = self.selective
         if again and not run.repeatable and trains:
             raise ConfigError(
-                f"BurstConfig(layers_per_checkpoint={run.config.layers_per_checkpoint}) is for layers that all "
+                f"Memory(layers_per_checkpoint={run.settings.layers_per_checkpoint}) is for layers that all "
                 "checkpoint, with use_reentrant=False, no context_fn, and no torch.compile. Set TrainingArguments("
                 "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
@@ -189,7 +189,7 @@ class Checkpointing(Part):
         if self.home is None or self.home.device != run.device:
             self.home, self.reserved, self.asked, self.most = HostMemory(run.device), 0, 0, None
         sizes = _kept_bytes(run, self.share)
-        if run.settings.activation_offloading != run.config.activation_offloading:
+        if run.settings.activation_offloading != run.config.memory_settings.activation_offloading:
             self._stay_within(run, sizes)
         needed = self._bytes_of_host(self.leaving, sizes)
         if needed > self.reserved:

@@ -11,11 +11,11 @@ from ...layers.loss import IGNORE_INDEX
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
 from ..attention import CALL_KEY
-from ..batches.cutting import language_model_of
+from ..groups import resolve_group
 from ..models.bypassed import forward_name
+from ..models.cut_point import language_model_of
 from ..models.head import LazyLogits, loss_sum
 from ..models.task import calls_loss_function, computes_loss
-from ..trainers.accelerate import resolve_group
 from .base import ForwardPass, Part
 from .experts import balance_share
 

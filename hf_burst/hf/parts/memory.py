@@ -1,9 +1,9 @@
-"""Settings that let a training step fit into memory, chosen where the config names none."""
+"""Settings that let a training step fit into memory, chosen for `BurstConfig(memory="auto")`."""
 
 import logging
 import os
 import zlib
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ...config import BurstConfig
+from ...config import BurstConfig, Memory
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
 from ...layers.host_limits import share_of_host
 from ...plan import (
@@ -29,8 +29,8 @@ from ...plan import (
 )
 from ...ring.resources import resources_of
 from ..models.model_size import model_size
-from ..trainers.optimizers import bytes_to_come
 from .base import ForwardPass, Part
+from .optimizers import bytes_to_come
 from .tiles import takes_weights_apart
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ _EXPANDABLE = (
 )
 
 
-class Memory(Part):
-    """Chooses what `BurstConfig(memory="auto")` leaves open, by the rule of `plan/fit.py`, from what the GPUs of all
+class MemoryRule(Part):
+    """Chooses the settings of `BurstConfig(memory="auto")`, by the rule of `plan/fit.py`, from what the GPUs of all
     ranks hold when the first batch comes. Batches of similar lengths have the same settings.
 
     Where weights are sharded over several groups, layers must be gathered in the same order in all of them. So all of
@@ -52,9 +52,8 @@ class Memory(Part):
 
     def __init__(self, model: PreTrainedModel, config: BurstConfig) -> None:
         self.model_class = type(model)  # FSDP2 changes it
-        defaults = {setting.name: setting.default for setting in fields(BurstConfig)}
-        self.fixed = {name for name in SETTINGS if getattr(config, name) != defaults[name]}
-        self.chooses = config.memory == "auto" and len(self.fixed) < len(SETTINGS)
+        self.fixed = set[str]()  # settings that this model cannot have, and so stay at their defaults
+        self.chooses = config.memory == "auto"
         self.compared = False  # whether all ranks have this config
         self.size: ModelSize | None = None
         self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
@@ -78,8 +77,8 @@ class Memory(Part):
             run.settings = self._settings(run)
         elif self.chosen:  # an evaluation is to take no more than training
             most = max(self.chosen.values(), key=lambda choice: choice.level).training
-            run.settings = replace(run.config, tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
-        run.call = replace(run.call, config=run.settings)
+            run.settings = Memory(tiled_mlp=most.tiled_mlp, head_groups=most.head_groups)
+        run.call = replace(run.call, settings=run.settings)
 
     def advise(self, problem: BaseException | None) -> None:
         """Adds to an error of memory that was short what follows by the rule, or what else can be turned."""
@@ -99,7 +98,7 @@ class Memory(Part):
         else:
             settings = ", ".join(f"{name}={value!r}" for name, value in after.settings.items())
             more = "" if training.expandable_segments else f" {_EXPANDABLE}"
-            problem.add_note(f"hf_burst: start again with BurstConfig({settings}).{more}")
+            problem.add_note(f"hf_burst: start again with BurstConfig(memory=hf_burst.Memory({settings})).{more}")
 
     def _compare(self, run: ForwardPass) -> None:
         """Raises on all ranks over which weights are sharded if some of them have another config: each group would
@@ -115,11 +114,11 @@ class Memory(Part):
                 "Layers would be gathered in different orders. Give patch_model the same BurstConfig on all ranks."
             )
 
-    def _settings(self, run: ForwardPass) -> BurstConfig:
+    def _settings(self, run: ForwardPass) -> Memory:
         if self.size is None:
             self._look(run)
         if self.size is None:
-            return run.config
+            return run.settings
         tokens = bucket(run.layout.batch_size * run.layout.length)
         training, machine = replace(training_of(run, self.size), length=tokens), self._machine(run)
 
@@ -139,7 +138,7 @@ class Memory(Part):
         settings = choice.settings
         if 0 < settings["attention_keep"] < 1 and run.layout.beginning(1 - settings["attention_keep"]) is None:
             settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
-        return replace(run.config, **settings)
+        return Memory(**settings)
 
     def _look(self, run: ForwardPass) -> None:
         """Finds out, once, what the step has for itself on all ranks."""
@@ -169,7 +168,7 @@ class Memory(Part):
             self.room.end()
 
     def _machine(self, run: ForwardPass) -> Machine:
-        known = resources_of(run.group).machine(run.device, run.config.kernel, run.config.ranks_per_host)
+        known = resources_of(run.group).machine(run.device, run.config.kernel)
         return replace(known, host_memory=min(self.host, known.host_memory))
 
     def _count_errors(self, run: ForwardPass) -> None:
@@ -268,13 +267,13 @@ def training_of(run: ForwardPass, size: ModelSize) -> Training:
         checkpointing=run.facts["activation checkpointing"] is not None,
         fused=any(name.startswith("liger_kernel.") for name in modules),
         expandable_segments=expandable_segments(),
-        **{name: getattr(run.config, name) for name in SETTINGS},
+        **{name: getattr(run.settings, name) for name in SETTINGS},
     )
 
 
 def named(choice: Fit) -> str:
     """What it changes, as it reads in a config."""
-    defaults = BurstConfig()
+    defaults = Memory()
     changed: dict[str, Any] = {
         name: value for name, value in choice.settings.items() if value != getattr(defaults, name)
     }

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 KeptRows = tuple[tuple[int, ...], ...]  # for each rank, where the rows that it kept stand in the gathered logits
 
-_SMALLER = "raise the limit, lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
+LOGITS_LIMIT_GIB = 4.0  # of logits gathered over the ranks
+_SMALLER = "lower per_device_train_batch_size or per_device_eval_batch_size, or shorten the rows"
 # one value a token, in TRL's output for `fused_lm_head=True`, which holds no logits
 _FUSED_FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
@@ -103,11 +104,11 @@ class Outputs(Part):
         rows = layout.length - layout.padding if self.kept is None else sum(map(len, self.kept))
         values = layout.batch_size * rows * run.model.config.get_text_config().vocab_size
         gib = values * run.model.dtype.itemsize / 2**30
-        if gib <= run.config.logits_limit_gib:
+        if gib <= LOGITS_LIMIT_GIB:
             return "gather"
         sentence = (
-            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, above "
-            f"BurstConfig.logits_limit_gib={run.config.logits_limit_gib}"
+            f"The logits of {layout.batch_size} x {rows} tokens take {gib:.1f} GiB on every rank, and up to "
+            f"{LOGITS_LIMIT_GIB:g} GiB are gathered"
         )
         if not labels:
             raise BatchError(f"{sentence}. {_way_out(run.model.training)}")
@@ -132,8 +133,7 @@ def _way_out(training: bool) -> str:
     trainer = trainer_under_way()
     if trainer is None:
         return (
-            "Pass logits_to_keep=1 (or as many as you need), take hf_burst.token_losses for the loss of every token, "
-            "or raise the limit."
+            "Pass logits_to_keep=1 (or as many as you need), or take hf_burst.token_losses for the loss of every token."
         )
     askers = " and ".join(askers_for_logits(trainer, training)) or "what asks for them"
     return f"Trainer wants them for {askers}: {_SMALLER}, or leave that out."

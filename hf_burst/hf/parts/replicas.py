@@ -40,7 +40,7 @@ class Replicas(Part):
     """
 
     def __init__(self, config: BurstConfig) -> None:
-        self.by_hand = config.gradients == "averaged_by_hand"
+        self.manual = config.gradients == "manual"
         self.key: tuple[int, ...] = ()  # how many parameters there are, and which of them are trained
         self.parameters = ""  # their names and shapes, as of the latest comparison
         self.first = 0  # the checksum of these parameters at their first comparison
@@ -52,11 +52,11 @@ class Replicas(Part):
         parameters = list(run.model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         learns = torch.is_grad_enabled() and bool(trained)
-        if learns and run.model.training and not self.by_hand:
+        if learns and run.model.training and not self.manual:
             check_averaged(run.model, trained, run.group)
         key = (len(parameters), *(id(parameter) for parameter in trained if _is_replicated(parameter)))
         if key != self.key:
-            if learns and run.model.training and not self.by_hand:
+            if learns and run.model.training and not self.manual:
                 check_known_to_ddp(run.model)
             self.key, self.parameters, self.settled = key, "", False
         if self.settled or (self.parameters and not learns) or has_fsdp1(run.model):
@@ -103,7 +103,7 @@ def check_averaged(model: nn.Module, trained: list[nn.Parameter], group: Context
             f"Nothing averages the gradients of the {group.size} ranks that share a sequence, so each would train "
             "weights of its own: the model runs outside of DDP, FSDP and DeepSpeed, and no parameter has a hook. Train "
             "what accelerator.prepare(model, optimizer) returns, as Trainer does. If you average gradients yourself, "
-            "say so: patch_model(model, hf_burst.BurstConfig(gradients='averaged_by_hand'))."
+            "say so: patch_model(model, hf_burst.BurstConfig(gradients='manual'))."
         )
 
 

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError
 from ...layers.tiled import tiled
 from ...layers.tokenwise import obstacle_to_tiles
-from ..batches.cutting import language_model_of
+from ..models.cut_point import language_model_of
 from ..models.head import is_partitioned
 from ..models.rewrites import recurrent_modules
 from ..models.support import is_attention
@@ -65,15 +65,15 @@ def takes_weights_apart(model: nn.Module) -> bool:
 
 class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
-    and the experts behind a router, by `BurstConfig.tiled_mlp`. Which do is found out when they run."""
+    and the experts behind a router, by `Memory.tiled_mlp`. Which do is found out when they run."""
 
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
 
     def prepare(self, run: ForwardPass) -> None:
-        if run.config.tiled_mlp and takes_weights_apart(run.model):
+        if run.settings.tiled_mlp and takes_weights_apart(run.model):
             raise ConfigError(
-                f"BurstConfig(tiled_mlp={run.config.tiled_mlp}) runs MLPs again in the backward pass, where DeepSpeed "
+                f"Memory(tiled_mlp={run.settings.tiled_mlp}) runs MLPs again in the backward pass, where DeepSpeed "
                 "ZeRO-3 or FSDP1 has taken their weights apart. Train by FSDP2 or ZeRO-2, or set tiled_mlp=0."
             )
 

@@ -12,8 +12,8 @@ from ...layers.loss import IGNORE_INDEX
 from ...ranks.collectives import gather_tokens
 from ..batches.documents import batch_shape
 from ..batches.sharded import checksum, is_sharded
+from ..groups import PATCH
 from ..models.head import token_losses_of
-from ..trainers.accelerate import PATCH
 from .base import ForwardPass, Part
 from .tokens import check_ranges
 

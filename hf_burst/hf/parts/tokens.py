@@ -13,9 +13,10 @@ from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
 from ..attention import CALL_KEY, ForwardCall
-from ..batches.cutting import TOKEN_INPUTS, CutPoint, bound_arguments, cut_inputs, cut_targets, layout_of
+from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of
 from ..batches.documents import BOUNDARY_KEYS, tokens_of
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
+from ..models.cut_point import TOKEN_INPUTS, CutPoint
 from ..models.support import layer_patterns
 from .base import ForwardPass, Handles, Part
 
@@ -140,6 +141,7 @@ class Tokens(Part):
             segments=Segments(run.layout.sharding, run.layout.documents),
             group=run.group,
             config=run.config,
+            settings=run.settings,
             encoded=encoded,
             causal=run.task.causal,
             positions=run.inputs.get("position_ids"),

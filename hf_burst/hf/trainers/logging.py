@@ -18,9 +18,9 @@ from ...plan import ModelSize, data_sheet
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
-from ..batches.cutting import language_model_path
+from ..groups import PATCH, resolve_group
+from ..models.cut_point import language_model_path
 from ..models.model_size import model_size
-from .accelerate import PATCH, resolve_group
 
 logger = logging.getLogger(__name__)
 

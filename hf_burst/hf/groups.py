@@ -1,0 +1,77 @@
+"""Which ranks share a sequence: those that the user named, those of accelerate's mesh, or all."""
+
+import os
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+
+from ..errors import ConfigError
+from ..ranks.group import CP_DIM, ContextGroup
+
+PATCH = "_hf_burst"  # the attribute by which a patched model is known
+OLD_NAMES = {"mesh": "The argument mesh is called group now: group=mesh. It takes a DeviceMesh or a ProcessGroup."}
+
+
+def check_processes() -> None:
+    """Raises a ConfigError where the launcher, torch.distributed and accelerate count different processes.
+
+    Without a GPU accelerate takes every process for the only one, unless it is told to use CPUs.
+    """
+    joined = dist.get_world_size() if dist.is_initialized() else 1
+    launched = max(_launched(), joined)
+    counted = PartialState._shared_state.get("num_processes")
+    if counted is not None and counted != launched:
+        raise ConfigError(
+            f"accelerate knows of {counted} of the {launched} processes that were launched, so nobody "
+            "would average their gradients. On CPUs set ACCELERATE_USE_CPU=1 before you launch, or "
+            "TrainingArguments(use_cpu=True), or Accelerator(cpu=True); for DeepSpeed on CPUs rather "
+            "TrainingArguments(ddp_backend='gloo'), or InitProcessGroupKwargs(backend='gloo') for the Accelerator. On "
+            "GPUs launch with `accelerate launch --num_processes N script.py`."
+        )
+
+
+def check_joined() -> None:
+    """Raises a ConfigError for one of several processes that were launched together, before they are joined or after
+    they parted."""
+    if _launched() > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"This is one of {_launched()} processes that were launched together, and torch.distributed does not join "
+            "them: each would train by itself. Make the Accelerator, or call torch.distributed.init_process_group(), "
+            "before the first batch. After the processes have parted, call hf_burst.unpatch_model(model)."
+        )
+
+
+def _launched() -> int:
+    """How many processes torchrun, or a launcher that is built on it, has started."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def resolve_group(named: ContextGroup | None) -> ContextGroup:
+    """The ranks that share a sequence: those of the group that the user named, else of accelerate's state, else all.
+
+    The named one is looked up anew: torch.distributed gives the names of groups that were destroyed to new ones.
+
+    Raises:
+        ConfigError: If both name different groups, the named one is gone or has other members by now, accelerate itself
+            shards sequences, or processes that were launched together do not know of each other, see
+            [`check_processes`].
+    """
+    check_processes()
+    named = named and named.renewed()
+    state = AcceleratorState._shared_state
+    config = state.get("parallelism_config")
+    if hasattr(config, "shares_sequences"):  # a BurstParallelismConfig
+        device_mesh = state.get("device_mesh") or config.device_mesh
+        shared = ContextGroup.from_mesh(device_mesh[CP_DIM]) if config.shares_sequences else ContextGroup()
+        if named is not None and named.members != shared.members:
+            raise ConfigError(
+                f"Two groups are named: the one passed to hf_burst has the ranks {named.members}, "
+                f"BurstParallelismConfig(burst_size={shared.size}) has {shared.members}. Pass one of them only."
+            )
+        return named or shared
+    if config is not None and (config.cp_size > 1 or config.sp_size > 1):
+        raise ConfigError(
+            f"accelerate's own ParallelismConfig has cp_size={config.cp_size} and sp_size={config.sp_size}, so the "
+            "sequence would be sharded twice. Use hf_burst.BurstParallelismConfig(burst_size=N) instead."
+        )
+    return named or ContextGroup.from_mesh(None)

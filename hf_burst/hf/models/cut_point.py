@@ -1,0 +1,71 @@
+"""Where a model is cut over the ranks: the part that works on tokens, and its inputs with a value a token."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """An input of a model that has a value for each token."""
+
+    name: str  # the argument of `forward`
+    dim: int = 1  # its dimension of tokens
+    pad: int = 0  # the value of tokens that are appended to fill the last chunk
+
+
+TOKEN_INPUTS = (
+    TokenInput("input_ids"),
+    TokenInput("inputs_embeds"),
+    TokenInput("position_ids", dim=-1),  # (batch, tokens), or (3 or 4, batch, tokens) of rotary positions of images
+    TokenInput("token_type_ids"),
+)
+_PER_LAYER = (TokenInput("per_layer_inputs"),)  # of Gemma 3n and 4
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """Where the tokens of a model are cut. Labels are always cut outside, where the loss is computed."""
+
+    path: str = ""  # the submodule whose inputs are cut, such as "model.language_model"; empty for the model itself
+    inputs: tuple[TokenInput, ...] = TOKEN_INPUTS  # those of its inputs that are cut
+
+
+CUT_POINTS: Mapping[str, CutPoint] = MappingProxyType({})  # by the name of a class; all others are cut at the outside
+
+
+def cut_point_of(model: nn.Module) -> CutPoint:
+    """The cut point of a model: by its class or the first base class that has one, else where a wrapper hands
+    embeddings to its language model, else the model itself."""
+    known = (CUT_POINTS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in CUT_POINTS)
+    cut_point = next(known, None)
+    if cut_point is None:
+        path = language_model_path(model)
+        cut_point = CutPoint(path, (*TOKEN_INPUTS, *_PER_LAYER)) if path else CutPoint()
+    return cut_point
+
+
+def modalities_of(config: PreTrainedConfig) -> list[str]:
+    """The names of the configs that a wrapper's config holds: of its language model, and of its towers for images and
+    sound; empty for the config of a language model alone."""
+    return sorted({"text_config", "vision_config", "audio_config"}.intersection(config.sub_configs))
+
+
+def language_model_path(model: Any) -> str:
+    """Where a model of several modalities has its language model, such as `"model.language_model"`; else empty."""
+    if not isinstance(model, PreTrainedModel) or not modalities_of(model.config):
+        return ""
+    decoder = model.get_decoder()
+    if decoder in (model, model.base_model) or "inputs_embeds" not in inspect.signature(decoder.forward).parameters:
+        return ""
+    return next((path for path, module in model.named_modules() if module is decoder), "")
+
+
+def language_model_of(model: PreTrainedModel) -> Any:
+    """The part of a model that works on tokens: the language model of a wrapper, or else the model itself."""
+    return model.get_submodule(cut_point_of(model).path)
