@@ -188,6 +188,7 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
         ("--documents", "4", "4", "--window", "7"),
     ],
 )
+@pytest.mark.slow
 def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
@@ -271,6 +272,7 @@ def attend_by_flex(rank: int, size: int, documents: Documents | None, window: in
 @pytest.mark.parametrize(
     ("documents", "window"), [(None, None), (None, 70), (Documents(8, 50), None), (Documents(8, 50), 9)]
 )
+@pytest.mark.slow
 def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | None, window: int | None) -> None:
     private = pytest.importorskip("torch.distributed.tensor.experimental._attention")
     for name in (
@@ -447,6 +449,7 @@ def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--compile"], marks=pytest.mark.full)], ids=["eager", "compiled"]
 )
+@pytest.mark.slow
 def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
     out = tmp_path / "training.json"
     options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
@@ -476,6 +479,7 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
         assert len(row["times_as_fast_as"]) == len(checks) - 1
 
 
+@pytest.mark.slow
 def test_training_on_one_gpu(tmp_path: Path) -> None:
     """One process needs no launcher, and trains as Transformers does by any settings."""
     out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"
@@ -559,6 +563,7 @@ def test_the_longest_sequence_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert result["results"][2]["attempts"][-1]["ended"] == "not tried"
 
 
+@pytest.mark.slow
 def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"contender": "A", "steps": [], "reason": "OutOfMemoryError: CUDA out of memory. Tried to allocate"}
     assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
@@ -585,6 +590,7 @@ def measure_layer(rank: int, size: int, out: str) -> None:
         assert recurrent.main() == 0
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     """Over two ranks, whose results are right."""
     ranks(2).run(measure_layer, str(tmp_path / "two.json"))
@@ -914,6 +920,7 @@ def test_every_step_of_the_texts_was_measured() -> None:
         ), (name, pair)
 
 
+@pytest.mark.slow
 def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:
     script, out = ROOT / "recipes/benchmarks/fits.py", tmp_path / "deep" / "fits.json"
     common = [sys.executable, str(script), "--model", "tiny", "--length", "250", "--document", "100"]
