@@ -256,6 +256,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name != "torchrun" else ()) for name in LAUNCHERS]
 )
+@pytest.mark.slow
 def test_launchers_start_again_and_go_on(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """As docs/faults.md has it: a rank is killed, and losses are those of a run without faults, bit by bit."""
     folder = tmp_path / "out"
@@ -538,6 +539,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["Process", "spawn"])
+@pytest.mark.slow
 def test_processes_of_multiprocessing_say_what_ended_them(tmp_path: Path, way: str) -> None:
     """Their errors never come to `sys.excepthook`."""
     (tmp_path / "script.py").write_text(SPAWNED)
