@@ -9,31 +9,24 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import jsonschema
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from torch.nn.attention import flex_attention
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_burst.errors import ConfigError
 from hf_burst.plan import Mask
-from recipes.benchmarks import attention, reach, recurrent, training_contenders, training_plan
+from recipes.benchmarks import attention, recurrent, training_contenders, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
-from recipes.benchmarks.native import Native, exact_attention
-from recipes.benchmarks.peers import flex_attention_over
+from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import table
 from recipes.benchmarks.tuning import compiled_side_by_side
@@ -42,11 +35,9 @@ from tests.support.ranks import RankPool
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
 SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
-BALANCERS = ("head-tail", "per-document", "ptrr")
 PEERS_ON_GPUS = {
     *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
     *(f"torch {kernel} {method}" for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")),
-    *(f"torch flex {balancer}" for balancer in BALANCERS),
 }
 
 # contenders that are wrong or fail, on one rank only or on all; run by two processes
@@ -246,47 +237,6 @@ def case_of(rank: int, size: int) -> Case:
     return Case(128, 8, 4, 16, 2, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
 
 
-def attend_by_flex(rank: int, size: int, documents: Documents | None, window: int | None) -> dict[str, list[float]]:
-    """Errors of out, dq, dk and dv for each of torch's load balancers. Not compiled, its backward runs on CPUs, too."""
-    case = replace(case_of(rank, size), length=size * 128, dtype=torch.float64, documents=documents, window=window)
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (8, 4, 4, 8)]
-    whole = [torch.randn(shape, generator=generator, dtype=case.dtype) for shape in shapes]
-    exact = exact_attention(*whole, case.mask)
-    errors = {}
-    with torch.compiler.set_stance("force_eager"), mock.patch.object(flex_attention, "_validate_device"):
-        for balancer in BALANCERS:
-            if balancer == "per-document" and documents is None:
-                continue
-            prepared = flex_attention_over(case, dist.group.WORLD, balancer)
-            *leaves, dout = (prepared.cut(tensor) for tensor in whole)
-            leaves = [leaf.requires_grad_() for leaf in leaves]
-            out = prepared.attend(*leaves)
-            results = [out, *torch.autograd.grad(out, leaves, dout)]
-            expected = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
-            differences = [result - exact_result for result, exact_result in zip(results, expected, strict=True)]
-            errors[balancer] = [float(difference.norm()) for difference in differences]
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("documents", "window"), [(None, None), (None, 70), (Documents(8, 50), None), (Documents(8, 50), 9)]
-)
-@pytest.mark.slow
-def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | None, window: int | None) -> None:
-    private = pytest.importorskip("torch.distributed.tensor.experimental._attention")
-    for name in (
-        "_context_parallel_shard",
-        "_ContextParallel",
-        "_PerDocumentHeadTailLoadBalancer",
-        "_PTRRLoadBalancer",
-    ):
-        if not hasattr(private, name):
-            pytest.skip(f"torch {torch.__version__} has no {name}")
-    for errors in ranks(2).run(attend_by_flex, documents, window):
-        assert all(error < 1e-10 for of_balancer in errors.values() for error in of_balancer), errors
-
-
 def test_what_the_heads_do_not_allow_is_not_built() -> None:
     for schedule in ("ulysses_3+burst", "ulysses_8+kv_ring"):
         with pytest.raises(ConfigError, match="cannot run: "):
@@ -437,15 +387,6 @@ def test_columns_of_a_table_stand_apart() -> None:
     assert len(lines[1]) == len(lines[2])
 
 
-def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
-    pytest.importorskip("matplotlib")
-    from recipes.benchmarks.plot import spread
-
-    assert spread([0.1, 0.5], 0.05, 1.0) == pytest.approx([0.1, 0.5])
-    assert spread([0.5, 0.5, 0.5], 0.1, 1.0) == pytest.approx([0.4, 0.5, 0.6])
-    assert spread([0.99, 0.995], 0.05, 1.0) == pytest.approx([0.95, 1.0])
-
-
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--compile"], marks=pytest.mark.full)], ids=["eager", "compiled"]
 )
@@ -494,14 +435,11 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     assert result["limits"] == {}
     assert theirs["settings"] is None
     assert chosen["settings"] == by_peft["settings"] == {"memory": "auto"}
-    assert "predicted" in chosen
-    assert "predicted" not in by_peft
     assert ours["settings"] == {"tiled_mlp": 16, "activation_offloading": 1.0, "head_groups": 2}
     assert ours["contender"] == "hf_burst, tiled_mlp=16, activation_offloading=1.0, head_groups=2"
     for row in (chosen, by_peft, ours):
         assert row["check"] == pytest.approx(theirs["check"], rel=1e-5)
         assert row["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
-    assert ours["predicted"]["host_memory_gib"] > ours["predicted_of_all_layers"]["host_memory_gib"] > 0
     assert training_plan.settings_of(ours) == ours["settings"]
     assert training_plan.settings_of(chosen) == {}
     assert training_plan.settings_of(theirs) is None
@@ -533,52 +471,12 @@ def test_who_computes_adapters(name: str, by_peft: bool) -> None:
     job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
     job.tokens = torch.randint(512, (1, 70))
     adapted = [module for module in job.model.modules() if hasattr(module, "lora_A")]
-    with training_contenders.REACH[name].way(job) as loss:
+    with training_contenders.NAMED[name].way(job) as loss:
         loss(job).backward()
         assert [("forward" in vars(layer)) for layer in adapted] == [not by_peft] * 14
     with training_contenders.burst(job, {}) as loss:
         loss(job)
         assert all("forward" in vars(layer) for layer in adapted)
-
-
-def test_the_longest_sequence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, tried = tmp_path / "reach.json", list[tuple[str, int]]()
-    ends = {"A": ["step", "out of memory"], "B": ["step"] * 3, "C": ["step", "failed"]}
-
-    def attempt(choice: list[str], length: int, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-        tried.append((choice[1], length))
-        ended = ends[choice[1]].pop(0)
-        numbers = {"median_s": 1.0, "peak_memory_gib": 2.0} if ended == "step" else {"reason": "why"}
-        late = 1e6 if choice[1] == "C" else 1.0
-        return {"ended": ended, "wall_s": late, "common": {"shape": "tiny"}, **numbers}
-
-    words = ["--contenders", "A", "B", "C", "--shortest", "64", "--longest", "256", "--lora", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["reach.py", *words])
-    with mock.patch.object(reach, "attempt", attempt):
-        assert reach.main() == 0
-    assert tried == [("A", 64), ("A", 128), ("B", 64), ("B", 128), ("B", 256), ("C", 64)]
-    result = json.loads(out.read_text())
-    assert result["shape"] == "tiny"
-    assert {row["contender"]: row["longest"] for row in result["results"]} == {"A": 64, "B": 256, "C": 64}
-    assert result["results"][2]["attempts"][-1]["ended"] == "not tried"
-
-
-@pytest.mark.slow
-def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"contender": "A", "steps": [], "reason": "OutOfMemoryError: CUDA out of memory. Tried to allocate"}
-    assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
-    row["reason"] = "ConfigError: Activation offloading needs 90.0 GiB of host memory"
-    assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
-    assert reach.ending({"results": [row | {"reason": "ValueError: no"}]}, 1, "")["ended"] == "failed"
-    assert reach.ending({"results": []}, None, "")["ended"] == "out of time"
-    assert reach.ending({"results": []}, -9, "Killed")["ended"] == "out of memory"
-    assert reach.ending({"results": []}, 1, "Traceback\nKeyError: 3")["reason"].endswith("KeyError: 3")
-    monkeypatch.setattr(sys, "argv", ["reach.py", "--device", "cpu", "--shape", "tiny", "--document", "20"])
-    arguments = reach.read_arguments()
-    trained = reach.attempt(["--contenders", "Transformers, cuDNN"], 64, arguments, 100.0)
-    assert trained["ended"] == "step"
-    assert trained["steps"][0]["loss"] == pytest.approx(6.2, abs=0.2)
-    assert reach.attempt(["--hf-burst", "default"], 64, arguments, 0.05)["ended"] == "out of time"
 
 
 LAYER = "--device cpu --tokens 40 --check-tokens 48 --hidden 32 --key-heads 2 --value-heads 4 --head-dim 8 --rounds 1"
@@ -698,66 +596,6 @@ def test_norms_of_gated_outputs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -
     assert all(norm.weight.grad is not None for norm in norms)
 
 
-class OfUnsloth:
-    """Stands for Unsloth's `FastLanguageModel`: it loads and adapts with Transformers and peft."""
-
-    packed: ClassVar[list[Any]] = []
-
-    @classmethod
-    def from_pretrained(cls, folder: str, dtype: torch.dtype, **options: Any) -> tuple[torch.nn.Module, Any]:
-        assert options.pop("unsloth_tiled_mlp") is True
-        assert options == {
-            **{"load_in_4bit": False, "local_files_only": True},
-            **{"max_seq_length": 512, "use_gradient_checkpointing": "unsloth"},
-        }
-        AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        plain = model.forward
-        model.forward = lambda packed_seq_lengths, **batch: cls.packed.append(packed_seq_lengths) or plain(**batch)
-        return model, None
-
-    @staticmethod
-    def get_peft_model(model: torch.nn.Module, r: int, target_modules: list[str], **options: Any) -> torch.nn.Module:
-        return get_peft_model(model, LoraConfig(r=r, lora_alpha=options["lora_alpha"], target_modules=target_modules))
-
-
-def test_unsloth_trains_the_parameters_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import single_contenders, training_job, unsloth_contender
-
-    module = types.ModuleType("unsloth")
-    module.FastLanguageModel = OfUnsloth
-    tiles = types.ModuleType("unsloth.models._tiled_mlp_ddp")
-    tiles.patch_tiled_mlp_for_ddp = mock.Mock()
-    monkeypatch.setitem(sys.modules, "unsloth", module)
-    monkeypatch.setitem(sys.modules, "unsloth.models", types.ModuleType("unsloth.models"))
-    monkeypatch.setitem(sys.modules, "unsloth.models._tiled_mlp_ddp", tiles)
-    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
-    job.tokens, job.document = torch.randint(512, (1, 70)), 32
-    for name, adapter in job.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(adapter, std=0.02)
-    learned = [adapter for adapter in job.model.parameters() if adapter.requires_grad]
-
-    def results(way: Any) -> list[torch.Tensor]:
-        with way(job) as loss:
-            value = loss(job)
-            value.backward()
-        gradients = [adapter.grad for adapter in learned]
-        job.optimizer.zero_grad()
-        return [value.detach(), *gradients]
-
-    expected = results(partial(single_contenders.plain, kernel="sdpa"))
-    job.ranks.cuda = True
-    for found, wanted in zip(results(single_contenders.ALONE["Unsloth, tiles"].way), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-    assert [lengths.tolist() for lengths in OfUnsloth.packed] == [[32, 32, 6]]
-    tiles.patch_tiled_mlp_for_ddp.assert_called_once()
-    assert unsloth_contender.adapted(job.model, job.base, True).get_base_model() is not job.base
-    job.model = job.base
-    with pytest.raises(ConfigError, match="give --lora"):
-        results(single_contenders.ALONE["Unsloth"].way)
-
-
 @pytest.mark.full
 def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
     out, names = tmp_path / "training.json", ("hf_burst, attention saved", "hf_burst, everything saved")
@@ -782,7 +620,6 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--contenders", "accelerate context parallelism"], "is no way to train on 1 process"),
         (["--layers", "0"], "from 1 on"),
         (["--document", "64"], "with --no-limits"),
-        (["--contenders", "Unsloth", "Transformers, cuDNN"], "measure it in a process of its own"),
         (["--gated-norms"], "for shapes with recurrent layers, not for llama-8b"),
         (["--out", "."], "a folder; give a file"),
         ([], "torchrun --nproc-per-node"),
