@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from unittest import mock
 
@@ -147,7 +148,13 @@ def backpropagate(case: Case, out: torch.Tensor, lse: torch.Tensor, dout: torch.
 
 
 def written_out(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The oracle: the whole sequence in one softmax."""
+    """The oracle: the whole sequence in one softmax, once for all schedules, cuts and kernels."""
+    anyhow = replace(case, schedule="kv_ring", chunking="balanced", kernel="cpu_flash", transport="auto", head_groups=1)
+    return _written_out(anyhow, dtype)
+
+
+@lru_cache(maxsize=32)
+def _written_out(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     whole = {name: tensor.to(dtype) for name, tensor in case.tensors().items()}
     inputs = [whole[name].requires_grad_() for name in "qkv"]
     inputs += [sinks.detach().to(dtype).requires_grad_() for sinks in case.sink_scores()]
