@@ -39,6 +39,7 @@ def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
     """The values of every two axes of a case."""
     values = sorted(
         {
+            "trainer": case.trainer,
             "kind": case.kind,
             "lora": case.lora,
             "checkpointing": case.checkpointing,
@@ -49,12 +50,12 @@ def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
     return {(*one, *other) for one, other in itertools.combinations(values, 2)}
 
 
-def covering(trainer: str) -> list[Case]:
-    """A few cases in which any two values of two axes meet: greedily those that bring most pairs."""
-    left, chosen = product(trainer), []
-    missing = set().union(*map(pairs, left))
+def covering(cases: list[Case]) -> list[Case]:
+    """A few of the cases, in which any two values of two axes meet: greedily those that bring most pairs."""
+    chosen: list[Case] = []
+    missing = set().union(*map(pairs, cases))
     while missing:
-        chosen.append(max(left, key=lambda case: len(pairs(case) & missing)))
+        chosen.append(max(cases, key=lambda case: len(pairs(case) & missing)))
         missing -= pairs(chosen[-1])
     return chosen
 
@@ -65,9 +66,9 @@ LITTLE = [
     Case("DPOTrainer"),
     Case("raw", burst=3),
 ]
-SUBSET = [case for trainer in TRAINERS for case in covering(trainer)] + [Case("Trainer", burst=3)]
-SUBSET += [replace(case, checkpointing=True, little=True) for case in LITTLE]
 ALL = [case for trainer in TRAINERS for case in product(trainer)]
+SUBSET = [*covering(ALL), Case("Trainer", burst=3)]
+SUBSET += [replace(case, checkpointing=True, little=True) for case in LITTLE]
 
 
 @cache
