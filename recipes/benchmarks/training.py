@@ -43,7 +43,6 @@ from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, Contender,
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
 from recipes.benchmarks.training_profile import profiled
-from recipes.benchmarks.tuning import compiled_side_by_side
 
 KNOWN = CONTENDERS | SINGLE | NAMED
 
@@ -401,5 +400,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with compiled_side_by_side():
-        sys.exit(main())
+    sys.exit(main())

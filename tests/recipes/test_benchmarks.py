@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,6 @@ from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import table
-from recipes.benchmarks.tuning import compiled_side_by_side
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -499,43 +497,6 @@ def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_pat
         found = [row["contender"] for row in result["results"] if row["part"] == part]
         assert found == ["limit", *(f"hf_burst {name}" for name in ways)]
     assert [row["failure"] for row in result["checks"][1:]] == [""] * len(ways)
-
-
-def test_triton_compiles_candidates_side_by_side() -> None:
-    """Some meet while they are compiled. One that fails is left to the autotuner. A known shape compiles none."""
-    triton = pytest.importorskip("triton")
-    from triton.runtime._async_compile import active_mode
-    from triton.runtime.autotuner import Autotuner
-
-    meeting, compiled, launched = Barrier(2, timeout=30), list[int](), list[tuple[int, int]]()
-
-    class Kernel:
-        """A kernel whose candidates are numbered; the third does not compile."""
-
-        fn = staticmethod(lambda size, number: None)
-
-        def warmup(self, size: int, number: int, grid: Any, **options: Any) -> None:
-            def compile_it() -> int:
-                meeting.wait()
-                return number // (number != 2)
-
-            active_mode.get().submit(number, compile_it, compiled.append)
-
-        def run(self, size: int, number: int, grid: Any, warmup: bool, **options: Any) -> None:
-            launched.append((size, number))
-
-    def timed(call: Callable[[], None], quantiles: Any) -> list[float]:
-        assert sorted(compiled) == [0, 1, 3]
-        call()
-        return [1.0 - launched[-1][1] / 10] * 3
-
-    configs = [triton.Config({"number": number}) for number in range(4)]
-    kernel = Autotuner(Kernel(), ["size", "number"], configs, ["size"], None, None, do_bench=timed)
-    with compiled_side_by_side(threads=4):
-        for _ in range(2):
-            kernel.run(7, grid=(1,), warmup=False)
-        assert launched == [(7, 0), (7, 1), (7, 2), (7, 3), (7, 3), (7, 3)]
-    assert "prune_and_compile" not in Autotuner.prune_configs.__name__
 
 
 def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
