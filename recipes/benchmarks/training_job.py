@@ -1,4 +1,4 @@
-"""The models of training.py and losses.py, and how they are sharded.
+"""The models of training.py, and how they are sharded.
 
 This module needs nothing of hf_burst.
 """

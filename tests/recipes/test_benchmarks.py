@@ -583,27 +583,17 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--document", "64"], "with --no-limits"),
         (["--gated-norms"], "for shapes with recurrent layers, not for llama-8b"),
         (["--out", "."], "a folder; give a file"),
-        ([], "torchrun --nproc-per-node"),
     ],
 )
 def test_settings_of_training_that_cannot_be_used(
     options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes.benchmarks import losses, training
+    from recipes.benchmarks import training
 
-    if options:
-        monkeypatch.setenv("RANK", "0")
-    else:
-        monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["training.py", *options])
-    if options:
-        with pytest.raises(SystemExit):
-            training.read_arguments()
-        assert sentence in capsys.readouterr().err
-    if options in ([], ["--out", "."]):
-        with pytest.raises(SystemExit):
-            losses.main()
-        assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        training.read_arguments()
+    assert sentence in capsys.readouterr().err
 
 
 def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -664,25 +654,6 @@ def test_what_took_the_time_of_a_step() -> None:
     parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
     expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
     assert parts == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.full
-def test_losses_of_several_processes_beside_one(tmp_path: Path) -> None:
-    out, picture = tmp_path / "losses.json", tmp_path / "losses.png"
-    options = ["--shape", "tiny", "--length", "131", "--steps", "6", "--learning-rate", "1e-3"]
-    launch(
-        "recipes/benchmarks/losses.py",
-        *options,
-        *("--out", str(out), "--picture", str(picture)),
-        common=("--device", "cpu"),
-    )
-    result = json.loads(out.read_text())
-    exact, one, several = result["curves"].values()
-    assert several["losses"] == pytest.approx(one["losses"], rel=2e-6)
-    assert several["gradient_norms"] == pytest.approx(exact["gradient_norms"], rel=1e-5)
-    assert several["losses"][-1] < several["losses"][0] - 0.1
-    assert result["largest_differences"]["2 processes, fp32"]["loss"] < 5e-6
-    assert picture.stat().st_size > 10_000
 
 
 def test_the_results_of_training_are_what_was_measured() -> None:
