@@ -163,9 +163,16 @@ def train_on_stream(rank: int, size: int, folder: str, case: Case, kind: str) ->
     return trainers.finish(make_trainer(case, folder, stream(kind)))
 
 
-@pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize(
-    ("trainer", "kind"), [("Trainer", "torch"), ("Trainer", "datasets"), ("SFTTrainer", "datasets")]
+    ("trainer", "kind", "data"),
+    [
+        ("Trainer", "torch", 1),
+        ("Trainer", "datasets", 2),
+        ("SFTTrainer", "datasets", 1),
+        pytest.param("Trainer", "torch", 2, marks=pytest.mark.full),
+        pytest.param("Trainer", "datasets", 1, marks=pytest.mark.full),
+        pytest.param("SFTTrainer", "datasets", 2, marks=pytest.mark.full),
+    ],
 )
 def test_iterable_datasets(ranks: Ranks, tmp_path: Path, trainer: str, kind: str, data: int) -> None:
     case = Case(trainer, data=data)
@@ -241,8 +248,15 @@ def train_otherwise(rank: int, size: int, folder: str, case: Case, loss: str) ->
     return trainers.finish(make_trainer(case, folder, **LOSSES[loss]))
 
 
-@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("trainer", "loss"),
+    [
+        ("Trainer", "smoothing"),
+        ("SFTTrainer", "function"),
+        pytest.param("Trainer", "function", marks=pytest.mark.full),
+        pytest.param("SFTTrainer", "smoothing", marks=pytest.mark.full),
+    ],
+)
 def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: str) -> None:
     case = Case(trainer, data=2)
     wanted = train_otherwise(0, 1, str(tmp_path), case.alone, loss)
