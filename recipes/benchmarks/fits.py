@@ -44,69 +44,7 @@ GIB = 2**30
 OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
 # sizes of a config on which no buffer depends
 FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
-# shapes of checkpoints that the plan has no name for: their sizes as their config.json has them
-MORE: dict[str, dict[str, Any]] = {
-    "tiny": {"model_type": "llama", **TINY},
-    "llama-3.2-3b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-14b": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "gemma-3-12b": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262208,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "sliding_window": 1024,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-    },
-    "qwen3.5-9b": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 248320,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
-}
+MORE: dict[str, dict[str, Any]] = {"tiny": {"model_type": "llama", **TINY}}
 
 
 class Watcher(threading.Thread):

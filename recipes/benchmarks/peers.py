@@ -4,26 +4,21 @@
 * ring-flash-attn: `zigzag_ring_flash_attn_func` and `llama3_flash_attn_varlen_func`, on flash-attn 2.
 * torch: `context_parallel` around `scaled_dot_product_attention`, on cuDNN or its flash kernels. K and V travel by
   all-gather or all-to-all.
-* torch: `_ContextParallel` around compiled `flex_attention`, which knows documents and windows. Each of its load
-  balancers is a contender.
 * axolotl-ringmaster: `zigzag_ring_attention`, the function of its balanced ring (`load_balance=head_tail`), on
   flash-attn 2.
-
-Bytes sent are computed by formulas that follow the source of each package: n = tokens of a rank, e = bytes an element.
 """
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from recipes.benchmarks.contenders import Case, Contender, Prepared, Sent
+from recipes.benchmarks.contenders import Case, Contender, Prepared
 
 
 def peers() -> list[Contender]:
@@ -34,7 +29,6 @@ def peers() -> list[Contender]:
         Contender("ring-flash-attn zigzag", "ring_flash_attn", _ring_flash_attn_zigzag),
         Contender("ring-flash-attn llama3", "ring_flash_attn", _ring_flash_attn_llama3, {"heads_k_stride": "up to 4"}),
         *(_torch_context_parallel(kernel, method) for kernel, method in rotations),
-        *(_torch_flex(balancer) for balancer in ("head-tail", "per-document", "ptrr")),
         Contender("ringmaster zigzag", "ringmaster", _ringmaster_zigzag),
     ]
 
@@ -83,13 +77,7 @@ def _ulysses(case: Case) -> Prepared:
         q, k, v = (_AllToAll.apply(tensor, group, True) for tensor in (q, k, v))
         return _AllToAll.apply(case.native.attend(q, k, v, mask), group, False)
 
-    row = case.batch * case.tokens * case.head_dim * case.dtype.itemsize
-    sent = 2 * row * (case.q_heads + case.kv_heads) * (case.ranks - 1) // case.ranks
-    return Prepared(
-        attend,
-        lambda whole: layout.shard(whole, case.rank),
-        Sent(sent, sent, "computed: 2·e·n·(Hq+Hkv)·D·(P-1)/P in each pass"),
-    )
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank))
 
 
 def _ring_flash_attn_zigzag(case: Case) -> Prepared:
@@ -104,7 +92,7 @@ def _ring_flash_attn_zigzag(case: Case) -> Prepared:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group)
 
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _ring_sent(case))
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank))
 
 
 def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_flash_attn: types.ModuleType) -> Prepared:
@@ -126,16 +114,7 @@ def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_fl
     def cut(whole: torch.Tensor) -> torch.Tensor:
         return torch.cat([whole[0, start:stop] for start, stop in spans])
 
-    return Prepared(attend, cut, _ring_sent(case))
-
-
-def _ring_sent(case: Case) -> Sent:
-    hops, pair = case.ranks - 1, _kv_elements(case)
-    return Sent(
-        hops * pair * case.dtype.itemsize,
-        hops * pair * case.dtype.itemsize + case.ranks * pair * 4,
-        "computed: 2·e·n·Hkv·D·(P-1) forward, as much and 8·n·Hkv·D·P backward (fp32 gradients, P hops)",
-    )
+    return Prepared(attend, cut)
 
 
 def _ring_flash_attn_llama3(case: Case) -> Prepared:
@@ -167,9 +146,7 @@ def _ring_flash_attn_llama3(case: Case) -> Prepared:
             group=group,
         )
 
-    gathered = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
-    sent = Sent(gathered, 2 * gathered, "computed: 2·e·n·Hkv·D·(P-1) forward, twice as much backward")
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0), sent)
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0))
 
 
 def _import_ring_flash_attn() -> types.ModuleType:
@@ -211,91 +188,10 @@ def _torch_context_parallel(kernel: str, method: str) -> Contender:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         layout = case.layout()
-        sent = _ring_sent(case)
         # heads before tokens and contiguous, which saves it a copy
-        return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), sent, around)
+        return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), around)
 
     return Contender(f"torch {kernel} {method}", "torch_context_parallel", build)
-
-
-def _torch_flex(balancer: str) -> Contender:
-    def build(case: Case) -> Prepared:
-        group = _group(case)
-        if case.device.type != "cuda":
-            raise ValueError("FlexAttention has no backward on CPUs")
-        return flex_attention_over(case, group, balancer)
-
-    return Contender(f"torch flex {balancer}", "torch_flex", build, {"load_balancer": balancer})
-
-
-def flex_attention_over(case: Case, group: dist.ProcessGroup, balancer: str) -> Prepared:
-    """Compiled FlexAttention over gathered keys.
-
-    Its names are private in torch (read in 2.13). They are imported here, so that another torch names the missing one.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.experimental._attention import _context_parallel_shard, _ContextParallel
-    from torch.distributed.tensor.parallel import parallelize_module
-    from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-    torch._dynamo.config.recompile_limit = 64  # one for each length; after 8 torch would no longer compile
-    compiled = torch.compile(flex_attention, dynamic=False)
-    grouped = case.q_heads != case.kv_heads
-
-    class Attention(torch.nn.Module):
-        def forward(
-            self,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            score_mod: None = None,
-            block_mask: BlockMask | None = None,
-        ) -> torch.Tensor:
-            return compiled(query, key, value, score_mod, block_mask, enable_gqa=grouped)
-
-    mesh = DeviceMesh.from_group(group, case.device.type, mesh_dim_names=("cp",))
-    style = _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.FLEX)
-    attention = parallelize_module(Attention(), mesh, style)
-    make_mask = torch.compile(create_block_mask, dynamic=False, fullgraph=True)
-    whole_mask = make_mask(_flex_mask(case), 1, 1, case.length, case.length, device=case.device.type)
-    balance = _balancer(balancer, case, whole_mask)
-    (block_mask,) = _context_parallel_shard(mesh, [whole_mask], [2], balance)
-    order = balance._generate_indices()[0].unflatten(0, (case.ranks, -1))[case.rank]
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, block_mask=block_mask)
-
-    def cut(whole: torch.Tensor) -> torch.Tensor:
-        return whole.index_select(1, order.to(whole.device)).transpose(1, 2).contiguous()
-
-    gathered = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
-    return Prepared(attend, cut, Sent(gathered, gathered, "computed: 2·e·n·Hkv·D·(P-1) in each pass"))
-
-
-def _flex_mask(case: Case) -> Callable[..., torch.Tensor]:
-    """A function that tells FlexAttention whether a query sees a key."""
-    ends = torch.tensor(case.mask.documents[1:], device=case.device)
-    document = torch.bucketize(torch.arange(case.length, device=case.device), ends, right=True)
-    window = case.length if case.window is None else case.window
-
-    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (document[query] == document[key]) & (query >= key) & (query - key <= window)
-
-    return sees
-
-
-def _balancer(name: str, case: Case, mask: Any) -> Any:
-    """One of torch's load balancers, which order the tokens before they are cut into shards."""
-    from torch.distributed.tensor.experimental import _attention as torch_attention
-
-    if name == "ptrr":
-        return torch_attention._PTRRLoadBalancer(mask, case.ranks)
-    if name == "head-tail":
-        return torch_attention._HeadTailLoadBalancer(case.length, case.ranks, case.device)
-    if case.documents is None:
-        raise ValueError("of one document it is head-tail")
-    lengths = [stop - start for start, stop in pairwise(case.mask.documents)]
-    return torch_attention._PerDocumentHeadTailLoadBalancer([lengths], case.ranks, case.device)
 
 
 def _ringmaster_zigzag(case: Case) -> Prepared:
@@ -315,22 +211,11 @@ def _ringmaster_zigzag(case: Case) -> Prepared:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return zigzag_ring_attention(q, k, v, group=group, scaling=None).transpose(1, 2)
 
-    hops, pair, itemsize = case.ranks - 1, _kv_elements(case), case.dtype.itemsize
-    sent = Sent(
-        hops * pair * itemsize,
-        2 * case.ranks * pair * itemsize,
-        "computed: 2·e·n·Hkv·D·(P-1) forward, 4·e·n·Hkv·D·P backward (gradients in the inputs' dtype, P hops)",
-    )
     # heads before tokens in shape, tokens before heads in memory: the form that Transformers passes
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2), sent)
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2))
 
 
 def _group(case: Case) -> dist.ProcessGroup:
     if case.group is None:
         raise ValueError("needs at least 2 processes")
     return case.group
-
-
-def _kv_elements(case: Case) -> int:
-    """Elements of a rank's K and V."""
-    return 2 * case.batch * case.tokens * case.kv_heads * case.head_dim

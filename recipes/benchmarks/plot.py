@@ -22,7 +22,7 @@ from recipes.benchmarks.report import markdown, mask_of
 
 OURS, FAINT = "#c8102e", "#999999"
 THEIRS = ("#1f4e79", "#3a9bd5", "#5d737e", "#2e7d6b", "#7a5c99", "#b07d12", "#8a3b12", "#4c9a2a")
-LABEL_GAP = 0.046
+MARKERS = "osD^vP*X"
 Row = dict[str, Any]
 
 
@@ -56,7 +56,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
-    """One panel for each number of key heads, each line labelled at its right end."""
+    """One panel for each number of key heads."""
     heads = sorted({row["kv_heads"] for row in rows})
     figure = Figure(figsize=(6.4 * len(heads), 4.6), layout="constrained")
     panels = figure.subplots(1, len(heads), sharey=True, squeeze=False)[0]
@@ -64,7 +64,6 @@ def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
     theirs = [name for name in names if not name.startswith("hf_burst")]
     for axes, kv_heads in zip(panels, heads, strict=True):
         own = [row for row in rows if row["kv_heads"] == kv_heads]
-        ends = []
         for name in names:
             line = sorted((row["length"], row["share_of_limit"][part]) for row in own if row["contender"] == name)
             if not line:
@@ -72,56 +71,19 @@ def draw(rows: Sequence[Row], part: str, device: str) -> Figure:
             first = name == "hf_burst auto"
             color = OURS if name.startswith("hf_burst") else THEIRS[theirs.index(name) % len(THEIRS)]
             width, style = (2.6, "-") if first else (1.3, "--" if name.startswith("hf_burst") else "-")
-            axes.plot(*zip(*line, strict=True), style, color=color, linewidth=width, marker="o", markersize=3)
-            ends.append((*line[-1], name, color, first))
-        _label(axes, ends)
+            marker = MARKERS[names.index(name) % len(MARKERS)]
+            lengths, shares = zip(*line, strict=True)
+            axes.plot(lengths, shares, style, color=color, linewidth=width, marker=marker, markersize=4, label=name)
         _dress(axes, sorted({row["length"] for row in own}), f"{own[0]['q_heads']} query, {kv_heads} key heads")
     passes = "forward + backward" if part == "both" else part
+    lines = {line.get_label(): line for axes in panels for line in axes.get_legend_handles_labels()[0]}
+    panels[-1].legend(
+        handles=list(lines.values()), loc="upper left", bbox_to_anchor=(1.02, 1.0), frameon=False, fontsize=8
+    )
     panels[0].set_ylabel(f"share of the limit, {passes}")
     title = f"Causal attention over {rows[0]['ranks']} x {device}, {rows[0]['dtype']}{mask_of(rows[0])}"
     figure.suptitle(title, fontsize=12)
     return figure
-
-
-def _label(axes: Axes, ends: Sequence[tuple[int, float, str, str, bool]]) -> None:
-    """Writes names right of the lines, moves overlapping names apart, and ties each name to the end of its line."""
-    ordered = sorted(ends, key=lambda end: end[1])
-    heights = spread([share for _, share, *_ in ordered], LABEL_GAP, 1.05)
-    right = max((end[0] for end in ends), default=1) * 1.35
-    for (length, share, name, color, first), height in zip(ordered, heights, strict=True):
-        axes.annotate(
-            name,
-            xy=(length, share),
-            xytext=(right, height),
-            color=color,
-            fontsize=8.5,
-            fontweight="bold" if first else "normal",
-            verticalalignment="center",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 0.5,
-                "alpha": 0.5,
-                "shrinkA": 1,
-                "shrinkB": 2,
-                "relpos": (0, 0.5),
-            },
-            annotation_clip=False,
-        )
-
-
-def spread(desired: Sequence[float], gap: float, ceiling: float) -> list[float]:
-    """Moves ascending numbers apart to `gap` and below `ceiling`, by as little as possible (isotonic regression)."""
-    blocks: list[list[float]] = []  # sum and count of neighbours that move together, each height less its gaps
-    for index, height in enumerate(desired):
-        blocks.append([height - index * gap, 1])
-        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] >= blocks[-1][0] / blocks[-1][1]:
-            total, count = blocks.pop()
-            blocks[-1][0] += total
-            blocks[-1][1] += count
-    heights = [total / count for total, count in blocks for _ in range(int(count))]
-    highest = ceiling - gap * (len(desired) - 1)
-    return [min(height, highest) + index * gap for index, height in enumerate(heights)]
 
 
 def _dress(axes: Axes, lengths: Sequence[int], title: str) -> None:

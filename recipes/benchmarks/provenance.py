@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran. Needs nothing of hf_burst, so that it serves any version of it."""
+"""Where and with what a benchmark ran."""
 
 import importlib.metadata
 import os
@@ -20,7 +20,7 @@ _PACKAGES = (
     *("flash-attn", "flash-attn-4", "ring-flash-attn", "axolotl-ringmaster", "deepspeed"),
     *("flash-linear-attention", "causal-conv1d", "mamba-ssm"),
     *("nvidia-cutlass-dsl", "triton", "transformers", "accelerate", "liger-kernel", "peft"),
-    *("trl", "bitsandbytes", "unsloth", "unsloth_zoo", "xformers"),
+    *("trl", "bitsandbytes"),
 )
 
 

@@ -10,7 +10,6 @@ import torch
 from hf_burst.errors import ConfigError
 from recipes.benchmarks.training_contenders import Contender, Loss, Way, fused_loss, on_cudnn
 from recipes.benchmarks.training_job import Job, checkpoint_layers, hooks_removed
-from recipes.benchmarks.unsloth_contender import unsloth
 
 
 @contextmanager
@@ -90,6 +89,3 @@ WAYS: dict[str, Way] = {
     "TRL's offloading, Liger's loss and tiles": partial(TILED, offloaded="trl"),
 }
 SINGLE = {name: Contender(way, hybrids=None, several=False) for name, way in WAYS.items()}
-# each in a process of its own, if it is named
-ALONE_WAYS: dict[str, Way] = {"Unsloth": unsloth, "Unsloth, tiles": partial(unsloth, tiled=True)}
-ALONE = {name: Contender(way, hybrids=None, several=False) for name, way in ALONE_WAYS.items()}

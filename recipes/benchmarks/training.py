@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
-if any(word.startswith("Unsloth") for word in sys.argv) and find_spec("unsloth"):
-    import_module("unsloth")  # which wants to be there before Transformers
 
 from hf_burst.cli.launch import launched
 from hf_burst.errors import ConfigError
@@ -41,15 +38,13 @@ from hf_burst.plan import Mask
 from recipes.benchmarks.native import choose_native
 from recipes.benchmarks.provenance import environment
 from recipes.benchmarks.ranks import Ranks
-from recipes.benchmarks.single_contenders import ALONE, SINGLE
-from recipes.benchmarks.training_contenders import CONTENDERS, REACH, Contender, Way, read_settings
+from recipes.benchmarks.single_contenders import SINGLE
+from recipes.benchmarks.training_contenders import CONTENDERS, NAMED, Contender, Way, read_settings
 from recipes.benchmarks.training_job import SHAPES, Job, head_size, make_job
 from recipes.benchmarks.training_limits import flops, limits, parts_of_limits
-from recipes.benchmarks.training_plan import predict, settings_of
 from recipes.benchmarks.training_profile import profiled
-from recipes.benchmarks.tuning import compiled_side_by_side
 
-KNOWN = CONTENDERS | SINGLE | REACH | ALONE
+KNOWN = CONTENDERS | SINGLE | NAMED
 
 PEAK = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
@@ -174,7 +169,7 @@ def summary(
     arguments: argparse.Namespace,
     ranks: Ranks,
 ) -> list[dict[str, Any]]:
-    """Adds medians, rates, ratios to the other contenders and what the plan predicts to the rows."""
+    """Adds medians, rates and ratios to the other contenders to the rows."""
     medians = {
         row["contender"]: statistics.median(step["seconds"] for step in row["steps"]) for row in rows if row["steps"]
     }
@@ -198,32 +193,23 @@ def summary(
                 "share_of_limit": limit and limit / medians[name],
                 "times_as_fast_as": {rival: medians[rival] / medians[name] for rival in medians if rival != name},
             }
-            if settings_of(row) is not None:
-                row["predicted"] = predict(result, row, arguments.layers)
-            if settings_of(row) is not None and arguments.layers:
-                row["predicted_of_all_layers"] = predict(result, row, None)
         summarized.append(row)
     return summarized
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = ["| tokens | contender | s a step | MFU | GiB | of the host | share of its limit | predicted |"]
-    lines.append("|---:|---|---:|---:|---:|---:|---:|---|")
+    lines = ["| tokens | contender | s a step | MFU | GiB | of the host | share of its limit |"]
+    lines.append("|---:|---|---:|---:|---:|---:|---:|")
     for row in result["results"]:
         if "median_s" not in row:
-            lines.append(f"| {row['length']} | {row['contender']} | {row['reason']} | | | | | |")
+            lines.append(f"| {row['length']} | {row['contender']} | {row['reason']} | | | | |")
             continue
         shares = [row["mfu"], row["share_of_limit"]]
         mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
         host = row["host_memory_gib"]
         gib = f"{row['peak_memory_gib']:.1f} | {'' if host is None else format(host, '.1f')}"
-        plan = (
-            "{seconds:.3f} s, {peak_memory_gib:.1f} and {host_memory_gib:.1f} GiB".format_map(row["predicted"])
-            if ("predicted" in row)
-            else ""
-        )
-        numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share} | {plan}"
+        numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share}"
         lines.append(f"| {row['length']} | {row['contender']} | {numbers} |")
     for row in result["results"]:
         if row.get("profile"):
@@ -342,8 +328,6 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     if count not in (1, len(arguments.lengths)):
         parser.error(f"--rounds has {count} numbers for {len(arguments.lengths)} lengths; give one, or one each")
     arguments.rounds *= len(arguments.lengths) // count
-    if len(arguments.contenders) > 1 and (alone := sorted(ALONE.keys() & arguments.contenders)):
-        parser.error(f"{alone[0]!r} changes functions that the others call; measure it in a process of its own")
     for name in (name for name, contender in arguments.contenders.items() if contender.several is (size == 1)):
         parser.error(f"{name!r} is no way to train on {size} {'process' if size == 1 else 'processes'}")
     if arguments.qlora and size > 1:
@@ -416,5 +400,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with compiled_side_by_side():
-        sys.exit(main())
+    sys.exit(main())

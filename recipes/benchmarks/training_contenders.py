@@ -263,21 +263,14 @@ def read_settings(text: str) -> tuple[str, Contender]:
 
 BY_PEFT = "hf_burst, chosen, peft's adapters"
 CHOSEN = {"memory": "auto"}
-OFFLOADED, TILED, GROUPED = {"activation_offloading": 1.0}, {"tiled_mlp": 16384}, {"head_groups": 4}
 HALF, RECOMPUTED = {"attention_keep": 0.5}, {"attention_keep": 0.0}
 BURST = {
     "hf_burst, attention saved": by_settings({}),
     "hf_burst, half of it saved": by_settings(HALF, False),
     "hf_burst, attention recomputed": by_settings(RECOMPUTED, False),
 }
-# what takes less memory; run if it is named
-REACH = {
-    "hf_burst, offloaded": by_settings(OFFLOADED),
-    "hf_burst, tiled": by_settings(TILED),
-    "hf_burst, tiled and offloaded": by_settings({**TILED, **OFFLOADED}),
-    "hf_burst, heads in groups": by_settings(GROUPED),
-    "hf_burst, everything on": by_settings({**TILED, **OFFLOADED, **GROUPED}),
-    "hf_burst, everything on, attention recomputed": by_settings({**TILED, **OFFLOADED, **GROUPED, **RECOMPUTED}),
+# run if they are named
+NAMED = {
     "hf_burst, chosen": by_settings(CHOSEN),
     BY_PEFT: replace(by_settings(CHOSEN), way=partial(by_peft, settings=CHOSEN)),
 }

@@ -130,6 +130,7 @@ def test_a_class_nobody_has_seen_is_checked_and_then_served(
     assert verdicts.served_by(model) == f"checked {verdicts.fingerprint(model)}"
 
 
+@pytest.mark.slow
 def test_a_class_that_mixes_the_tokens_of_a_rank_is_found_wrong_and_stays_refused(unseen: ModuleType) -> None:
     model = unseen.SummingForCausalLM(unseen.UnseenConfig(**{**SIZES, "num_hidden_layers": 9}, summing_layers=[8]))
     verdict = hf_burst.check_model(model)
@@ -160,6 +161,7 @@ def test_mlps_are_compared_in_tiles(ranks: Callable[[int], RankPool]) -> None:
         assert min(counts) >= LAYERS
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_wrong_over_ranks_is_seen_on_a_batch(
     unseen: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -423,6 +425,7 @@ def test_batches_are_read_from_every_kind_of_file(tmp_path: Path) -> None:
         assert all(torch.equal(loaded[key], batch[key]) for key in batch)
 
 
+@pytest.mark.slow
 def test_a_comparison_that_hangs_or_dies_ends_with_a_sentence() -> None:
     with pytest.raises(ConfigError, match="did not end within 1 seconds"):
         run_on_ranks(time.sleep, 600.0, limit=1.0)

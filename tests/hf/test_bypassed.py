@@ -399,7 +399,7 @@ def refuse_recurrent(rank: int, size: int, change: Change, words: str) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(past_the_layer, "ran outside of its layer"), (replaced_class, r"was replaced by tests\.test_bypassed")],
+    [(past_the_layer, "ran outside of its layer"), (replaced_class, r"was replaced by tests\.hf\.test_bypassed")],
 )
 def test_recurrent_layers_that_are_not_told_are_an_error(ranks: Ranks, size: int, change: Change, words: str) -> None:
     run(ranks, size, refuse_recurrent, change, words)

@@ -32,7 +32,7 @@ CASES = {
     GEMMA3N: 3,  # inputs of its own for every layer, and embeddings in the place of padding
     QWEN: 3,  # positions of three rows
     "Qwen3_5ForConditionalGeneration": 2,  # states, and positions of four rows
-    "Kosmos2_5ForConditionalGeneration": 4,  # the loss is computed inside of the language model
+    "Kosmos2_5ForConditionalGeneration": 2,  # the loss is computed inside of the language model
     "LlavaForConditionalGeneration": 1,
 }
 IMAGE = {"pixel_values": torch.zeros(1, 3, 28, 28)}

@@ -130,6 +130,7 @@ def launched_in_a_notebook(folder: Path, processes: int) -> dict[str, torch.Tens
     return load_file(folder / "outputs/notebook/model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_launcher_of_notebooks(tmp_path: Path) -> None:
     wanted = launched_in_a_notebook(tmp_path / "one", 1)
     found = launched_in_a_notebook(tmp_path / "two", 2)

@@ -101,7 +101,7 @@ def run(ranks: Ranks, size: int, *arguments: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", models.RECURRENT)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_loss_and_gradients_are_those_of_one_process(ranks: Ranks, name: str, size: int) -> None:
     chosen = list(itertools.product(KINDS, WAYS, ("balanced", "contiguous", "zigzag")))
     chosen = chosen[models.RECURRENT.index(name) + size :: 12]

@@ -404,6 +404,7 @@ Trainer(model, arguments, train_dataset=[{name: value[0] for name, value in batc
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_torchrun_on_cpus_is_refused_with_the_line_that_mends_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE")}

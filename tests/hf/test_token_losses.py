@@ -34,7 +34,7 @@ def plain_losses(name: str, batch: Batch) -> torch.Tensor:
     return losses if models.is_masked(model) else torch.cat([torch.zeros(len(losses), 1), losses[:, :-1]], dim=1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("llama", "plain"), ("llama", "packed"), ("qwen2", "left"), ("gpt2", "right"), ("modernbert", "right")],

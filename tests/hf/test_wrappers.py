@@ -292,7 +292,7 @@ def assert_half_as_close(ranks: Ranks, folder: str, case: Case, device: str) -> 
         Case(2, 2, "packed", reshard=False),
         Case(2, 2, "padded", explicit=True, replicas=2),
         Case(4, 1, "packed", replicas=2),
-        Case(4, 2, "packed", checkpointing=True, replicas=2),
+        pytest.param(Case(4, 2, "packed", checkpointing=True, replicas=2), marks=pytest.mark.full),
     ],
     ids=["1x2", "1x2 lora", "2x2", "2 copies x1x2", "2 copies x2x1", "2 copies x2x2"],
 )

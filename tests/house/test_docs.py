@@ -133,6 +133,7 @@ def test_the_house_is_as_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.slow
 def test_examples(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = "\n".join(block.source for block in blocks_of(page) if ">>> " in block.source)
@@ -195,6 +196,7 @@ def launch(rank: int, size: int, folder: str, name: str, arguments: list[str]) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of the pool exchange CPU tensors")
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if block.page != "README.md"], ids=str)
+@pytest.mark.slow
 def test_scripts_of_the_pages(block: Block, ranks: Callable[[int], RankPool], folder: Path) -> None:
     pytest.importorskip("trl")
     (folder / "script.py").write_text(block.source)
@@ -214,6 +216,7 @@ def run_loop(rank: int, size: int, folder: str, arguments: list[str]) -> tuple[l
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks of the pool exchange CPU tensors")
 @pytest.mark.parametrize("block", [block for block in SCRIPTS if ".backward(" in block.source], ids=str)
+@pytest.mark.slow
 def test_loops_of_the_pages(block: Block, ranks: Callable[[int], RankPool], folder: Path) -> None:
     """They train, with dropout and checkpoints if there are any, and log the losses of one process."""
     (folder / "script.py").write_text(block.source)
@@ -234,6 +237,7 @@ def check_books(folder: Path, printed: str) -> None:
     shutil.rmtree(folder / "outputs")
 
 
+@pytest.mark.slow
 def test_the_script_of_the_readme(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As it is printed, in one process and by its launch line for CPUs."""
     pytest.importorskip("trl")
@@ -259,6 +263,7 @@ def test_the_script_of_the_readme(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.slow
 def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *words = shlex.split(command, comments=True)
     assert program == "hf-burst", "run it here, or say above it why it is not run"
@@ -266,6 +271,7 @@ def test_commands(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert hf_burst.cli.main(words) == 0
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
@@ -284,6 +290,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert {"index.html", *(page.stem for page in PAGES[1:])} <= pages
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sys, "argv", ["pictures.py", "--out", str(tmp_path)])

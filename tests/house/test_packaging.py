@@ -68,6 +68,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return kinds
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_the_package_and_how_to_build_it(built: dict[str, Path]) -> None:
     with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
@@ -77,6 +78,7 @@ def test_the_source_distribution_holds_the_package_and_how_to_build_it(built: di
     assert {name for name in names if name.startswith("hf_burst/")} == package_files()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_alone(built: dict[str, Path]) -> None:
     assert built["wheel"].name == f"hf_burst-{hf_burst.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(built["wheel"]) as archive:
@@ -86,6 +88,7 @@ def test_the_wheel_holds_the_package_alone(built: dict[str, Path]) -> None:
     assert names == package_files()
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_works(built: dict[str, Path], tmp_path: Path) -> None:
     """In an environment of its own, in which only torch and its like are those of this one."""
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)

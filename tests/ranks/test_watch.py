@@ -26,7 +26,6 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import hf_burst
-from hf_burst.attention import ContextGroup
 from hf_burst.errors import ConfigError, LostRankError, RankMismatchError
 from hf_burst.hf.trainers.accelerate import SIZE_VARIABLE
 from hf_burst.kernels.cpu_flash import CpuFlashKernel

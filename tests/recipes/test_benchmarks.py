@@ -9,48 +9,34 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from threading import Barrier
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import jsonschema
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
-from torch.nn.attention import flex_attention
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_burst.config import Memory, Schedule
+from hf_burst.config import Memory
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import KernelRequest, Scores, select_kernel
-from hf_burst.plan import Mask, MaskPattern
-from hf_burst.ranks.group import ContextGroup
-from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, row_products
-from recipes.benchmarks import attention, host_copies, reach, recurrent, training_contenders, training_plan
+from hf_burst.plan import Mask
+from recipes.benchmarks import attention, recurrent, training_contenders, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
-from recipes.benchmarks.native import Native, exact_attention
-from recipes.benchmarks.peers import flex_attention_over
+from recipes.benchmarks.native import Native
 from recipes.benchmarks.ranks import Ranks
 from recipes.benchmarks.report import table
-from recipes.benchmarks.tuning import compiled_side_by_side
 from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--dtype", "float32", "--q-heads", "4", "--head-dim", "16", "--check-length", "32"]
 SHORTEST = ["--kv-heads", "2", "--lengths", "64", "--seconds", "0.1", "--rounds", "1", "1", "--warmup", "0"]
-BALANCERS = ("head-tail", "per-document", "ptrr")
 PEERS_ON_GPUS = {
     *("ring-flash-attn zigzag", "ring-flash-attn llama3", "ringmaster zigzag"),
     *(f"torch {kernel} {method}" for kernel in ("cudnn", "flash") for method in ("allgather", "alltoall")),
-    *(f"torch flex {balancer}" for balancer in BALANCERS),
 }
 
 # contenders that are wrong or fail, on one rank only or on all; run by two processes
@@ -73,7 +59,7 @@ def spoiled(name, spoil, when="call", family="spoiled"):
                 spoil(case)
             out = good.attend(q, k, v)
             return out * 1.01 if when == "result" and case.rank == 1 else out
-        return Prepared(attend, good.cut, good.sent)
+        return Prepared(attend, good.cut)
     return Contender(name, family, build)
 
 def on_one(case):
@@ -171,17 +157,8 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
         assert 1 <= row["calls"] <= 4
         assert row["calls"] == rows["limit", length, heads]["calls"]
         assert_numbers_agree(row, rows["limit", length, heads])
-    # over two ranks in zigzag, rank 0 needs all keys of rank 1, which needs one half of those of rank 0 and returns the
-    # gradients of that half; Ulysses sends one half of q, k, v and out
-    shard = 32 * 4 * 16 * 4
-    ring = {"forward": 2 * shard, "backward": 2 * shard + shard, "source": "plan"}
-    assert rows["hf_burst kv_ring", 64, 4]["bytes_sent"] == ring
-    assert rows["ulysses plain", 64, 4]["bytes_sent"]["backward"] == 4 * shard // 2
-    assert rows["hf_burst ulysses", 64, 4]["bytes_sent"]["forward"] == 4 * shard // 2 + 32 * 4 * 4 // 2  # and its lse
-    assert rows["limit", 64, 4]["bytes_sent"]["forward"] == 0
     for length in (64, 128):
         auto = rows["hf_burst auto", length, 4]
-        assert auto["bytes_sent"]["forward"] is None
         assert any(f"for 1 x {length} tokens, 4 query and 4 key heads" in line for line in auto["said"])
     assert "TF/s per GPU" in done.stdout
     assert len(done.stdout.splitlines()) <= 100
@@ -201,6 +178,7 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
         ("--documents", "4", "4", "--window", "7"),
     ],
 )
+@pytest.mark.slow
 def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...]) -> None:
     out = tmp_path / "result.json"
     options = ["--lengths", "128", "--kv-heads", "2", "--schedules", "kv_ring", "ulysses", "--chunkings", "balanced"]
@@ -215,8 +193,6 @@ def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...
     for row in rows.values():
         assert row["status"] == "ok", row["reason"]
         assert_numbers_agree(row, rows["limit"])
-    sent = rows["hf_burst kv_ring"]["bytes_sent"]["forward"]
-    assert sent < 2 * 64 * 2 * 16 * 4, "less than all K and V of a rank"
 
 
 @given(shortest=st.integers(1, 50), longest=st.integers(50, 400), length=st.sampled_from([64, 256, 1024]))
@@ -258,80 +234,6 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
 def case_of(rank: int, size: int) -> Case:
     native = Native("cpu_flash", lambda q, k, v, mask: q)
     return Case(128, 8, 4, 16, 2, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
-
-
-def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
-    """What leaves a rank of the executed schedule, forward and backward."""
-    case = case_of(rank, size)
-    layout, kernel = case.layout(), select_kernel("auto", KernelRequest("cpu", case.dtype, 16, 16))
-    group = ContextGroup.from_mesh(None)
-    attention = ShardedAttention(
-        schedule=Schedule.parse(schedule, size),
-        group=group,
-        masks=layout.masks(MaskPattern()),
-        queries=layout.sharding,
-        keys=layout.sharding,
-        kernel=kernel,
-        scores=Scores(1.0),
-    )
-    shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
-    q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
-    there, back = (PeerToPeer(group, case.device) for _ in range(2))
-    out, lse, kept = attention.forward(Exchanges(there, there), q, k, v)
-    delta = row_products(dout, out, None)
-    attention.backward(Exchanges(back, back), HeadSizes(8, 4, 16, 16), kept or [q, k, v], dout, out, lse, delta)
-    return there.sent.bytes, back.sent.bytes
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    ["kv_ring", "burst", "all_gather", "ulysses", "ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"],
-)
-def test_the_bytes_that_are_written_down_are_those_sent(ranks: Any, schedule: str) -> None:
-    sent = ranks(4).run(count_bytes, schedule)
-    planned = hf_burst(schedule).build(case_of(0, 4)).sent
-    assert (planned.forward, planned.backward) == tuple(map(max, zip(*sent, strict=True)))
-    assert planned.source == "plan"
-
-
-def attend_by_flex(rank: int, size: int, documents: Documents | None, window: int | None) -> dict[str, list[float]]:
-    """Errors of out, dq, dk and dv for each of torch's load balancers. Not compiled, its backward runs on CPUs, too."""
-    case = replace(case_of(rank, size), length=size * 128, dtype=torch.float64, documents=documents, window=window)
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(case.batch, case.length, heads, case.head_dim) for heads in (8, 4, 4, 8)]
-    whole = [torch.randn(shape, generator=generator, dtype=case.dtype) for shape in shapes]
-    exact = exact_attention(*whole, case.mask)
-    errors = {}
-    with torch.compiler.set_stance("force_eager"), mock.patch.object(flex_attention, "_validate_device"):
-        for balancer in BALANCERS:
-            if balancer == "per-document" and documents is None:
-                continue
-            prepared = flex_attention_over(case, dist.group.WORLD, balancer)
-            *leaves, dout = (prepared.cut(tensor) for tensor in whole)
-            leaves = [leaf.requires_grad_() for leaf in leaves]
-            out = prepared.attend(*leaves)
-            results = [out, *torch.autograd.grad(out, leaves, dout)]
-            expected = [prepared.cut(exact[name]) for name in ("out", "dq", "dk", "dv")]
-            differences = [result - exact_result for result, exact_result in zip(results, expected, strict=True)]
-            errors[balancer] = [float(difference.norm()) for difference in differences]
-    return errors
-
-
-@pytest.mark.parametrize(
-    ("documents", "window"), [(None, None), (None, 70), (Documents(8, 50), None), (Documents(8, 50), 9)]
-)
-def test_flex_attention_over_ranks_is_right(ranks: Any, documents: Documents | None, window: int | None) -> None:
-    private = pytest.importorskip("torch.distributed.tensor.experimental._attention")
-    for name in (
-        "_context_parallel_shard",
-        "_ContextParallel",
-        "_PerDocumentHeadTailLoadBalancer",
-        "_PTRRLoadBalancer",
-    ):
-        if not hasattr(private, name):
-            pytest.skip(f"torch {torch.__version__} has no {name}")
-    for errors in ranks(2).run(attend_by_flex, documents, window):
-        assert all(error < 1e-10 for of_balancer in errors.values() for error in of_balancer), errors
 
 
 def test_what_the_heads_do_not_allow_is_not_built() -> None:
@@ -452,7 +354,7 @@ def spoiled(name: str, when: str) -> Contender:
 
         if when == "build":
             raise ImportError("not installed")
-        return Prepared(attend, good.cut, good.sent)
+        return Prepared(attend, good.cut)
 
     return Contender(name, "spoiled", build)
 
@@ -484,20 +386,12 @@ def test_columns_of_a_table_stand_apart() -> None:
     assert len(lines[1]) == len(lines[2])
 
 
-def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
-    pytest.importorskip("matplotlib")
-    from recipes.benchmarks.plot import spread
-
-    assert spread([0.1, 0.5], 0.05, 1.0) == pytest.approx([0.1, 0.5])
-    assert spread([0.5, 0.5, 0.5], 0.1, 1.0) == pytest.approx([0.4, 0.5, 0.6])
-    assert spread([0.99, 0.995], 0.05, 1.0) == pytest.approx([0.95, 1.0])
-
-
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--compile"], marks=pytest.mark.full)], ids=["eager", "compiled"]
 )
+@pytest.mark.slow
 def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
-    out, picture = tmp_path / "training.json", tmp_path / "training.png"
+    out = tmp_path / "training.json"
     options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
     options += ["--check-length", "121", "--longest", "hf_burst, half of it saved=100"]
     launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
@@ -523,11 +417,9 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
         limit = limits[of_contender.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
         assert row["share_of_limit"] == limit / row["median_s"]
         assert len(row["times_as_fast_as"]) == len(checks) - 1
-    draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
-    subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
-    assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_training_on_one_gpu(tmp_path: Path) -> None:
     """One process needs no launcher, and trains as Transformers does by any settings."""
     out, words = tmp_path / "training.json", "tiled_mlp=16,activation_offloading=1.0,head_groups=2"
@@ -542,14 +434,11 @@ def test_training_on_one_gpu(tmp_path: Path) -> None:
     assert result["limits"] == {}
     assert theirs["settings"] is None
     assert chosen["settings"] == by_peft["settings"] == {"memory": "auto"}
-    assert "predicted" in chosen
-    assert "predicted" not in by_peft
     assert ours["settings"] == {"tiled_mlp": 16, "activation_offloading": 1.0, "head_groups": 2}
     assert ours["contender"] == "hf_burst, tiled_mlp=16, activation_offloading=1.0, head_groups=2"
     for row in (chosen, by_peft, ours):
         assert row["check"] == pytest.approx(theirs["check"], rel=1e-5)
         assert row["steps"][0]["loss"] == pytest.approx(theirs["steps"][0]["loss"], rel=1e-5)
-    assert ours["predicted"]["host_memory_gib"] > ours["predicted_of_all_layers"]["host_memory_gib"] > 0
     assert training_plan.settings_of(ours) == ours["settings"]
     assert training_plan.settings_of(chosen) == {}
     assert training_plan.settings_of(theirs) is None
@@ -581,7 +470,7 @@ def test_who_computes_adapters(name: str, by_peft: bool) -> None:
     job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
     job.tokens = torch.randint(512, (1, 70))
     adapted = [module for module in job.model.modules() if hasattr(module, "lora_A")]
-    with training_contenders.REACH[name].way(job) as loss:
+    with training_contenders.NAMED[name].way(job) as loss:
         loss(job).backward()
         assert [("forward" in vars(layer)) for layer in adapted] == [not by_peft] * 14
     with training_contenders.burst(job, {}) as loss:
@@ -589,125 +478,26 @@ def test_who_computes_adapters(name: str, by_peft: bool) -> None:
         assert all("forward" in vars(layer) for layer in adapted)
 
 
-def test_the_longest_sequence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, tried = tmp_path / "reach.json", list[tuple[str, int]]()
-    ends = {"A": ["step", "out of memory"], "B": ["step"] * 3, "C": ["step", "failed"]}
-
-    def attempt(choice: list[str], length: int, arguments: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-        tried.append((choice[1], length))
-        ended = ends[choice[1]].pop(0)
-        numbers = {"median_s": 1.0, "peak_memory_gib": 2.0} if ended == "step" else {"reason": "why"}
-        late = 1e6 if choice[1] == "C" else 1.0
-        return {"ended": ended, "wall_s": late, "common": {"shape": "tiny"}, **numbers}
-
-    words = ["--contenders", "A", "B", "C", "--shortest", "64", "--longest", "256", "--lora", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["reach.py", *words])
-    with mock.patch.object(reach, "attempt", attempt):
-        assert reach.main() == 0
-    assert tried == [("A", 64), ("A", 128), ("B", 64), ("B", 128), ("B", 256), ("C", 64)]
-    result = json.loads(out.read_text())
-    assert result["shape"] == "tiny"
-    assert {row["contender"]: row["longest"] for row in result["results"]} == {"A": 64, "B": 256, "C": 64}
-    assert result["results"][2]["attempts"][-1]["ended"] == "not tried"
-
-
-def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"contender": "A", "steps": [], "reason": "OutOfMemoryError: CUDA out of memory. Tried to allocate"}
-    assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
-    row["reason"] = "ConfigError: Activation offloading needs 90.0 GiB of host memory"
-    assert reach.ending({"results": [row]}, 1, "")["ended"] == "out of memory"
-    assert reach.ending({"results": [row | {"reason": "ValueError: no"}]}, 1, "")["ended"] == "failed"
-    assert reach.ending({"results": []}, None, "")["ended"] == "out of time"
-    assert reach.ending({"results": []}, -9, "Killed")["ended"] == "out of memory"
-    assert reach.ending({"results": []}, 1, "Traceback\nKeyError: 3")["reason"].endswith("KeyError: 3")
-    monkeypatch.setattr(sys, "argv", ["reach.py", "--device", "cpu", "--shape", "tiny", "--document", "20"])
-    arguments = reach.read_arguments()
-    trained = reach.attempt(["--contenders", "Transformers, cuDNN"], 64, arguments, 100.0)
-    assert trained["ended"] == "step"
-    assert trained["steps"][0]["loss"] == pytest.approx(6.2, abs=0.2)
-    assert reach.attempt(["--hf-burst", "default"], 64, arguments, 0.05)["ended"] == "out of time"
-
-
 LAYER = "--device cpu --tokens 40 --check-tokens 48 --hidden 32 --key-heads 2 --value-heads 4 --head-dim 8 --rounds 1"
 
 
-def measure_layer(rank: int, size: int, out: str, *more: str) -> None:
-    words = ["recurrent.py", *LAYER.split(), "--dtype", "float32", "--contenders", "hf_burst", *more, "--out", out]
+def measure_layer(rank: int, size: int, out: str) -> None:
+    words = ["recurrent.py", *LAYER.split(), "--dtype", "float32", "--contenders", "hf_burst", "--out", out]
     with mock.patch.object(sys, "argv", words):
         assert recurrent.main() == 0
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    """Over two ranks, whose results are right; and by one process that plays them."""
+    """Over two ranks, whose results are right."""
     ranks(2).run(measure_layer, str(tmp_path / "two.json"))
-    measure_layer(0, 1, str(tmp_path / "alone.json"), "--play", "2")
-    two, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("two", "alone"))
+    result = json.loads((tmp_path / "two.json").read_text())
     ways = ["heads contiguous", "heads zigzag", "states contiguous", "states zigzag", "columns zigzag"]
-    played = [f"{cut}, as rank {rank} of 2" for cut in ("contiguous", "zigzag") for rank in range(2)]
-    for result, names in ((two, ways), (alone, played)):
-        assert result["failures"] == {}
-        for part in ("mixer", "rule"):
-            found = [row["contender"] for row in result["results"] if row["part"] == part]
-            assert found == ["limit", *(f"hf_burst {name}" for name in names)]
-    assert [row["failure"] for row in two["checks"][1:]] == [""] * len(ways)
-
-
-def test_triton_compiles_candidates_side_by_side() -> None:
-    """Some meet while they are compiled. One that fails is left to the autotuner. A known shape compiles none."""
-    triton = pytest.importorskip("triton")
-    from triton.runtime._async_compile import active_mode
-    from triton.runtime.autotuner import Autotuner
-
-    meeting, compiled, launched = Barrier(2, timeout=30), list[int](), list[tuple[int, int]]()
-
-    class Kernel:
-        """A kernel whose candidates are numbered; the third does not compile."""
-
-        fn = staticmethod(lambda size, number: None)
-
-        def warmup(self, size: int, number: int, grid: Any, **options: Any) -> None:
-            def compile_it() -> int:
-                meeting.wait()
-                return number // (number != 2)
-
-            active_mode.get().submit(number, compile_it, compiled.append)
-
-        def run(self, size: int, number: int, grid: Any, warmup: bool, **options: Any) -> None:
-            launched.append((size, number))
-
-    def timed(call: Callable[[], None], quantiles: Any) -> list[float]:
-        assert sorted(compiled) == [0, 1, 3]
-        call()
-        return [1.0 - launched[-1][1] / 10] * 3
-
-    configs = [triton.Config({"number": number}) for number in range(4)]
-    kernel = Autotuner(Kernel(), ["size", "number"], configs, ["size"], None, None, do_bench=timed)
-    with compiled_side_by_side(threads=4):
-        for _ in range(2):
-            kernel.run(7, grid=(1,), warmup=False)
-        assert launched == [(7, 0), (7, 1), (7, 2), (7, 3), (7, 3), (7, 3)]
-    assert "prune_and_compile" not in Autotuner.prune_configs.__name__
-
-
-def test_copies_to_the_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "copies.json"
-    words = ["--device", "cpu", "--mebibytes", "5", "--pages", "2", "4", "--rounds", "1", "--lock-gib", "0.25"]
-    monkeypatch.setattr(sys, "argv", ["host_copies.py", *words, "--out", str(out)])
-    assert host_copies.main() == 0
-    result = json.loads(out.read_text())
-    assert [(row["page_mib"], row["way"]) for row in result["copies"]] == [
-        (page, way) for page in (2, 4) for way in ("out", "in", "both")
-    ]
-    for row in result["copies"]:
-        assert row["bytes_per_s"] == pytest.approx(5 * 2**20 / row["seconds"][0])
-        assert 0 < row["share_of_best"] <= 1
-    assert [result["page_locking"][way]["gib_of_each_process"] for way in ("torch", "hf_burst")] == [0.25] * 2
-    copies = host_copies.Copies(Ranks("cpu"), 5)
-    copies.host[1].fill_(7)
-    copies.device[0].fill_(9)
-    copies.run("both", 2)
-    assert copies.device[1].tolist() == [7] * 5
-    assert copies.host[0].tolist() == [9] * 5
+    assert result["failures"] == {}
+    for part in ("mixer", "rule"):
+        found = [row["contender"] for row in result["results"] if row["part"] == part]
+        assert found == ["limit", *(f"hf_burst {name}" for name in ways)]
+    assert [row["failure"] for row in result["checks"][1:]] == [""] * len(ways)
 
 
 def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,66 +558,6 @@ def test_norms_of_gated_outputs_are_exchanged(monkeypatch: pytest.MonkeyPatch) -
     assert all(norm.weight.grad is not None for norm in norms)
 
 
-class OfUnsloth:
-    """Stands for Unsloth's `FastLanguageModel`: it loads and adapts with Transformers and peft."""
-
-    packed: ClassVar[list[Any]] = []
-
-    @classmethod
-    def from_pretrained(cls, folder: str, dtype: torch.dtype, **options: Any) -> tuple[torch.nn.Module, Any]:
-        assert options.pop("unsloth_tiled_mlp") is True
-        assert options == {
-            **{"load_in_4bit": False, "local_files_only": True},
-            **{"max_seq_length": 512, "use_gradient_checkpointing": "unsloth"},
-        }
-        AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        plain = model.forward
-        model.forward = lambda packed_seq_lengths, **batch: cls.packed.append(packed_seq_lengths) or plain(**batch)
-        return model, None
-
-    @staticmethod
-    def get_peft_model(model: torch.nn.Module, r: int, target_modules: list[str], **options: Any) -> torch.nn.Module:
-        return get_peft_model(model, LoraConfig(r=r, lora_alpha=options["lora_alpha"], target_modules=target_modules))
-
-
-def test_unsloth_trains_the_parameters_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import single_contenders, training_job, unsloth_contender
-
-    module = types.ModuleType("unsloth")
-    module.FastLanguageModel = OfUnsloth
-    tiles = types.ModuleType("unsloth.models._tiled_mlp_ddp")
-    tiles.patch_tiled_mlp_for_ddp = mock.Mock()
-    monkeypatch.setitem(sys.modules, "unsloth", module)
-    monkeypatch.setitem(sys.modules, "unsloth.models", types.ModuleType("unsloth.models"))
-    monkeypatch.setitem(sys.modules, "unsloth.models._tiled_mlp_ddp", tiles)
-    job = training_job.make_job("tiny", 512, Ranks("cpu"), False, "lora", False)
-    job.tokens, job.document = torch.randint(512, (1, 70)), 32
-    for name, adapter in job.model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(adapter, std=0.02)
-    learned = [adapter for adapter in job.model.parameters() if adapter.requires_grad]
-
-    def results(way: Any) -> list[torch.Tensor]:
-        with way(job) as loss:
-            value = loss(job)
-            value.backward()
-        gradients = [adapter.grad for adapter in learned]
-        job.optimizer.zero_grad()
-        return [value.detach(), *gradients]
-
-    expected = results(partial(single_contenders.plain, kernel="sdpa"))
-    job.ranks.cuda = True
-    for found, wanted in zip(results(single_contenders.ALONE["Unsloth, tiles"].way), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
-    assert [lengths.tolist() for lengths in OfUnsloth.packed] == [[32, 32, 6]]
-    tiles.patch_tiled_mlp_for_ddp.assert_called_once()
-    assert unsloth_contender.adapted(job.model, job.base, True).get_base_model() is not job.base
-    job.model = job.base
-    with pytest.raises(ConfigError, match="give --lora"):
-        results(single_contenders.ALONE["Unsloth"].way)
-
-
 @pytest.mark.full
 def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None:
     out, names = tmp_path / "training.json", ("hf_burst, attention saved", "hf_burst, everything saved")
@@ -852,48 +582,19 @@ def test_training_of_a_model_whose_head_is_its_embedding(tmp_path: Path) -> None
         (["--contenders", "accelerate context parallelism"], "is no way to train on 1 process"),
         (["--layers", "0"], "from 1 on"),
         (["--document", "64"], "with --no-limits"),
-        (["--contenders", "Unsloth", "Transformers, cuDNN"], "measure it in a process of its own"),
         (["--gated-norms"], "for shapes with recurrent layers, not for llama-8b"),
         (["--out", "."], "a folder; give a file"),
-        ([], "torchrun --nproc-per-node"),
     ],
 )
 def test_settings_of_training_that_cannot_be_used(
     options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes.benchmarks import losses, training
+    from recipes.benchmarks import training
 
-    if options:
-        monkeypatch.setenv("RANK", "0")
-    else:
-        monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["training.py", *options])
-    if options:
-        with pytest.raises(SystemExit):
-            training.read_arguments()
-        assert sentence in capsys.readouterr().err
-    if options in ([], ["--out", "."]):
-        with pytest.raises(SystemExit):
-            losses.main()
-        assert sentence in capsys.readouterr().err
-
-
-def test_what_is_no_result_of_training_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import plot_training
-
-    results = ROOT / "recipes/benchmarks/results"
-    (tmp_path / "empty.json").write_text("")
-    cases = [
-        (tmp_path / "none.json", "picture.png", "cannot be read"),
-        (tmp_path / "empty.json", "picture.png", "cannot be read"),
-        (results / "attention_2xH200.json", "picture.png", "no result of training.py"),
-        (results / "losses_2xH200.json", "picture.png", "no result of training.py"),
-        (results / "training_2xH200.json", "picture.xyz", "no picture can be written"),
-    ]
-    for path, picture, sentence in cases:
-        monkeypatch.setattr(sys, "argv", ["plot_training.py", str(path), "--out", str(tmp_path / picture)])
-        with pytest.raises(SystemExit, match=sentence):
-            plot_training.main()
+    with pytest.raises(SystemExit):
+        training.read_arguments()
+    assert sentence in capsys.readouterr().err
 
 
 def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -941,58 +642,19 @@ def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytes
     training_contenders.ulysses.cache_clear()
 
 
-def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
+def test_what_took_the_time_of_a_step() -> None:
     from recipes.benchmarks import training_profile
 
     names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd", "ncclBeforeTheStep"]
     spans = [(0, 40), (30, 60), (35, 80), (90, 95), (100, 200), (-60, -10)]  # milliseconds
     trace = [
-        {
-            "cat": "kernel",
-            "name": name,
-            "ts": 1e9 + 1e3 * start,
-            "dur": 1e3 * (stop - start),
-            "args": {"stream": at % 3},
-        }
-        for at, (name, (start, stop)) in enumerate(zip(names, spans, strict=True))
+        {"cat": "kernel", "name": name, "ts": 1e9 + 1e3 * start, "dur": 1e3 * (stop - start)}
+        for name, (start, stop) in zip(names, spans, strict=True)
     ]
     events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
     parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
     expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
     assert parts == pytest.approx(expected, abs=1e-6)
-    (first, second, third) = training_profile.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
-    assert [part["kind"] for part in (first, second, third)] == ["attention", "matrix products", "messages"]
-    assert [part["start_ms"] for part in (first, second, third)] == pytest.approx([0, 0, 5], abs=1e-3)
-    assert [part["stop_ms"] for part in (first, second, third)] == pytest.approx([10, 20, 20], abs=1e-3)
-    row = {"contender": "hf_burst", "length": 2048, "median_s": 1.0, "share_of_limit": 0.5, "peak_memory_gib": 1.0}
-    row |= {"profile": dict.fromkeys([*training_profile.KINDS, "nothing"], 0.1)}
-    row |= {"timeline": [training_profile.timeline(events, begin, 0.3) for begin in (0.1, 0.5)]}
-    hardware = {"ranks": 2, "device": "a device"}
-    result = {"shape": "tiny", "lora": False, "hardware": hardware, "results": [row]}
-    path, picture = tmp_path / "result.json", tmp_path / "result.png"
-    path.write_text(json.dumps(result))
-    draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(path), "--out", str(picture)]
-    subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
-    assert picture.stat().st_size > 10_000
-
-
-@pytest.mark.full
-def test_losses_of_several_processes_beside_one(tmp_path: Path) -> None:
-    out, picture = tmp_path / "losses.json", tmp_path / "losses.png"
-    options = ["--shape", "tiny", "--length", "131", "--steps", "6", "--learning-rate", "1e-3"]
-    launch(
-        "recipes/benchmarks/losses.py",
-        *options,
-        *("--out", str(out), "--picture", str(picture)),
-        common=("--device", "cpu"),
-    )
-    result = json.loads(out.read_text())
-    exact, one, several = result["curves"].values()
-    assert several["losses"] == pytest.approx(one["losses"], rel=2e-6)
-    assert several["gradient_norms"] == pytest.approx(exact["gradient_norms"], rel=1e-5)
-    assert several["losses"][-1] < several["losses"][0] - 0.1
-    assert result["largest_differences"]["2 processes, fp32"]["loss"] < 5e-6
-    assert picture.stat().st_size > 10_000
 
 
 def test_the_results_of_training_are_what_was_measured() -> None:
@@ -1028,98 +690,7 @@ def test_every_step_of_the_texts_was_measured() -> None:
         ), (name, pair)
 
 
-def test_balance_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "balance.json"
-    run = [
-        sys.executable,
-        "recipes/benchmarks/balance.py",
-        "--ranks",
-        "2",
-        "4",
-        "64",
-        "--draws",
-        "2",
-        "--out",
-        str(out),
-    ]
-    subprocess.run(run, cwd=ROOT, check=True, timeout=120, capture_output=True)
-    result = json.loads(out.read_text())
-    assert [row["ranks"] for row in result["log_uniform"]] == [2, 4, 64]
-    for row in result["log_uniform"]:
-        assert row["imbalance"]["balanced"]["worst"] <= 0.02
-        known = row["imbalance_of_rounds"]["balanced"]
-        assert known["not_counted"] == 0
-        assert (0 < known["worst"] <= 0.15) == (row["ranks"] <= 4)
-        assert 0 < row["seconds_of_auto"]["median"] <= row["seconds_of_auto"]["worst"]
-    committed = json.loads((ROOT / "recipes/benchmarks/results/balance.json").read_text())
-    assert committed["log_uniform"][0].keys() == result["log_uniform"][0].keys()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--dtype", "float32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--documents", "8", "50"],
-        ["--model", "tiny", "--layers", "1", "--width", "32"],
-    ],
-    ids=["attention", "model"],
-)
-@pytest.mark.full
-def test_two_versions_take_turns(tmp_path: Path, options: list[str]) -> None:
-    """The same checkout twice, so that all results are the same."""
-    out = tmp_path / "versions.json"
-    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", ".", "--after", str(ROOT)]
-    command += ["--ranks", "2", "--device", "cpu", "--lengths", "128", "--rounds", "3", "--warmup", "1", *options]
-    done = subprocess.run(
-        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    result = json.loads(out.read_text())
-    assert set(result) == {"command", "git_commits", "hardware", "versions", "settings", "results"}
-    assert set(result["git_commits"]) == {"before", "after"}
-    assert len(result["results"]) == (1 if "--model" in options else 2)
-    for row in result["results"]:
-        assert all(row["same_bits"].values()), row["same_bits"]
-        for part, ratio in row["ratio"].items():
-            before, after = (row["seconds"][version][part] for version in ("before", "after"))
-            assert len(before) == len(after) == 3
-            assert ratio == statistics.median(after) / statistics.median(before)
-        assert row["peak_memory_bytes"] == {"before": None, "after": None}
-    assert "| after / before |" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--before", "tests"], "--before is tests, which holds no hf_burst package"),
-        (["--rounds", "0"], "--rounds is 0; it must be above 0"),
-        (["--layers", "2"], "--layers and --width are for --model"),
-        (["--model", "huge"], "--model is 'huge'; it must be one of llama-8b"),
-        (["--model", "tiny", "--width", "33"], "--width is 33, to which the heads of tiny cannot be scaled"),
-        (["--out", "tests"], "--out is tests, a folder"),
-    ],
-)
-def test_versions_that_cannot_be_compared(
-    options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from recipes.benchmarks import versions
-
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit):
-        versions.read_arguments(["--before", ".", "--after", ".", "--device", "cpu", *options])
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_version_that_fails_ends_the_others(tmp_path: Path) -> None:
-    (tmp_path / "hf_burst").mkdir()
-    (tmp_path / "hf_burst" / "__init__.py").write_text("raise ImportError('an old torch')")
-    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", str(tmp_path), "--after", "."]
-    command += ["--device", "cpu", "--lengths", "64"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "an old torch" in done.stderr
-    assert "versions.py: rank 0 of before failed" in done.stderr
-
-
+@pytest.mark.slow
 def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:
     script, out = ROOT / "recipes/benchmarks/fits.py", tmp_path / "deep" / "fits.json"
     common = [sys.executable, str(script), "--model", "tiny", "--length", "250", "--document", "100"]

@@ -33,6 +33,7 @@ def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) == 6
 
 
+@pytest.mark.slow
 def test_runs_from_its_folder(notebook: Path, tmp_path: Path, offline: None) -> None:
     """Shorter, in a folder of its own, so that what a notebook writes does not meet what lies in outputs/."""
     check_executed(notebook, tmp_path, execute(notebook, tmp_path, shorter=True), steps=60)

@@ -85,11 +85,11 @@ def train(rank: int, size: int, script: str, arguments: list[str], output: str) 
 CASES = [  # script, rows, what is trained, ranks, ranks of a group
     pytest.param("sft", "chats", "full", 4, 2),
     pytest.param("sft", "trajectories", "lora", 2, 2),
-    pytest.param("sft", "trajectories", "qlora", 4, 2),
+    pytest.param("sft", "chats", "qlora", 2, 2),
     pytest.param("dpo", "pairs", "lora", 2, 2),
     pytest.param("sft", "chats", "full", 2, 2, marks=pytest.mark.full),
     pytest.param("sft", "trajectories", "lora", 4, 2, marks=pytest.mark.full),
-    pytest.param("sft", "chats", "qlora", 2, 2, marks=pytest.mark.full),
+    pytest.param("sft", "trajectories", "qlora", 4, 2, marks=pytest.mark.full),
     pytest.param("dpo", "pairs", "full", 4, 2, marks=pytest.mark.full),
     pytest.param("finetune_long_document", "text", "full", 4, 2, marks=pytest.mark.full),
 ]

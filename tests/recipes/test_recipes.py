@@ -28,7 +28,7 @@ import sft  # noqa: E402
 import training  # noqa: E402
 
 from recipes import recall_across_shards  # noqa: E402
-from recipes.benchmarks import balance, plot  # noqa: E402
+from recipes.benchmarks import plot  # noqa: E402
 from tests.support import conversations  # noqa: E402
 from tests.support.ranks import reset_accelerate  # noqa: E402
 
@@ -58,6 +58,7 @@ def reload(folder: Path) -> dict[str, float | str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_two_processes_learn_and_leave_a_checkpoint_that_stands_alone(tmp_path: Path) -> None:
     """The first command of the README, shorter. Handlers of the interpreter's exit run: trackers finish by them."""
     (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
@@ -333,6 +334,7 @@ def test_help_names_the_file_of_settings(script: Any, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_the_sentence_is_told_once_and_in_the_report_of_the_launcher(tmp_path: Path) -> None:
     command = [sys.executable, *LAUNCH, "--main_process_port", "0", "recipes/finetune_long_document.py", "--config"]
     command += ["recipes/configs/text_cpu.yaml", "--output_dir", str(tmp_path), "--max_length", "262144"]
@@ -703,8 +705,3 @@ def test_what_cannot_be_drawn(
 def test_an_empty_file_cannot_be_drawn(sentence: Sentence, tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     assert "cannot be read as JSON" in sentence(plot.main, str(tmp_path / "empty.json"), "--markdown")
-
-
-@pytest.mark.parametrize("options", [["--ranks", "0"], ["--ranks", "2", "0"], ["--draws", "0"], ["--out", "."]])
-def test_balance_that_cannot_be_measured(sentence: Sentence, options: list[str]) -> None:
-    assert options[0] in sentence(balance.main, *options)

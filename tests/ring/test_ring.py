@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from unittest import mock
 
@@ -147,7 +148,13 @@ def backpropagate(case: Case, out: torch.Tensor, lse: torch.Tensor, dout: torch.
 
 
 def written_out(case: Case, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The oracle: the whole sequence in one softmax."""
+    """The oracle: the whole sequence in one softmax, once for all schedules, cuts and kernels."""
+    anyhow = replace(case, schedule="kv_ring", chunking="balanced", kernel="cpu_flash", transport="auto", head_groups=1)
+    return _written_out(anyhow, dtype)
+
+
+@lru_cache(maxsize=32)
+def _written_out(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     whole = {name: tensor.to(dtype) for name, tensor in case.tensors().items()}
     inputs = [whole[name].requires_grad_() for name in "qkv"]
     inputs += [sinks.detach().to(dtype).requires_grad_() for sinks in case.sink_scores()]
@@ -426,7 +433,9 @@ def test_fp32_over_ranks_is_as_accurate_as_fp32_in_one_process(ranks, size):
     ("schedule", "kernel"),
     [("kv_ring", "cpu_flash"), ("burst", "reference"), ("all_gather", "cpu_flash"), ("ulysses", "reference")],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=["fp32", "bf16"]
+)
 def test_the_error_does_not_grow_from_1_to_8_ranks(ranks, dtype, schedule, kernel):
     for causal in (True, False):
         case = Case(((0, 512),), causal, schedule=schedule, kernel=kernel, dims=(16, 16), dtype=dtype, loss="out")

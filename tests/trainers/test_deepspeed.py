@@ -446,6 +446,7 @@ trainer.save_model()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
 def test_the_config_files(zero: Pools, tmp_path: Path, stage: int) -> None:
     """A launched script writes weights that `from_pretrained` reads."""
     script, output = tmp_path / "train.py", tmp_path / "output"

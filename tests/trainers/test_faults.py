@@ -256,6 +256,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name != "torchrun" else ()) for name in LAUNCHERS]
 )
+@pytest.mark.slow
 def test_launchers_start_again_and_go_on(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """As docs/faults.md has it: a rank is killed, and losses are those of a run without faults, bit by bit."""
     folder = tmp_path / "out"
@@ -490,6 +491,7 @@ def test_the_page_has_the_faults_that_were_provoked(faults: Any) -> None:
         check(faults, fault, row)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_is_killed_goes_on(faults: Any, tmp_path: Path) -> None:
     """One rank is killed in the middle of writing a checkpoint: the other ends by itself, the same command goes on
     from the one before, and losses and weights are those of a run without faults, bit by bit."""
@@ -538,6 +540,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["Process", "spawn"])
+@pytest.mark.slow
 def test_processes_of_multiprocessing_say_what_ended_them(tmp_path: Path, way: str) -> None:
     """Their errors never come to `sys.excepthook`."""
     (tmp_path / "script.py").write_text(SPAWNED)
@@ -548,6 +551,7 @@ def test_processes_of_multiprocessing_say_what_ended_them(tmp_path: Path, way: s
     assert "Rank 0 lost the connection to another rank in a message of torch.distributed. Nothing was" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_network_that_is_cut_ends_every_rank(faults: Any, tmp_path: Path) -> None:
     """Rank 1 is on a host of its own. The time limit ends both; neither blames slowness, and each names what it could
     not reach."""

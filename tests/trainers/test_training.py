@@ -41,6 +41,7 @@ def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
     """The values of every two axes of a case."""
     values = sorted(
         {
+            "trainer": case.trainer,
             "kind": case.kind,
             "lora": case.lora,
             "checkpointing": case.checkpointing,
@@ -51,12 +52,12 @@ def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
     return {(*one, *other) for one, other in itertools.combinations(values, 2)}
 
 
-def covering(trainer: str) -> list[Case]:
-    """A few cases in which any two values of two axes meet: greedily those that bring most pairs."""
-    left, chosen = product(trainer), []
-    missing = set().union(*map(pairs, left))
+def covering(cases: list[Case]) -> list[Case]:
+    """A few of the cases, in which any two values of two axes meet: greedily those that bring most pairs."""
+    chosen: list[Case] = []
+    missing = set().union(*map(pairs, cases))
     while missing:
-        chosen.append(max(left, key=lambda case: len(pairs(case) & missing)))
+        chosen.append(max(cases, key=lambda case: len(pairs(case) & missing)))
         missing -= pairs(chosen[-1])
     return chosen
 
@@ -67,9 +68,9 @@ LITTLE = [
     Case("DPOTrainer"),
     Case("raw", burst=3),
 ]
-SUBSET = [case for trainer in TRAINERS for case in covering(trainer)] + [Case("Trainer", burst=3)]
-SUBSET += [replace(case, checkpointing=True, little=True) for case in LITTLE]
 ALL = [case for trainer in TRAINERS for case in product(trainer)]
+SUBSET = [*covering(ALL), Case("Trainer", burst=3)]
+SUBSET += [replace(case, checkpointing=True, little=True) for case in LITTLE]
 
 
 @cache
@@ -164,9 +165,16 @@ def train_on_stream(rank: int, size: int, folder: str, case: Case, kind: str) ->
     return trainers.finish(make_trainer(case, folder, stream(kind)))
 
 
-@pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize(
-    ("trainer", "kind"), [("Trainer", "torch"), ("Trainer", "datasets"), ("SFTTrainer", "datasets")]
+    ("trainer", "kind", "data"),
+    [
+        ("Trainer", "torch", 1),
+        ("Trainer", "datasets", 2),
+        ("SFTTrainer", "datasets", 1),
+        pytest.param("Trainer", "torch", 2, marks=pytest.mark.full),
+        pytest.param("Trainer", "datasets", 1, marks=pytest.mark.full),
+        pytest.param("SFTTrainer", "datasets", 2, marks=pytest.mark.full),
+    ],
 )
 def test_iterable_datasets(ranks: Ranks, tmp_path: Path, trainer: str, kind: str, data: int) -> None:
     case = Case(trainer, data=data)
@@ -242,8 +250,15 @@ def train_otherwise(rank: int, size: int, folder: str, case: Case, loss: str) ->
     return trainers.finish(make_trainer(case, folder, **LOSSES[loss]))
 
 
-@pytest.mark.parametrize("trainer", ["Trainer", "SFTTrainer"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("trainer", "loss"),
+    [
+        ("Trainer", "smoothing"),
+        ("SFTTrainer", "function"),
+        pytest.param("Trainer", "function", marks=pytest.mark.full),
+        pytest.param("SFTTrainer", "smoothing", marks=pytest.mark.full),
+    ],
+)
 def test_losses_on_the_logits(ranks: Ranks, tmp_path: Path, trainer: str, loss: str) -> None:
     case = Case(trainer, data=2)
     wanted = train_otherwise(0, 1, str(tmp_path), case.alone, loss)
