@@ -13,7 +13,7 @@ from ..errors import BurstError
 _COMMANDS = {
     "doctor": "what hf_burst can do on this machine, which schedule it takes, and the seconds that it predicts",
     "calibrate": "measure kernel, memory and links of this launch, and remember them",
-    "plan": "predict seconds and memory of a training (--model), or show which rank computes what of a mask",
+    "plan": "predict seconds and memory of a training step, and compare ways to divide the GPUs",
     "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
 }
 

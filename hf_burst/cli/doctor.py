@@ -23,7 +23,6 @@ from ..plan import (
     Layer,
     Machine,
     Mask,
-    ModelSize,
     Segments,
     Shapes,
     assign,
@@ -37,11 +36,12 @@ from ..plan import (
 )
 from ..ranks.group import ContextGroup
 from ..ring.calibrate import machine_for, machine_of, profile_path, reaches_peers
+from ..sizing import ModelSize
 from ..version import __version__
 from . import hosts
 from .launch import backend_of, device_here, joined, launched
+from .plan import find_model
 from .recurrence import describe_cuts, describe_ways, table
-from .sizing import find_model
 from .tokens import tokens
 
 _HUGGING_FACE = ("transformers", "accelerate", "trl", "peft")

@@ -1,27 +1,10 @@
-"""What recurrent layers send beside attention, and why they do it so, in lines: for `hf-burst plan` and `doctor`."""
+"""What recurrent layers send beside attention, and why they do it so, in lines: for `hf-burst doctor`."""
 
 from collections.abc import Sequence
 from typing import get_args
 
-from ..plan import Cut, Machine, RecurrentSize, Segments, name_of, recurrence_cost
+from ..plan import Cut, Machine, RecurrentSize, Segments, recurrence_cost
 from ..plan.recurrence import Way
-from ..plan.step import LaidOut
-
-
-def describe_laid_out(laid: LaidOut, ranks: int) -> list[str]:
-    """What a layer of each kind sends in a step, in lines; empty for models without recurrent layers."""
-    if laid.choice is None or ranks == 1:
-        return []
-    lines = [f"{ranks} GPUs share a sequence, cut {laid.chunking}; a layer sends in a step, forward and backward:"]
-    for count, schedule, attention in laid.attention:
-        lines.append(f"  {count:.0f} x attention: {megabytes(attention.sent_bytes)} by {name_of(schedule, ranks)}")
-    for size, cost in laid.recurrence:
-        parts = [f"{megabytes(cost.halo_bytes)} of halos"]
-        if size.kind != "convolution":
-            parts.insert(0, f"{megabytes(cost.sent_bytes)} of {sent_as(size, laid.choice.way)}")
-        kept = f"; a rank keeps {megabytes(cost.kept_bytes)}" if cost.kept_bytes else ""
-        lines.append(f"  {size.layers} x {size.kind}: {', '.join(parts)}{kept}")
-    return [*lines, f"  recurrent layers by {laid.choice.way}: {laid.choice.reason}"]
 
 
 def describe_cuts(priced: Sequence[Cut], taken: Cut) -> list[str]:

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step
-from hf_burst.plan.machine import Machine, by_data_sheet, cpu, data_sheet
+from hf_burst.sizing import SETTINGS, Training, capacity_of, data_sheet, estimate_memory, estimate_seconds
 from recipes.benchmarks.training_contenders import BY_PEFT
 from recipes.benchmarks.training_job import SHAPES
 
@@ -28,13 +27,7 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
     return None if settings is None else {name: settings[name] for name in SETTINGS if name in settings}
 
 
-def machine_of(result: dict[str, Any]) -> Machine:
-    """The built-in numbers of the device of a result."""
-    sheet = data_sheet(result["hardware"]["device"])
-    return by_data_sheet(sheet) if sheet else cpu()
-
-
-def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, float]:
+def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, float] | None:
     """Predicts a step.
 
     Args:
@@ -63,11 +56,13 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
         fused=bool(result.get("liger")),
         **(settings_of(row) or {}),
     )
-    machine = machine_of(result)
-    memory = estimate_memory(model, training, machine)
+    sheet = data_sheet(result["hardware"]["device"])
+    if sheet is None:
+        return None
+    memory = estimate_memory(model, training, capacity_of(sheet))
     allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
-        "seconds": estimate_step(model, training, machine).total_s,
+        "seconds": estimate_seconds(model, training, sheet).total,
         "peak_memory_gib": allocated / GIB,
         "host_memory_gib": memory.host / GIB,
     }
