@@ -15,16 +15,11 @@ import torch.distributed as dist
 from hf_burst import AttentionRequest, BurstConfig, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.config import Chunking, Schedule
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import KernelRequest, select_kernel
-from hf_burst.numerics import accumulation_dtype
-from hf_burst.plan import Layer, Mask, MaskPattern, Plan, Shapes, rank_traffic
-from hf_burst.plan.traffic import Pass
-from hf_burst.plan.work import gathered_rows, rotating_of
+from hf_burst.plan import Mask, MaskPattern
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-_PASSES: tuple[Pass, Pass] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -92,20 +87,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Bytes that leave a rank (the largest number of any rank) in one call.
-
-    Args:
-        forward, backward (`int`): Bytes of a pass, or `None` if they are not counted.
-        source (`str`): `"plan"` for numbers of hf_burst's plan, otherwise the formula.
-    """
-
-    forward: int | None = None
-    backward: int | None = None
-    source: str = "not counted"
-
-
-@dataclass(frozen=True)
 class Prepared:
     """A contender, ready for a case.
 
@@ -113,14 +94,12 @@ class Prepared:
         attend (`Callable`): Computes out, in the form of q, from this rank's q, k and v as `cut` makes them.
         cut (`Callable`): Cuts this rank's part, in the contender's own form, out of a whole tensor `(B, S, heads, D)`.
             It works on the meta device too, where it tells shapes and strides.
-        sent ([`Sent`]): The bytes that a rank sends.
         around (`Callable`): Makes a context for calls, which is entered before the clock starts.
         complete (`tuple[str, ...]`): Names of the results that equal those of the whole attention.
     """
 
     attend: Attend
     cut: Callable[[torch.Tensor], torch.Tensor]
-    sent: Sent
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     complete: tuple[str, ...] = ("out", "dq", "dk", "dv")
 
@@ -162,17 +141,17 @@ def limit() -> Contender:
 
         complete = ("out", "dq", "dk", "dv") if whole else ("out", "dq")
         mask = case.mask
-        return Prepared(lambda q, k, v: case.native.attend(q, k, v, mask), cut, Sent(0, 0, "none"), complete=complete)
+        return Prepared(lambda q, k, v: case.native.attend(q, k, v, mask), cut, complete=complete)
 
     return Contender("limit", "limit", build)
 
 
-def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender:
-    """[`burst_attention`] with a schedule and further settings of [`BurstConfig`]."""
+def hf_burst(name: str, settings: dict[str, Any] | None = None) -> Contender:
+    """[`burst_attention`] with the schedule of a name and further settings of [`BurstConfig`]."""
     settings = settings or {}
 
     def build(case: Case) -> Prepared:
-        config = BurstConfig.from_dict({"kernel": case.kernel, **settings, "schedule": schedule})
+        config = BurstConfig.from_dict({"kernel": case.kernel, **settings, "schedule": name})
         layout = case.layout(config.chunking_over(case.ranks))
         request = AttentionRequest(
             group=ContextGroup.from_mesh(case.group) if case.group else ContextGroup(),
@@ -185,65 +164,17 @@ def hf_burst(schedule: str, settings: dict[str, Any] | None = None) -> Contender
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return burst_attention(q, k, v, layout, request, check=False)[0]
 
+        schedule = None if name == "auto" else Schedule.parse(name, case.ranks)
+        refusal = schedule and schedule.refusal(case.ranks, case.q_heads, case.kv_heads)
+        if refusal:
+            raise ConfigError(f"The schedule {name!r} cannot run: {refusal}.")
         if layout.padding:
             raise ConfigError(f"{case.length} tokens cannot be cut into {len(layout.owners)} equal chunks.")
-        return Prepared(attend, lambda whole: layout.shard(whole, case.rank), planned_bytes(schedule, case, layout))
+        return Prepared(attend, lambda whole: layout.shard(whole, case.rank))
 
     chunking = settings.get("chunking", "balanced")
-    name = " ".join(["hf_burst", schedule, *([chunking] if chunking != "balanced" else [])])
-    return Contender(name, "hf_burst", build, {**settings, "schedule": schedule})
-
-
-def planned_bytes(name: str, case: Case, layout: SequenceLayout) -> Sent:
-    """The bytes that a schedule sends: in the ring, by its plan, and in the exchange of heads.
-
-    Bytes of `"auto"` are not counted, since it chooses a schedule while it runs.
-    """
-    schedule = None if name == "auto" else Schedule.parse(name, case.ranks)
-    refusal = schedule and schedule.refusal(case.ranks, case.q_heads, case.kv_heads)
-    if refusal:
-        raise ConfigError(f"The schedule {name!r} cannot run: {refusal}.")
-    if case.ranks == 1:
-        return Sent(0, 0, "plan")
-    if schedule is None:
-        return Sent(source="not counted: those of the schedule that was chosen, see `said`")
-    ulysses = schedule.ulysses
-    itemsize, accumulator = case.dtype.itemsize, accumulation_dtype(case.dtype).itemsize
-    request = KernelRequest(case.device.type, case.dtype, case.head_dim, case.head_dim)
-    kernel = select_kernel(case.kernel, request)
-    shapes = Shapes(
-        q_heads=case.q_heads // ulysses,
-        kv_heads=case.kv_heads // ulysses,
-        head_dim=case.head_dim,
-        value_dim=case.head_dim,
-        itemsize=itemsize,
-        accumulator_itemsize=accumulator,
-        gradient_itemsize=accumulator if kernel.capabilities.wide else itemsize,
-    )
-    plan = Layer(layout.masks(MaskPattern(window=case.window)), layout.sharding, shapes).plan(ulysses)
-    outputs = case.batch * case.tokens * case.q_heads * case.head_dim * itemsize
-    inputs = outputs + 2 * case.batch * case.tokens * case.kv_heads * case.head_dim * itemsize
-    scalars = case.batch * case.tokens * case.q_heads * accumulator
-    exchanged = {"forward": inputs + outputs + scalars, "backward": outputs + 2 * scalars + inputs}
-    forward, backward = (
-        max(_ring_bytes(schedule, plan, ring_rank, direction, shapes) for ring_rank in range(plan.queries.ranks))
-        + exchanged[direction] * (ulysses - 1) // ulysses
-        for direction in _PASSES
-    )
-    return Sent(forward, backward, "plan")
-
-
-def _ring_bytes(schedule: Schedule, plan: Plan, ring_rank: int, direction: Pass, shapes: Shapes) -> int:
-    """Bytes that a ring rank sends in one pass.
-
-    With `"all_gather"`, keys are fetched again in the backward pass, and their gradients return as sums.
-    """
-    if schedule.ring != "all_gather":
-        return rank_traffic(plan, ring_rank, direction, rotating_of(schedule, direction), shapes).bytes
-    row = len(plan.masks) * shapes.kv_heads * (shapes.head_dim + shapes.value_dim)
-    rows_fetched, rows_sent = gathered_rows(plan, ring_rank)
-    returned = rows_fetched * shapes.accumulator_itemsize if direction == "backward" else 0
-    return row * (rows_sent * shapes.itemsize + returned)
+    title = " ".join(["hf_burst", name, *([chunking] if chunking != "balanced" else [])])
+    return Contender(title, "hf_burst", build, {**settings, "schedule": name})
 
 
 def for_group(case: Case, group: dist.ProcessGroup | None) -> Case:

@@ -8,8 +8,6 @@
   balancers is a contender.
 * axolotl-ringmaster: `zigzag_ring_attention`, the function of its balanced ring (`load_balance=head_tail`), on
   flash-attn 2.
-
-Bytes sent are computed by formulas that follow the source of each package: n = tokens of a rank, e = bytes an element.
 """
 
 import sys
@@ -23,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from recipes.benchmarks.contenders import Case, Contender, Prepared, Sent
+from recipes.benchmarks.contenders import Case, Contender, Prepared
 
 
 def peers() -> list[Contender]:
@@ -83,13 +81,7 @@ def _ulysses(case: Case) -> Prepared:
         q, k, v = (_AllToAll.apply(tensor, group, True) for tensor in (q, k, v))
         return _AllToAll.apply(case.native.attend(q, k, v, mask), group, False)
 
-    row = case.batch * case.tokens * case.head_dim * case.dtype.itemsize
-    sent = 2 * row * (case.q_heads + case.kv_heads) * (case.ranks - 1) // case.ranks
-    return Prepared(
-        attend,
-        lambda whole: layout.shard(whole, case.rank),
-        Sent(sent, sent, "computed: 2·e·n·(Hq+Hkv)·D·(P-1)/P in each pass"),
-    )
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank))
 
 
 def _ring_flash_attn_zigzag(case: Case) -> Prepared:
@@ -104,7 +96,7 @@ def _ring_flash_attn_zigzag(case: Case) -> Prepared:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ring_flash_attn.zigzag_ring_flash_attn_func(q, k, v, causal=True, group=group)
 
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank), _ring_sent(case))
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank))
 
 
 def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_flash_attn: types.ModuleType) -> Prepared:
@@ -126,16 +118,7 @@ def _ring_flash_attn_zigzag_varlen(case: Case, group: dist.ProcessGroup, ring_fl
     def cut(whole: torch.Tensor) -> torch.Tensor:
         return torch.cat([whole[0, start:stop] for start, stop in spans])
 
-    return Prepared(attend, cut, _ring_sent(case))
-
-
-def _ring_sent(case: Case) -> Sent:
-    hops, pair = case.ranks - 1, _kv_elements(case)
-    return Sent(
-        hops * pair * case.dtype.itemsize,
-        hops * pair * case.dtype.itemsize + case.ranks * pair * 4,
-        "computed: 2·e·n·Hkv·D·(P-1) forward, as much and 8·n·Hkv·D·P backward (fp32 gradients, P hops)",
-    )
+    return Prepared(attend, cut)
 
 
 def _ring_flash_attn_llama3(case: Case) -> Prepared:
@@ -167,9 +150,7 @@ def _ring_flash_attn_llama3(case: Case) -> Prepared:
             group=group,
         )
 
-    gathered = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
-    sent = Sent(gathered, 2 * gathered, "computed: 2·e·n·Hkv·D·(P-1) forward, twice as much backward")
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0), sent)
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).squeeze(0))
 
 
 def _import_ring_flash_attn() -> types.ModuleType:
@@ -211,9 +192,8 @@ def _torch_context_parallel(kernel: str, method: str) -> Contender:
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
         layout = case.layout()
-        sent = _ring_sent(case)
         # heads before tokens and contiguous, which saves it a copy
-        return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), sent, around)
+        return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2).contiguous(), around)
 
     return Contender(f"torch {kernel} {method}", "torch_context_parallel", build)
 
@@ -268,8 +248,7 @@ def flex_attention_over(case: Case, group: dist.ProcessGroup, balancer: str) -> 
     def cut(whole: torch.Tensor) -> torch.Tensor:
         return whole.index_select(1, order.to(whole.device)).transpose(1, 2).contiguous()
 
-    gathered = (case.ranks - 1) * _kv_elements(case) * case.dtype.itemsize
-    return Prepared(attend, cut, Sent(gathered, gathered, "computed: 2·e·n·Hkv·D·(P-1) in each pass"))
+    return Prepared(attend, cut)
 
 
 def _flex_mask(case: Case) -> Callable[..., torch.Tensor]:
@@ -315,22 +294,11 @@ def _ringmaster_zigzag(case: Case) -> Prepared:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return zigzag_ring_attention(q, k, v, group=group, scaling=None).transpose(1, 2)
 
-    hops, pair, itemsize = case.ranks - 1, _kv_elements(case), case.dtype.itemsize
-    sent = Sent(
-        hops * pair * itemsize,
-        2 * case.ranks * pair * itemsize,
-        "computed: 2·e·n·Hkv·D·(P-1) forward, 4·e·n·Hkv·D·P backward (gradients in the inputs' dtype, P hops)",
-    )
     # heads before tokens in shape, tokens before heads in memory: the form that Transformers passes
-    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2), sent)
+    return Prepared(attend, lambda whole: layout.shard(whole, case.rank).transpose(1, 2))
 
 
 def _group(case: Case) -> dist.ProcessGroup:
     if case.group is None:
         raise ValueError("needs at least 2 processes")
     return case.group
-
-
-def _kv_elements(case: Case) -> int:
-    """Elements of a rank's K and V."""
-    return 2 * case.batch * case.tokens * case.kv_heads * case.head_dim

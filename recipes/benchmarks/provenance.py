@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran. Needs nothing of hf_burst, so that it serves any version of it."""
+"""Where and with what a benchmark ran."""
 
 import importlib.metadata
 import os

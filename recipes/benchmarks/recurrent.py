@@ -7,11 +7,6 @@ causal-conv1d compute, where they are installed. On 2 GPUs, and on two CPU proce
     torchrun --nproc-per-node 2 recipes/benchmarks/recurrent.py --device cpu --tokens 192 --check-tokens 128 \\
         --hidden 64 --key-heads 2 --value-heads 4 --head-dim 16 --dtype float32
 
-With `--play 2` one process computes what each of two ranks would. It takes its own messages for those of others. Times
-are then without messages, and results are not compared:
-
-    python recipes/benchmarks/recurrent.py --play 2 --out outputs/recurrent_1xH200.json
-
 The limit is the same layer on as many tokens of a rank, which it computes alone. Results are compared first, with fp32
 on one device: an error above twice that of one device in the dtype of the benchmark is wrong. Then every contender is
 called once a round, or some times in a row. The slowest rank counts, and medians are over the rounds.
@@ -22,7 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -99,29 +94,17 @@ class Contender:
     peak_bytes: int = 0
 
 
-class Alone(Received):
-    """What a rank receives that is alone: its own."""
-
-    def all_gather(self, tensor: torch.Tensor, group: ContextGroup) -> tuple[torch.Tensor, ...]:
-        return (tensor,) * group.size
-
-
 def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Functions:
     """Those of hf_burst. With `columns` states pass as where flash-linear-attention is not installed."""
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
     layout, nothing = case.layout(chunking), torch.empty(0)
     config = BurstConfig(recurrence="heads" if way == "heads" else "states")
     call = ForwardCall(layout, layout.segments, group, config, nothing, True, None, None, None, way)
-    scope = Scope(Run(call, Received() if case.group is not None or case.ranks == 1 else Alone()))
+    scope = Scope(Run(call, Received()))
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:
         stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
     return {name: COUNTERPARTS[name](stock[name], scope) for name in stock}
-
-
-def play(rank: int, ranks: int, chunking: Chunking, case: Case) -> Functions:
-    """Those of hf_burst for one of several ranks, which is alone."""
-    return own("states", replace(case, length=case.length * ranks, rank=rank, ranks=ranks), chunking)
 
 
 def cp_context(case: Case, chunking: Chunking) -> Functions:
@@ -157,18 +140,12 @@ def ringmaster(case: Case) -> Functions:
     return {name: function.__globals__[name] for name in (RULE, CONVOLUTION)}
 
 
-def contenders(played: int | None = None) -> list[Contender]:
-    """All of them, or the ranks of hf_burst that one process plays."""
+def contenders() -> list[Contender]:
+    """All of them."""
     ways: tuple[Way, ...] = ("heads", "states")
     layouts: tuple[Chunking, ...] = ("contiguous", "zigzag")
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     limit = Contender("limit", lambda case: stock, whole=False)
-    if played is not None:
-        return [limit] + [
-            Contender(f"hf_burst {cut}, as rank {rank} of {played}", partial(play, rank, played, cut), cut, whole=False)
-            for cut in layouts
-            for rank in range(played)
-        ]
     return [
         limit,
         *(Contender(f"hf_burst {way} {cut}", partial(own, way, chunking=cut), cut) for way in ways for cut in layouts),
@@ -403,7 +380,6 @@ def main() -> int:
     parser.add_argument("--check-tokens", type=at_least(1), default=1024, help="of a rank, where results are compared")
     parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--in-a-row", type=at_least(1), default=4, help="calls that follow each other; fewer if slow")
-    parser.add_argument("--play", type=at_least(2), help="how many ranks one process plays, one after another")
     parser.add_argument("--contenders", nargs="+", help="beginnings of names; all by default")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one call may take")
@@ -412,9 +388,7 @@ def main() -> int:
     arguments = parser.parse_args()
     ranks = Ranks(arguments.device, arguments.timeout)
     wanted = tuple(arguments.contenders or ("",))
-    if arguments.play is not None and ranks.size > 1:
-        parser.error(f"--play is for one process, and {ranks.size} were started. Leave it out, or start one.")
-    every = [contender for contender in contenders(arguments.play) if contender.name.startswith(("limit", *wanted))]
+    every = [contender for contender in contenders() if contender.name.startswith(("limit", *wanted))]
     result = environment(ranks, [Path(sys.argv[0]).name, *sys.argv[1:]], arguments.commit)
     result["checks"], result["results"] = [], []
 

@@ -41,7 +41,7 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
     }
     if measured.status != "ok" or measured.prepared is None:
         return row
-    own, sent, flops = medians[name], measured.prepared.sent, case.flops()
+    own, flops = medians[name], case.flops()
     limit = medians.get("limit")
     return row | {
         "calls": measured.calls,
@@ -53,7 +53,6 @@ def _row(measured: Measured, case: Case, medians: dict[str, dict[str, float]]) -
         "times_as_fast_as": {rival: medians[rival]["both"] / own["both"] for rival in medians if rival != name},
         "peak_memory_bytes": measured.peak_bytes,
         "memory_outside_allocator_bytes": measured.outside_bytes,
-        "bytes_sent": {"forward": sent.forward, "backward": sent.backward, "source": sent.source},
     }
 
 

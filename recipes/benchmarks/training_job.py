@@ -1,6 +1,6 @@
-"""The models of training.py, losses.py and versions.py, and how they are sharded.
+"""The models of training.py and losses.py, and how they are sharded.
 
-This module needs nothing of hf_burst, so that it serves any version of it.
+This module needs nothing of hf_burst.
 """
 
 from collections.abc import Iterator, Mapping

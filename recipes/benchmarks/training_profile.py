@@ -21,22 +21,17 @@ KINDS = {
 }
 
 
-# Parts of a step that a timeline shows, as (beginning, share of the step): in a layer's forward and backward pass.
-WINDOWS = ((0.15, 0.02), (0.6, 0.03))
-
-
 @dataclass(frozen=True)
 class Event:
-    """A kernel or copy on the device: start and stop in seconds, its stream, and the index of its kind in `KINDS`."""
+    """A kernel or copy on the device: start and stop in seconds, and the index of its kind in `KINDS`."""
 
     start: float
     stop: float
-    stream: int
     kind: int
 
 
 def profiled(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """Profiles one step: seconds of each kind (see [`spent`]), and timelines of two parts of the step.
+    """Profiles one step: seconds of each kind (see [`spent`]).
 
     Args:
         run (`Callable`): Makes the step, and returns its time as `"seconds"`.
@@ -48,10 +43,7 @@ def profiled(run: Callable[[], dict[str, float]]) -> dict[str, Any]:
         recorder.export_chrome_trace(str(path))
         events = device_events(json.loads(path.read_text())["traceEvents"], timed["seconds"])
     parts = spent(events)
-    return {
-        "profile": parts | {"nothing": timed["seconds"] - sum(parts.values())},
-        "timeline": [timeline(events, begin, share) for begin, share in WINDOWS],
-    }
+    return {"profile": parts | {"nothing": timed["seconds"] - sum(parts.values())}}
 
 
 def device_events(trace: Sequence[dict[str, Any]], seconds: float) -> list[Event]:
@@ -62,7 +54,7 @@ def device_events(trace: Sequence[dict[str, Any]], seconds: float) -> list[Event
             name = entry["name"].lower()
             kind = next(at for at, words in enumerate(KINDS.values()) if any(word.lower() in name for word in words))
             start = entry["ts"] / 1e6
-            events.append(Event(start, start + entry["dur"] / 1e6, entry["args"]["stream"], kind))
+            events.append(Event(start, start + entry["dur"] / 1e6, kind))
     last = max((event.stop for event in events), default=0.0)
     return [event for event in events if event.start >= last - seconds]
 
@@ -79,28 +71,3 @@ def spent(events: Sequence[Event]) -> dict[str, float]:
         running[kind] += change
         before = moment
     return seconds
-
-
-def timeline(events: Sequence[Event], begin: float, share: float) -> list[dict[str, Any]]:
-    """The events of a part of a step, in milliseconds from the beginning of that part.
-
-    Args:
-        events (sequence of [`Event`]): The events of the step.
-        begin (`float`): Where the part begins, as a share of the step.
-        share (`float`): How long it is, as a share of the step.
-    """
-    if not events:
-        return []
-    first, last = min(event.start for event in events), max(event.stop for event in events)
-    start, stop = first + begin * (last - first), first + (begin + share) * (last - first)
-    kinds = list(KINDS)
-    return [
-        {
-            "stream": event.stream,
-            "kind": kinds[event.kind],
-            "start_ms": round(1e3 * (max(event.start, start) - start), 4),
-            "stop_ms": round(1e3 * (min(event.stop, stop) - start), 4),
-        }
-        for event in sorted(events, key=lambda event: event.start)
-        if event.stop > start and event.start < stop
-    ]

@@ -27,13 +27,9 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_burst.config import Schedule
 from hf_burst.errors import ConfigError
-from hf_burst.kernels import KernelRequest, Scores, select_kernel
-from hf_burst.plan import Mask, MaskPattern
-from hf_burst.ranks.group import ContextGroup
-from hf_burst.ring import Exchanges, HeadSizes, PeerToPeer, ShardedAttention, row_products
-from recipes.benchmarks import attention, host_copies, reach, recurrent, training_contenders, training_plan
+from hf_burst.plan import Mask
+from recipes.benchmarks import attention, reach, recurrent, training_contenders, training_plan
 from recipes.benchmarks.contenders import Case, Contender, Prepared, hf_burst
 from recipes.benchmarks.documents import Documents
 from recipes.benchmarks.native import Native, exact_attention
@@ -73,7 +69,7 @@ def spoiled(name, spoil, when="call", family="spoiled"):
                 spoil(case)
             out = good.attend(q, k, v)
             return out * 1.01 if when == "result" and case.rank == 1 else out
-        return Prepared(attend, good.cut, good.sent)
+        return Prepared(attend, good.cut)
     return Contender(name, family, build)
 
 def on_one(case):
@@ -171,17 +167,8 @@ def test_the_side_by_side_run_and_its_picture(tmp_path: Path) -> None:
         assert 1 <= row["calls"] <= 4
         assert row["calls"] == rows["limit", length, heads]["calls"]
         assert_numbers_agree(row, rows["limit", length, heads])
-    # over two ranks in zigzag, rank 0 needs all keys of rank 1, which needs one half of those of rank 0 and returns the
-    # gradients of that half; Ulysses sends one half of q, k, v and out
-    shard = 32 * 4 * 16 * 4
-    ring = {"forward": 2 * shard, "backward": 2 * shard + shard, "source": "plan"}
-    assert rows["hf_burst kv_ring", 64, 4]["bytes_sent"] == ring
-    assert rows["ulysses plain", 64, 4]["bytes_sent"]["backward"] == 4 * shard // 2
-    assert rows["hf_burst ulysses", 64, 4]["bytes_sent"]["forward"] == 4 * shard // 2 + 32 * 4 * 4 // 2  # and its lse
-    assert rows["limit", 64, 4]["bytes_sent"]["forward"] == 0
     for length in (64, 128):
         auto = rows["hf_burst auto", length, 4]
-        assert auto["bytes_sent"]["forward"] is None
         assert any(f"for 1 x {length} tokens, 4 query and 4 key heads" in line for line in auto["said"])
     assert "TF/s per GPU" in done.stdout
     assert len(done.stdout.splitlines()) <= 100
@@ -215,8 +202,6 @@ def test_documents_and_windows_side_by_side(tmp_path: Path, mask: tuple[str, ...
     for row in rows.values():
         assert row["status"] == "ok", row["reason"]
         assert_numbers_agree(row, rows["limit"])
-    sent = rows["hf_burst kv_ring"]["bytes_sent"]["forward"]
-    assert sent < 2 * 64 * 2 * 16 * 4, "less than all K and V of a rank"
 
 
 @given(shortest=st.integers(1, 50), longest=st.integers(50, 400), length=st.sampled_from([64, 256, 1024]))
@@ -258,40 +243,6 @@ def test_what_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
 def case_of(rank: int, size: int) -> Case:
     native = Native("cpu_flash", lambda q, k, v, mask: q)
     return Case(128, 8, 4, 16, 2, torch.bfloat16, torch.device("cpu"), rank, size, native, "auto")
-
-
-def count_bytes(rank: int, size: int, schedule: str) -> tuple[int, int]:
-    """What leaves a rank of the executed schedule, forward and backward."""
-    case = case_of(rank, size)
-    layout, kernel = case.layout(), select_kernel("auto", KernelRequest("cpu", case.dtype, 16, 16))
-    group = ContextGroup.from_mesh(None)
-    attention = ShardedAttention(
-        schedule=Schedule.parse(schedule, size),
-        group=group,
-        masks=layout.masks(MaskPattern()),
-        queries=layout.sharding,
-        keys=layout.sharding,
-        kernel=kernel,
-        scores=Scores(1.0),
-    )
-    shapes = [(case.batch, case.tokens, heads, 16) for heads in (8, 4, 4, 8)]
-    q, k, v, dout = (torch.randn(shape).to(case.dtype) for shape in shapes)
-    there, back = (PeerToPeer(group, case.device) for _ in range(2))
-    out, lse, kept = attention.forward(Exchanges(there, there), q, k, v)
-    delta = row_products(dout, out, None)
-    attention.backward(Exchanges(back, back), HeadSizes(8, 4, 16, 16), kept or [q, k, v], dout, out, lse, delta)
-    return there.sent.bytes, back.sent.bytes
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    ["kv_ring", "burst", "all_gather", "ulysses", "ulysses_2+kv_ring", "ulysses_2+burst", "ulysses_2+all_gather"],
-)
-def test_the_bytes_that_are_written_down_are_those_sent(ranks: Any, schedule: str) -> None:
-    sent = ranks(4).run(count_bytes, schedule)
-    planned = hf_burst(schedule).build(case_of(0, 4)).sent
-    assert (planned.forward, planned.backward) == tuple(map(max, zip(*sent, strict=True)))
-    assert planned.source == "plan"
 
 
 def attend_by_flex(rank: int, size: int, documents: Documents | None, window: int | None) -> dict[str, list[float]]:
@@ -452,7 +403,7 @@ def spoiled(name: str, when: str) -> Contender:
 
         if when == "build":
             raise ImportError("not installed")
-        return Prepared(attend, good.cut, good.sent)
+        return Prepared(attend, good.cut)
 
     return Contender(name, "spoiled", build)
 
@@ -497,7 +448,7 @@ def test_labels_are_moved_apart_by_as_little_as_possible() -> None:
     "options", [[], pytest.param(["--compile"], marks=pytest.mark.full)], ids=["eager", "compiled"]
 )
 def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None:
-    out, picture = tmp_path / "training.json", tmp_path / "training.png"
+    out = tmp_path / "training.json"
     options = [*options, "--shape", "tiny", "--lengths", "250", "--rounds", "1", "--warmup", "0", "--profile"]
     options += ["--check-length", "121", "--longest", "hf_burst, half of it saved=100"]
     launch("recipes/benchmarks/training.py", *options, "--out", str(out), common=("--device", "cpu"))
@@ -523,9 +474,6 @@ def test_training_steps_side_by_side(tmp_path: Path, options: list[str]) -> None
         limit = limits[of_contender.get(name.removeprefix("hf_burst, "), "nothing recomputed")]
         assert row["share_of_limit"] == limit / row["median_s"]
         assert len(row["times_as_fast_as"]) == len(checks) - 1
-    draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(out), "--out", str(picture)]
-    subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
-    assert picture.stat().st_size > 10_000
 
 
 def test_training_on_one_gpu(tmp_path: Path) -> None:
@@ -631,25 +579,22 @@ def test_how_an_attempt_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 LAYER = "--device cpu --tokens 40 --check-tokens 48 --hidden 32 --key-heads 2 --value-heads 4 --head-dim 8 --rounds 1"
 
 
-def measure_layer(rank: int, size: int, out: str, *more: str) -> None:
-    words = ["recurrent.py", *LAYER.split(), "--dtype", "float32", "--contenders", "hf_burst", *more, "--out", out]
+def measure_layer(rank: int, size: int, out: str) -> None:
+    words = ["recurrent.py", *LAYER.split(), "--dtype", "float32", "--contenders", "hf_burst", "--out", out]
     with mock.patch.object(sys, "argv", words):
         assert recurrent.main() == 0
 
 
 def test_a_recurrent_layer_is_measured(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    """Over two ranks, whose results are right; and by one process that plays them."""
+    """Over two ranks, whose results are right."""
     ranks(2).run(measure_layer, str(tmp_path / "two.json"))
-    measure_layer(0, 1, str(tmp_path / "alone.json"), "--play", "2")
-    two, alone = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("two", "alone"))
+    result = json.loads((tmp_path / "two.json").read_text())
     ways = ["heads contiguous", "heads zigzag", "states contiguous", "states zigzag", "columns zigzag"]
-    played = [f"{cut}, as rank {rank} of 2" for cut in ("contiguous", "zigzag") for rank in range(2)]
-    for result, names in ((two, ways), (alone, played)):
-        assert result["failures"] == {}
-        for part in ("mixer", "rule"):
-            found = [row["contender"] for row in result["results"] if row["part"] == part]
-            assert found == ["limit", *(f"hf_burst {name}" for name in names)]
-    assert [row["failure"] for row in two["checks"][1:]] == [""] * len(ways)
+    assert result["failures"] == {}
+    for part in ("mixer", "rule"):
+        found = [row["contender"] for row in result["results"] if row["part"] == part]
+        assert found == ["limit", *(f"hf_burst {name}" for name in ways)]
+    assert [row["failure"] for row in result["checks"][1:]] == [""] * len(ways)
 
 
 def test_triton_compiles_candidates_side_by_side() -> None:
@@ -687,27 +632,6 @@ def test_triton_compiles_candidates_side_by_side() -> None:
             kernel.run(7, grid=(1,), warmup=False)
         assert launched == [(7, 0), (7, 1), (7, 2), (7, 3), (7, 3), (7, 3)]
     assert "prune_and_compile" not in Autotuner.prune_configs.__name__
-
-
-def test_copies_to_the_host_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "copies.json"
-    words = ["--device", "cpu", "--mebibytes", "5", "--pages", "2", "4", "--rounds", "1", "--lock-gib", "0.25"]
-    monkeypatch.setattr(sys, "argv", ["host_copies.py", *words, "--out", str(out)])
-    assert host_copies.main() == 0
-    result = json.loads(out.read_text())
-    assert [(row["page_mib"], row["way"]) for row in result["copies"]] == [
-        (page, way) for page in (2, 4) for way in ("out", "in", "both")
-    ]
-    for row in result["copies"]:
-        assert row["bytes_per_s"] == pytest.approx(5 * 2**20 / row["seconds"][0])
-        assert 0 < row["share_of_best"] <= 1
-    assert [result["page_locking"][way]["gib_of_each_process"] for way in ("torch", "hf_burst")] == [0.25] * 2
-    copies = host_copies.Copies(Ranks("cpu"), 5)
-    copies.host[1].fill_(7)
-    copies.device[0].fill_(9)
-    copies.run("both", 2)
-    assert copies.device[1].tolist() == [7] * 5
-    assert copies.host[0].tolist() == [9] * 5
 
 
 def test_what_a_contender_of_one_gpu_changes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -878,24 +802,6 @@ def test_settings_of_training_that_cannot_be_used(
         assert sentence in capsys.readouterr().err
 
 
-def test_what_is_no_result_of_training_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from recipes.benchmarks import plot_training
-
-    results = ROOT / "recipes/benchmarks/results"
-    (tmp_path / "empty.json").write_text("")
-    cases = [
-        (tmp_path / "none.json", "picture.png", "cannot be read"),
-        (tmp_path / "empty.json", "picture.png", "cannot be read"),
-        (results / "attention_2xH200.json", "picture.png", "no result of training.py"),
-        (results / "losses_2xH200.json", "picture.png", "no result of training.py"),
-        (results / "training_2xH200.json", "picture.xyz", "no picture can be written"),
-    ]
-    for path, picture, sentence in cases:
-        monkeypatch.setattr(sys, "argv", ["plot_training.py", str(path), "--out", str(tmp_path / picture)])
-        with pytest.raises(SystemExit, match=sentence):
-            plot_training.main()
-
-
 def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -941,39 +847,19 @@ def test_ulysses_of_deepspeed_is_there_for_its_own_steps_only(monkeypatch: pytes
     training_contenders.ulysses.cache_clear()
 
 
-def test_what_ran_when_in_a_step(tmp_path: Path) -> None:
+def test_what_took_the_time_of_a_step() -> None:
     from recipes.benchmarks import training_profile
 
     names = ["flash_fwd", "nvjet_tst", "ncclDevKernel", "elementwise", "FlashAttnBwd", "ncclBeforeTheStep"]
     spans = [(0, 40), (30, 60), (35, 80), (90, 95), (100, 200), (-60, -10)]  # milliseconds
     trace = [
-        {
-            "cat": "kernel",
-            "name": name,
-            "ts": 1e9 + 1e3 * start,
-            "dur": 1e3 * (stop - start),
-            "args": {"stream": at % 3},
-        }
-        for at, (name, (start, stop)) in enumerate(zip(names, spans, strict=True))
+        {"cat": "kernel", "name": name, "ts": 1e9 + 1e3 * start, "dur": 1e3 * (stop - start)}
+        for name, (start, stop) in zip(names, spans, strict=True)
     ]
     events = training_profile.device_events([*trace, {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 9}], 0.205)
     parts = {name: seconds for name, seconds in training_profile.spent(events).items() if seconds}
     expected = {"attention": 0.14, "matrix products": 0.02, "messages": 0.02, "the rest": 0.005}
     assert parts == pytest.approx(expected, abs=1e-6)
-    (first, second, third) = training_profile.timeline(events, 0.15, 0.1)  # from 30 to 50 ms
-    assert [part["kind"] for part in (first, second, third)] == ["attention", "matrix products", "messages"]
-    assert [part["start_ms"] for part in (first, second, third)] == pytest.approx([0, 0, 5], abs=1e-3)
-    assert [part["stop_ms"] for part in (first, second, third)] == pytest.approx([10, 20, 20], abs=1e-3)
-    row = {"contender": "hf_burst", "length": 2048, "median_s": 1.0, "share_of_limit": 0.5, "peak_memory_gib": 1.0}
-    row |= {"profile": dict.fromkeys([*training_profile.KINDS, "nothing"], 0.1)}
-    row |= {"timeline": [training_profile.timeline(events, begin, 0.3) for begin in (0.1, 0.5)]}
-    hardware = {"ranks": 2, "device": "a device"}
-    result = {"shape": "tiny", "lora": False, "hardware": hardware, "results": [row]}
-    path, picture = tmp_path / "result.json", tmp_path / "result.png"
-    path.write_text(json.dumps(result))
-    draw = [sys.executable, "recipes/benchmarks/plot_training.py", str(path), "--out", str(picture)]
-    subprocess.run(draw, cwd=ROOT, check=True, timeout=120)
-    assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.full
@@ -1026,98 +912,6 @@ def test_every_step_of_the_texts_was_measured() -> None:
             and abs(row["peak_memory_gib"] - float(pair[1])) <= 0.5001 * 10 ** -decimals[1]
             for row in rows
         ), (name, pair)
-
-
-def test_balance_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "balance.json"
-    run = [
-        sys.executable,
-        "recipes/benchmarks/balance.py",
-        "--ranks",
-        "2",
-        "4",
-        "64",
-        "--draws",
-        "2",
-        "--out",
-        str(out),
-    ]
-    subprocess.run(run, cwd=ROOT, check=True, timeout=120, capture_output=True)
-    result = json.loads(out.read_text())
-    assert [row["ranks"] for row in result["log_uniform"]] == [2, 4, 64]
-    for row in result["log_uniform"]:
-        assert row["imbalance"]["balanced"]["worst"] <= 0.02
-        known = row["imbalance_of_rounds"]["balanced"]
-        assert known["not_counted"] == 0
-        assert (0 < known["worst"] <= 0.15) == (row["ranks"] <= 4)
-        assert 0 < row["seconds_of_auto"]["median"] <= row["seconds_of_auto"]["worst"]
-    committed = json.loads((ROOT / "recipes/benchmarks/results/balance.json").read_text())
-    assert committed["log_uniform"][0].keys() == result["log_uniform"][0].keys()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--dtype", "float32", "--q-heads", "4", "--kv-heads", "2", "--head-dim", "16", "--documents", "8", "50"],
-        ["--model", "tiny", "--layers", "1", "--width", "32"],
-    ],
-    ids=["attention", "model"],
-)
-@pytest.mark.full
-def test_two_versions_take_turns(tmp_path: Path, options: list[str]) -> None:
-    """The same checkout twice, so that all results are the same."""
-    out = tmp_path / "versions.json"
-    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", ".", "--after", str(ROOT)]
-    command += ["--ranks", "2", "--device", "cpu", "--lengths", "128", "--rounds", "3", "--warmup", "1", *options]
-    done = subprocess.run(
-        [*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    result = json.loads(out.read_text())
-    assert set(result) == {"command", "git_commits", "hardware", "versions", "settings", "results"}
-    assert set(result["git_commits"]) == {"before", "after"}
-    assert len(result["results"]) == (1 if "--model" in options else 2)
-    for row in result["results"]:
-        assert all(row["same_bits"].values()), row["same_bits"]
-        for part, ratio in row["ratio"].items():
-            before, after = (row["seconds"][version][part] for version in ("before", "after"))
-            assert len(before) == len(after) == 3
-            assert ratio == statistics.median(after) / statistics.median(before)
-        assert row["peak_memory_bytes"] == {"before": None, "after": None}
-    assert "| after / before |" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--before", "tests"], "--before is tests, which holds no hf_burst package"),
-        (["--rounds", "0"], "--rounds is 0; it must be above 0"),
-        (["--layers", "2"], "--layers and --width are for --model"),
-        (["--model", "huge"], "--model is 'huge'; it must be one of llama-8b"),
-        (["--model", "tiny", "--width", "33"], "--width is 33, to which the heads of tiny cannot be scaled"),
-        (["--out", "tests"], "--out is tests, a folder"),
-    ],
-)
-def test_versions_that_cannot_be_compared(
-    options: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from recipes.benchmarks import versions
-
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit):
-        versions.read_arguments(["--before", ".", "--after", ".", "--device", "cpu", *options])
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_version_that_fails_ends_the_others(tmp_path: Path) -> None:
-    (tmp_path / "hf_burst").mkdir()
-    (tmp_path / "hf_burst" / "__init__.py").write_text("raise ImportError('an old torch')")
-    command = [sys.executable, "recipes/benchmarks/versions.py", "--before", str(tmp_path), "--after", "."]
-    command += ["--device", "cpu", "--lengths", "64"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    assert "an old torch" in done.stderr
-    assert "versions.py: rank 0 of before failed" in done.stderr
 
 
 def test_what_the_plan_promises_is_trained(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ import sft  # noqa: E402
 import training  # noqa: E402
 
 from recipes import recall_across_shards  # noqa: E402
-from recipes.benchmarks import balance, plot  # noqa: E402
+from recipes.benchmarks import plot  # noqa: E402
 from tests.support import conversations  # noqa: E402
 from tests.support.ranks import reset_accelerate  # noqa: E402
 
@@ -703,8 +703,3 @@ def test_what_cannot_be_drawn(
 def test_an_empty_file_cannot_be_drawn(sentence: Sentence, tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     assert "cannot be read as JSON" in sentence(plot.main, str(tmp_path / "empty.json"), "--markdown")
-
-
-@pytest.mark.parametrize("options", [["--ranks", "0"], ["--ranks", "2", "0"], ["--draws", "0"], ["--out", "."]])
-def test_balance_that_cannot_be_measured(sentence: Sentence, options: list[str]) -> None:
-    assert options[0] in sentence(balance.main, *options)
