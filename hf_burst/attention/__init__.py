@@ -1,7 +1,6 @@
 """Attention over the ranks of a group: the request, the choice of a schedule, the operator, the public function."""
 
 from .cache import AttentionCache
-from .choice import machine_of_group
 from .function import attend, burst_attention
 from .heads import heads_to_tokens, tokens_to_heads
 from .request import AttentionRequest
@@ -12,6 +11,5 @@ __all__ = [
     "attend",
     "burst_attention",
     "heads_to_tokens",
-    "machine_of_group",
     "tokens_to_heads",
 ]

@@ -1,5 +1,5 @@
-"""Where a batch is cut. Attention wants even work; states of recurrent layers want few runs of tokens, which begin where
-documents begin."""
+"""Where a batch is cut. Attention wants even work. States of recurrent layers want few runs of tokens, which begin
+where documents begin."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -55,9 +55,7 @@ def sharding_for(
     return cut(length, assign(masks, ranks, chunking, weights, stretches))
 
 
-def _chunking_for_states(
-    documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int
-) -> Chunking:
+def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int) -> Chunking:
     """The cut for layers that pass states, beside `layers` with attention."""
     length = documents[0][-1]
     if not layers or length < 2 * ranks * stretches:
