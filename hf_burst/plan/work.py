@@ -6,7 +6,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from .mask import Mask, band_pairs
-from .steps import Rotating
 from .tiles import Tile
 
 _MOST_MEETINGS = 8192  # pairs of chunks in one document; more are not gone through
@@ -90,17 +89,15 @@ def pairs_by_step(
     met: dict[tuple[int, int], int],
     owners: Sequence[int],
     ranks: int,
-    rotating: Rotating,
 ) -> list[list[int]]:
-    """The pairs that each rank computes in each step of a ring, by step and rank, from the pairs of each chunk's
-    queries (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
+    """The pairs that each rank computes in each step of a ring of K and V, by step and rank, from the pairs of the
+    queries of each chunk (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
     steps = [[0] * ranks for _ in range(ranks)]
     for owner, pairs in zip(owners, work, strict=True):
         steps[0][owner] += pairs
     for (queries, keys), pairs in met.items():
-        host, guest = (queries, keys) if rotating == "kv" else (keys, queries)
         steps[0][owners[queries]] -= pairs
-        steps[(owners[host] - owners[guest]) % ranks][owners[host]] += pairs
+        steps[(owners[queries] - owners[keys]) % ranks][owners[queries]] += pairs
     return steps
 
 

@@ -39,7 +39,7 @@ from tests.support.trainers import Case
 Ranks = Callable[[int], RankPool]
 edges_of = halo._edges
 KINDS = ("plain", "packed", "left", "right")
-WAYS = ("states", "scanned states", "heads")
+WAYS = ("states", "heads")
 ACROSS = {"recurrence": "states", "chunking": "zigzag"}  # a cut by documents would leave nothing to pass
 
 
@@ -55,9 +55,8 @@ def slowly(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @contextmanager
 def forced(way: str) -> Iterator[None]:
-    """Passes go that way, whatever it costs; layers without prices scan if states are scanned."""
-    least = 1 if way == "scanned states" else 1000
-    with mock.patch.multiple(base, chosen_way=lambda *_: way, SCANNED_FROM=least):
+    """Passes go that way, whatever they would send."""
+    with mock.patch.object(base, "chosen_way", return_value=way):
         yield
 
 
