@@ -100,17 +100,19 @@ def run(arguments: argparse.Namespace) -> int:
     rows = divisions(model, training, sheet, capacity, settings)
     fitting = [row for row in rows if row.fit.fits]
     best = max(fitting, key=lambda row: row.tokens_per_second, default=None)
-    print("\n".join([*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]))
-    if best:
-        print("\n".join(_reasons(rows, best, capacity)))
-    print("\n".join(["", *_details(best or rows[0], capacity)]))
+    lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
+    lines += _reasons(rows, best, capacity) if best else []
+    lines += ["", *_details(best or rows[0], capacity)]
     if best is None:
         limits = f"{capacity.gpu_memory / 2**30:.0f} GiB and {HOST_ROOM:.0%} of the host's"
         less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
-        print(f"None fits into {limits} {capacity.host_memory / 2**30:.0f}. Give more --gpus, fewer tokens{less}.")
+        lines.append(
+            f"None fits into {limits} {capacity.host_memory / 2**30:.0f}. Give more --gpus, fewer tokens{less}."
+        )
     if not documents[2:]:
         most = longest(model, rows[0].fit.training, capacity, settings)
-        print(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
+        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
+    print("\n".join(lines))
     return 0 if best else 1
 
 
@@ -280,7 +282,7 @@ def _schedule(row: Division) -> str:
     if ranks == 1:
         return "-"
     attention = [name_of(row.spread.schedule, ranks)] if row.seconds.attention else []
-    return ", ".join(attention + ([row.spread.recurrence] if row.seconds.recurrence else []))
+    return ", ".join(attention + ([row.spread.recurrence] if row.spread.recurrence else []))
 
 
 def _reasons(rows: list[Division], best: Division, capacity: Capacity) -> list[str]:

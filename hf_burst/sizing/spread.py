@@ -20,7 +20,8 @@ class Spread:
         hosts (`int`): Hosts that share the batch.
         slices (`int`): Groups of the heads that are computed one after another.
         imbalance (`float`): By how much the attention of the busiest rank is above the mean; 0.02 is 2 %.
-        recurrence (`str`): What recurrent layers exchange: `"states"` of runs of tokens, or `"heads"` for tokens.
+        recurrence (`str`, *optional*): What recurrent layers exchange: `"states"` of runs of tokens, or `"heads"` for
+            tokens; `None` without such layers.
         slots (`int`): States of each recurrent layer that the rank with the most of them exports.
     """
 
@@ -28,7 +29,7 @@ class Spread:
     hosts: int
     slices: int
     imbalance: float
-    recurrence: Recurrence
+    recurrence: Recurrence | None
     slots: int
 
     def exchanges_heads(self, size: RecurrentSize) -> bool:
@@ -69,9 +70,11 @@ def _schedule(model: ModelSize, ranks: int, ranks_per_host: int) -> Schedule:
     return Schedule("burst" if rotates_queries else "kv_ring", ulysses)
 
 
-def _recurrence(model: ModelSize) -> Recurrence:
+def _recurrence(model: ModelSize) -> Recurrence | None:
     """States, unless no layer can take them."""
-    return "heads" if model.recurrent and all(size.kind == "selective" for size in model.recurrent) else "states"
+    if not model.recurrent:
+        return None
+    return "heads" if all(size.kind == "selective" for size in model.recurrent) else "states"
 
 
 def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
