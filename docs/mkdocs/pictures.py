@@ -17,8 +17,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from transformers import LlamaForCausalLM
 
 from hf_burst.hf.models.model_size import model_size, shape_named
-from hf_burst.plan import MaskPattern, Tile, Training, make_plan, memory_of_step, named
+from hf_burst.plan import MaskPattern, Tile, make_plan
 from hf_burst.ranks.layout import SequenceLayout
+from hf_burst.sizing import Training, capacity_of, gpu_named, memory_of_step
 
 ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks
@@ -284,7 +285,7 @@ def query_path() -> Figure:
 def step_memory() -> Figure:
     """What takes memory in a step as it is predicted, from the loss to the backward pass of the first layer."""
     model = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
-    training, machine = Training(524288, 2, 2), named("h200")
+    training, capacity = Training(524288, 2, 2), capacity_of(gpu_named("h200"))
     tiles = {"activation_offloading": 1.0, "tiled_mlp": 16384, "head_groups": 4}
     settings = {
         "as it is": {},
@@ -294,7 +295,7 @@ def step_memory() -> Figure:
     }
     figure, panels = plt.subplots(1, len(settings), figsize=(13, 3.8), sharey=True, layout="constrained")
     for axes, (title, own) in zip(panels, settings.items(), strict=True):
-        moments = memory_of_step(model, replace(training, **own), machine)
+        moments = memory_of_step(model, replace(training, **own), capacity)
         items = {
             "weights and optimizer": ("weights", "optimizer", "gathered"),
             "gradients": ("gradients",),
@@ -307,12 +308,12 @@ def step_memory() -> Figure:
         parts = [[sum(moment.items[name] for name in names) / 2**30 for moment in moments] for names in items.values()]
         colors = ["#c5c9ce", GREY, COLORS[0], "#8fb1d6", COLORS[1], COLORS[2], COLORS[3]]
         axes.stackplot(range(len(moments)), parts, labels=items, colors=colors)
-        axes.axhline(machine.memory / 2**30, color=DARK, linestyle="--", linewidth=1)
+        axes.axhline(capacity.gpu_memory / 2**30, color=DARK, linestyle="--", linewidth=1)
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xticks([0, 1, len(moments) - 2], ["loss", "\nlast layer", "first layer"], fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("GiB of a GPU")
-    panels[1].annotate("an H200", (32, machine.memory / 2**30 + 3), ha="right", fontsize=8)
+    panels[1].annotate("an H200", (32, capacity.gpu_memory / 2**30 + 3), ha="right", fontsize=8)
     handles, labels = panels[0].get_legend_handles_labels()
     panels[-1].legend(handles[::-1], labels[::-1], fontsize=8, facecolor="white", edgecolor="white", framealpha=1)
     return figure

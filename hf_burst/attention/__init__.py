@@ -9,7 +9,6 @@ from ..plan import MaskPattern
 from ..ranks.group import ContextGroup
 from ..ranks.layout import SequenceLayout
 from .cache import AttentionCache
-from .choice import machine_of_group
 from .function import attend, burst_attention
 from .heads import heads_to_tokens, tokens_to_heads
 from .request import AttentionRequest
@@ -23,6 +22,5 @@ __all__ = [
     "attend",
     "burst_attention",
     "heads_to_tokens",
-    "machine_of_group",
     "tokens_to_heads",
 ]

@@ -11,7 +11,7 @@ from ..errors import BatchError, KernelError, ShardingError
 from ..ranks.group import ContextGroup, group_by_name
 from ..ranks.layout import SequenceLayout
 from .cache import AttentionCache
-from .choice import machine_of_group, named_schedule, with_schedule
+from .choice import asked_schedule, topology_of, with_schedule
 from .prepare import InputKind, deterministic, kernel_for
 from .request import AttentionRequest
 
@@ -62,7 +62,7 @@ def burst_attention(
         error = problem
     if check:
         request.group.agree(facts, error, _device_of(q, request.group), doing="burst_attention")
-        machine_of_group(request, q.device)
+        topology_of(request, q.device)
     elif error is not None:
         raise error
     request = with_schedule(request.with_scale(q.shape[-1]), layout, q, k, v)
@@ -108,7 +108,7 @@ def _checked_facts(
     layout.masks(pattern)
     inputs, windowed = InputKind.of(q, k, v), pattern.window is not None
     if request.schedule != "auto":
-        windowed |= named_schedule(request.schedule, inputs.sizes, request.group.size).ring == "all_gather"
+        windowed |= asked_schedule(request, inputs.sizes).ring == "all_gather"
     kernel = kernel_for(request, inputs, windowed, deterministic())
     return {
         "shapes of q, k, v": [list(tensor.shape) for tensor in (q, k, v)],
@@ -118,7 +118,7 @@ def _checked_facts(
         "scores": str(request.scores),
         "sinks": sinks is not None,
         "kernel": [request.kernel, kernel.capabilities.name],
-        "schedule": request.schedule,
+        "schedule": str(request.schedule),
         "transport": request.transport,
         "ranks_per_host": request.ranks_per_host,
         "head_groups": request.head_groups,

@@ -16,7 +16,7 @@ from ..errors import KernelError
 from ..numerics import accumulation_dtype
 from ..ring import HeadSizes, kept_shapes, row_products
 from ..ring.resources import resources_of
-from .choice import machine_of_group, schedule_of
+from .choice import schedule_of, topology_of
 from .prepare import InputKind, sharded_attention
 from .request import SCHEMA, AttentionRequest, Flat
 
@@ -59,11 +59,9 @@ def _(
     request, sizes, (batch, tokens) = AttentionRequest.restore(flat), HeadSizes.of(q, k, v), q.shape[:2]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulation_dtype(q.dtype)).transpose(1, 2)
-    machine = machine_of_group(request, q.device)
-    if machine is None:
-        return out, lse, []
-    schedule = schedule_of(request, sizes, batch, tokens, q.dtype, machine)
-    kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, machine.slice_blocks, request.head_groups)
+    topology = topology_of(request, q.device)
+    schedule = schedule_of(request, sizes, batch, tokens, q.dtype, topology)
+    kept = kept_shapes(schedule, request.group.size, batch, tokens, sizes, topology.slice_blocks, request.head_groups)
     return out, lse, [q.new_empty(shape) for shape in kept]
 
 

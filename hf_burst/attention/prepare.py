@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import Kernel, KernelRequest, select_kernel
-from ..plan import Machine
 from ..ranks.group import ContextGroup
+from ..ranks.host import Topology
 from ..ranks.layout import SequenceLayout
 from ..ring import HeadSizes, ShardedAttention
 from ..ring.resources import GroupResources
@@ -40,20 +40,18 @@ def sharded_attention(resources: GroupResources, flat: Flat, encoded: Tensor, in
         encoded (`torch.Tensor`): The layout, see [`SequenceLayout.encode`].
         inputs ([`InputKind`]): What the attention is given.
     """
-    *_, per_host, kernel, _, _, _ = flat
-    group, machine = resources.group, None
-    if group.size > 1:
-        machine = resources.machine(inputs.device, kernel, per_host or None)
-    return _prepared(group, flat, encoded.numpy().tobytes(), inputs, deterministic(), machine)
+    *_, per_host, _, _, _, _ = flat
+    topology = resources.topology(inputs.device, per_host or None)
+    return _prepared(resources.group, flat, encoded.numpy().tobytes(), inputs, deterministic(), topology)
 
 
 @lru_cache(maxsize=64)
 def _prepared(
-    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, machine: Machine | None
+    group: ContextGroup, flat: Flat, layout: bytes, inputs: InputKind, same_bits: bool, topology: Topology
 ) -> ShardedAttention:
     request, decoded = AttentionRequest.restore(flat), SequenceLayout.decode(layout)
     assert request.scores is not None, "with_scale sets them"
-    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, inputs.dtype, machine)
+    schedule = schedule_of(request, inputs.sizes, inputs.batch, inputs.tokens, inputs.dtype, topology)
     windowed = request.pattern.window is not None or schedule.ring == "all_gather"
     return ShardedAttention(
         schedule=schedule,
@@ -63,9 +61,9 @@ def _prepared(
         keys=decoded.sharding,
         kernel=kernel_for(request, inputs, windowed, same_bits),
         scores=request.scores,
-        slice_blocks=machine.slice_blocks if machine else 0,
+        slice_blocks=topology.slice_blocks,
         head_groups=request.head_groups,
-        ranks_per_host=machine.ranks_per_host if machine else None,
+        ranks_per_host=topology.ranks_per_host,
     )
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from ..config import Schedule
 from ..kernels import Scores
-from ..plan import MaskPattern
+from ..plan import MaskPattern, name_of
 from ..ranks.group import ContextGroup
 
 # A request as torch.library declares it. A missing window is -1, a missing number 0, and one process "".
@@ -24,7 +25,7 @@ class AttentionRequest:
         pattern ([`MaskPattern`], defaults to causal): What queries see inside of their document.
         scores ([`Scores`], *optional*): Scale and soft-capping; the scale `head_dim ** -0.5` by default.
         kernel (`str`, defaults to `"auto"`): As in [`BurstConfig`].
-        schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        schedule (`str` or [`Schedule`], defaults to `"auto"`): As in [`BurstConfig`], or the one that was chosen.
         transport (`str`, defaults to `"auto"`): As in [`BurstConfig`].
         head_groups (`int`, defaults to 1): As in [`Memory`].
         ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; found by default.
@@ -34,7 +35,7 @@ class AttentionRequest:
     pattern: MaskPattern = _CAUSAL
     scores: Scores | None = None
     kernel: str = "auto"
-    schedule: str = "auto"
+    schedule: str | Schedule = "auto"
     transport: str = "auto"
     head_groups: int = 1
     ranks_per_host: int | None = None
@@ -56,7 +57,7 @@ class AttentionRequest:
             self.head_groups,
             self.ranks_per_host or 0,
             self.kernel,
-            self.schedule,
+            name_of(self.schedule, self.group.size) if isinstance(self.schedule, Schedule) else self.schedule,
             self.transport,
             self.group.name,
         )
@@ -68,4 +69,5 @@ class AttentionRequest:
         kernel, schedule, transport, name = names
         pattern = MaskPattern(causal, None if window < 0 else window, attention_chunk_size or None)
         group, scores = ContextGroup.from_name(name), Scores(scale, softcap)
-        return cls(group, pattern, scores, kernel, schedule, transport, groups, per_host or None)
+        asked = schedule if schedule == "auto" else Schedule.parse(schedule, group.size)
+        return cls(group, pattern, scores, kernel, asked, transport, groups, per_host or None)

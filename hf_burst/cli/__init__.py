@@ -11,9 +11,9 @@ from ..errors import BurstError
 
 # a command is a module of this name; what it does
 _COMMANDS = {
-    "doctor": "what hf_burst can do on this machine, which schedule it takes, and the seconds that it predicts",
-    "calibrate": "measure kernel, memory and links of this launch, and remember them",
-    "plan": "predict seconds and memory of a training (--model), or show which rank computes what of a mask",
+    "doctor": "what hf_burst can do on this machine, and what is misconfigured on the hosts of a launch",
+    "plan": "predict seconds and memory of a training step, and compare ways to divide the GPUs",
+    "layout": "which rank holds and computes which part of a sequence, as a table and a picture",
     "check": "whether a model is exact over several ranks, or the loss of a batch right; remembers the verdict",
 }
 

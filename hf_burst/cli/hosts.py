@@ -5,9 +5,8 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +26,7 @@ _CARDS = Path("/sys/class/infiniband")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _REPORTED = timedelta(minutes=2)
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)  # without addresses of a link alone (fe80)
-_SKEW, _SHORTEST = 2.0, 60  # seconds
+_SHORTEST = 60  # seconds
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ class Report:
         interfaces (mapping from `str` to sequence of `str`): Network interfaces that are up, and their addresses.
         address (`str`): The address of the host's own name, empty if it has none.
         cards (sequence of `str`): Cards of InfiniBand or RoCE that have a link.
-        clock (`float`): Seconds of the clock at the moment at which all ranks looked.
     """
 
     host: str
@@ -54,7 +52,6 @@ class Report:
     interfaces: Mapping[str, Sequence[str]]
     address: str
     cards: Sequence[str]
-    clock: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,8 @@ def report(backend: str) -> Report:
     )
 
 
-def gather(mine: Report, rank: int, size: int, store: Store) -> tuple[list[Report], float]:
-    """The reports of all ranks, in rank order, and how many seconds apart they may have looked at their clocks.
+def gather(mine: Report, rank: int, size: int, store: Store) -> list[Report]:
+    """The reports of all ranks, in rank order.
 
     Raises:
         ConfigError: If a rank does not report in time.
@@ -97,21 +94,11 @@ def gather(mine: Report, rank: int, size: int, store: Store) -> tuple[list[Repor
     store = PrefixStore("hf_burst_hosts", store)
     store.set(f"rank{rank}", json.dumps(asdict(mine)))
     _wait(store, "rank", size)
-    started = time.monotonic()
-    if rank == 0:
-        store.set("look", "")
-    store.wait(["look"], _REPORTED)
-    store.set(f"clock{rank}", repr(time.time()))
-    _wait(store, "clock", size)
-    if rank == 0:
-        store.set("took", repr(time.monotonic() - started))
     reports = [Report(**json.loads(store.get(f"rank{peer}"))) for peer in range(size)]
-    clocks = [float(store.get(f"clock{peer}")) for peer in range(size)]
-    took = float(store.get("took"))
     store.set(f"done{rank}", "")
     if rank == 0:
         _wait(store, "done", size)  # this process may hold the store, and end now
-    return [replace(one, clock=clock) for one, clock in zip(reports, clocks, strict=True)], took
+    return reports
 
 
 def describe(reports: Sequence[Report]) -> str:
@@ -121,10 +108,10 @@ def describe(reports: Sequence[Report]) -> str:
     return f"hosts: {len(names)}, " + ", ".join(f"{counted[host]} ranks on {name}" for host, name in names.items())
 
 
-def findings(reports: Sequence[Report], took: float = 0.0) -> list[Finding]:
-    """What is wrong, the worst first; `took` are the seconds by which the looks at the clocks may lie apart."""
+def findings(reports: Sequence[Report]) -> list[Finding]:
+    """What is wrong, the worst first."""
     found = [*_interfaces(reports), *_cards(reports), *_places(reports), *_versions(reports)]
-    found += [*_environment(reports), *_limits(reports), *_clocks(reports, took)]
+    found += [*_environment(reports), *_limits(reports)]
     return sorted(found, key=lambda finding: not finding.blocks)
 
 
@@ -243,16 +230,6 @@ def _limits(reports: Sequence[Report]) -> Iterator[Finding]:
         if beats.isdecimal() and int(beats) < _SHORTEST:
             text = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is {beats} on {names[host]}"
             yield Finding(f"{text}: a rank that compiles or saves would be ended. Unset it, or set {_SHORTEST}.")
-
-
-def _clocks(reports: Sequence[Report], took: float) -> Iterator[Finding]:
-    """Clocks that differ by more than the looks at them lie apart."""
-    first = reports[0].clock
-    ahead = {host: one.clock - first for host, one in _firsts(reports).items()}
-    if max(ahead.values()) - min(ahead.values()) > _SKEW + took:
-        names = _names(reports)
-        values = ", ".join(f"{seconds:+.0f} s on {names[host]}" for host, seconds in ahead.items())
-        yield Finding(f"Clocks differ: {values}. Set them by NTP (chrony): logs and certificates go by them.")
 
 
 def _apart(values: Sequence[str], reports: Sequence[Report]) -> str:

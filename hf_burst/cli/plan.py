@@ -1,215 +1,318 @@
-"""`hf-burst plan`: which rank computes which part of a mask in which step of a ring, in numbers and as a picture; and
-with `--model` how long a training step takes, see `sizing.py`."""
+"""`hf-burst plan`: how long a training step takes, how the GPUs are best divided, and what memory it takes."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection
+from dataclasses import replace
+from difflib import get_close_matches
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import Any, NamedTuple, get_args
 
-import numpy as np
+import torch
 
-from ..config import Chunking
-from ..errors import ConfigError
-from ..plan import Mask, MaskPattern, Plan, make_plan, sharding_for
-from ..plan.steps import Rotating
-from ..plan.work import tile_pairs
-from . import sizing
+from ..config import BurstConfig
+from ..errors import ConfigError, ShardingError
+from ..layers.host_limits import gpus_of_host, host_memory
+from ..plan import Mask, name_of
+from ..sizing import (
+    DATA_SHEETS,
+    HOST_MEMORY,
+    HOST_ROOM,
+    SETTINGS,
+    SHAPES,
+    Capacity,
+    DataSheet,
+    Fit,
+    ModelSize,
+    Sharded,
+    Spread,
+    StepSeconds,
+    Training,
+    Weights,
+    capacity_of,
+    data_sheet,
+    estimate_seconds,
+    fit,
+    gpu_named,
+    longest,
+    spread_of,
+    step_flops,
+)
 from .launch import launched
 from .tokens import tokens
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_LENGTH = 4096  # tokens where none are given
-_POINTS = 720  # of a picture, along each side
-_NOBODY = -1
-_MOST_MARKED = 32  # ranks whose chunks are marked in a picture
-_MOST_RANKS, _MOST_DRAWN = 256, 64  # counted, and drawn, within seconds
+_MODEL = (
+    "a name on the hub, a folder or config.json of a model, a class of Transformers, or without a network one of "
+    f"{', '.join(SHAPES)}"
+)
+_PRECISION = {
+    "bf16": "assumed: trained weights in bf16; accelerate's mixed_precision=bf16 keeps them in fp32 (--weights fp32)",
+    "fp32": "assumed: trained weights in fp32, as accelerate's mixed_precision=bf16 keeps them (else --weights bf16)",
+    "4bit": "assumed: adapters in fp32, as peft makes them; TRL's trainers hold them in bf16, which takes less",
+}
+_LEGEND = (
+    "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
+    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of BurstConfig.",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_ring_arguments(parser)
-    sizing.add_arguments(parser)
-
-
-def add_ring_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of a mask and its plan."""
-    parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
-    parser.add_argument("--window", type=tokens, help="tokens that a query sees backwards beside itself (default all)")
-    length = f"tokens of all ranks, such as 4096, 128k or 1M (default {_LENGTH}, or those of the documents)"
+    parser.add_argument("--model", help=_MODEL)
+    parser.add_argument("--length", type=tokens, help="tokens of a sequence, such as 4096, 128k or 1M")
     documents = "lengths of packed documents, one after the other"
-    parser.add_argument("--length", type=tokens, help=length)
     parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks of the ring (default %(default)s)")
-    parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
-    rotating = 'the rotating block: K and V, or Q as in "burst" backward'
-    parser.add_argument("--rotating", choices=get_args(Rotating), default="kv", help=rotating)
-    parser.add_argument("--out", type=Path, help="the picture: a file of a kind that matplotlib writes")
+    parser.add_argument("--gpus", type=int, help="(default those of this host, or 8)")
+    machine = f"{', '.join(DATA_SHEETS)} (default the GPUs of this host, or h200)"
+    parser.add_argument("--machine", help=machine)
+    parser.add_argument("--gpus-per-host", type=int, help="(default those of this host, or 8)")
+    host = "GiB of host memory for each GPU (default this host's, or 128)"
+    parser.add_argument("--host-memory", type=float, help=host)
+    adapters = parser.add_mutually_exclusive_group()
+    rank: dict[str, Any] = {"type": int, "nargs": "?", "const": 16, "metavar": "RANK"}
+    adapters.add_argument("--lora", **rank, help="adapters (rank 16 by default)")
+    adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
+    parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
+    parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
+    chosen = "as in BurstConfig (default: by the rule of memory='auto')"
+    for name in SETTINGS:
+        kind = type(getattr(BurstConfig, name))
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
+    parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
+    expandable = "torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it"
+    parser.add_argument("--expandable-segments", action="store_true", help=expandable)
+    plain = "norms, rotary positions and SwiGLU without Liger"
+    parser.add_argument("--plain-kernels", dest="fused", action="store_false", help=plain)
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the work of each rank and step, and draws the plan, on rank 0 of a launch; the exit status."""
-    _, rank = launched()
-    if rank:
+    """Prints on rank 0 of a launch what is predicted; the exit status is 0 if it fits, 1 if not. Raises for what cannot
+    be, which is 2."""
+    if launched()[1]:
         return 0
-    _check_options(arguments)
-    if arguments.model:
-        if arguments.length is None and not arguments.documents:
-            raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
-        whole = _mask(arguments)
-        return sizing.run(arguments, whole.documents, whole.length)
-    most = _MOST_RANKS if arguments.out is None else _MOST_DRAWN
-    if not 1 <= arguments.ranks <= most:
-        raise ConfigError(f"--ranks is {arguments.ranks}; it must be 1 to {_MOST_RANKS}, for --out to {_MOST_DRAWN}.")
-    mask = _mask(arguments)
-    pattern = MaskPattern(mask.causal, mask.window)
-    sharding = sharding_for((mask.documents,), {pattern: 1}, arguments.ranks, arguments.chunking)
-    plan = make_plan((mask,), sharding)
-    if arguments.out is not None:
-        _write_picture(arguments.out, plan, arguments.rotating)
-    print(describe(plan, arguments.rotating))
-    if arguments.out is not None:
-        print(f"picture in {arguments.out}")
-    return 0
+    if not arguments.model:
+        raise ConfigError("hf-burst plan needs --model. Which rank computes what is shown by hf-burst layout.")
+    length, documents = _sequence(arguments)
+    sheet, capacity, gpus = find_gpus(arguments)
+    model = find_model(arguments.model, arguments.trust_remote_code)
+    settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
+    training = _training(arguments, length, gpus, documents, settings)
+    rows = divisions(model, training, sheet, capacity, settings)
+    fitting = [row for row in rows if row.fit.fits]
+    best = max(fitting, key=lambda row: row.tokens_per_second, default=None)
+    lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
+    lines += _reasons(rows, best, capacity) if best else []
+    lines += ["", *_details(best or rows[0], capacity)]
+    if best is None:
+        limits = f"{capacity.gpu_memory / 2**30:.0f} GiB and {HOST_ROOM:.0%} of the host's"
+        less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
+        lines.append(
+            f"None fits into {limits} {capacity.host_memory / 2**30:.0f}. Give more --gpus, fewer tokens{less}."
+        )
+    if not documents[2:]:
+        most = longest(model, rows[0].fit.training, capacity, settings)
+        lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
+    print("\n".join(lines))
+    return 0 if best else 1
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Raises for options that only count with `--model`, or only without it."""
-    parser = argparse.ArgumentParser()
-    sizing.add_arguments(parser)
-    training = set(vars(parser.parse_args([])))
-    add_ring_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    rings = set(defaults) - training - {"length", "documents"}
-    ignored = [name for name in (rings if arguments.model else training) if getattr(arguments, name) != defaults[name]]
-    if ignored:
-        names = {"checkpointing": "no-checkpointing", "fused": "plain-kernels"}
-        options = ", ".join(sorted(f"--{names.get(name, name).replace('_', '-')}" for name in ignored))
-        how = "have no meaning with --model" if arguments.model else "need --model"
-        raise ConfigError(f"These options {how}: {options}. See hf-burst plan --help.")
-
-
-def _write_picture(out: Path, plan: Plan, rotating: Rotating) -> None:
-    try:
-        figure = draw(plan, rotating)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=150, format=out.suffix[1:])
-    except (ImportError, OSError, ValueError) as problem:
-        raise ConfigError(
-            f"--out is {out}, where matplotlib draws no picture: {problem}. Name another file, or install matplotlib."
-        ) from problem
-
-
-def _mask(arguments: argparse.Namespace) -> Mask:
-    """The mask that is asked for."""
+def _sequence(arguments: argparse.Namespace) -> tuple[int, tuple[int, ...]]:
+    """Tokens of a sequence, and the boundaries of its documents; none for a whole one."""
     length, sizes = arguments.length, arguments.documents or ()
+    if length is None and not sizes:
+        raise ConfigError("--model needs --length, the tokens of a sequence, or --documents.")
     if sizes and length not in (None, sum(sizes)):
         raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
-    length = sum(sizes) if sizes else _LENGTH if length is None else length
     documents = tuple(accumulate(sizes, initial=0)) if sizes else ()
-    return Mask(length, arguments.mask == "causal", arguments.window, documents)
+    mask = Mask(sum(sizes) if sizes else length, documents=documents)  # raises for what is no sequence
+    return mask.length, mask.documents
 
 
-def describe(plan: Plan, rotating: Rotating) -> str:
-    """A table of the tokens and the work of every rank, and of its work by step, and how even that is."""
-    ranks, work = plan.ranks, steps_of(plan, rotating)
-    total = sum(map(sum, work))
-    lines = ["rank   tokens   work   by steps (distance round the ring, % of its own work)"]
-    for rank, steps in enumerate(work):
-        own = sum(steps)
-        parts = "  ".join(f"{distance}: {step / own:.0%}" for distance, step in enumerate(steps) if step)
-        lines.append(f"{rank:4}  {plan.queries.tokens(rank):7}  {own / total:5.1%}   {parts}")
-    most = f"{max(map(sum, work)) * ranks / total - 1:.1%} more than an even share"
-    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest of {ranks} ranks has {most}.")
-    longest = sum(map(max, zip(*work, strict=True)))
-    lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
-    return "\n".join(lines)
+def _training(
+    arguments: argparse.Namespace, length: int, gpus: int, documents: tuple[int, ...], settings: dict[str, Any]
+) -> Training:
+    """The training that is asked for, whose sequences all GPUs share."""
+    rank = arguments.lora if arguments.qlora is None else arguments.qlora
+    if rank is not None and rank < 1:
+        option = "--lora" if arguments.qlora is None else "--qlora"
+        raise ConfigError(f"{option} is {rank}; give the rank of the adapters, at least 1.")
+    if arguments.qlora is not None and arguments.weights == "bf16":
+        raise ConfigError("--qlora has adapters in fp32. Leave out --weights bf16.")
+    weights: Weights = "4bit" if arguments.qlora else arguments.weights or "bf16"
+    options = {name: getattr(arguments, name) for name in ("sharded", "checkpointing", "fused", "expandable_segments")}
+    return Training(length, gpus, gpus, documents, weights=weights, lora=rank or 0, **options, **settings)
 
 
-def steps_of(plan: Plan, rotating: Rotating) -> list[list[int]]:
-    """The pairs that each rank computes in each step."""
-    work = [[0] * plan.ranks for _ in range(plan.ranks)]
-    for rank, own in enumerate(work):
-        for step in plan.steps(rank, rotating):
-            own[step.order] = sum((tile.batch[1] - tile.batch[0]) * tile_pairs(tile) for tile in step.tiles)
-    return work
+def find_model(name: str, trust_remote_code: bool) -> ModelSize:
+    """The sizes of a model by its config. A named shape is found before any network is asked."""
+    from ..check.run import find_target  # which takes seconds to import
+    from ..hf.models.model_size import model_size, shape_named
+
+    try:
+        target = find_target(shape_named(name) or name, trust_remote_code)
+    except ConfigError as problem:
+        near = "".join(f" Did you mean {match}?" for match in get_close_matches(name.lower(), SHAPES, n=1))
+        raise ConfigError(f"{problem}{near} Shapes that need no hub: {', '.join(SHAPES)}.") from problem
+    return model_size(target.model_class, target.config, name)
 
 
-def who_computes(plan: Plan, rotating: Rotating, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The rank and the step that compute each pair of some tokens, in the first row of a batch; -1 where none does.
-    Follows from the tiles of the plan, not from the mask.
-
-    Args:
-        plan ([`Plan`]): The plan.
-        rotating (`str`): The rotating block, `"kv"` or `"q"`.
-        tokens (sequence of `int`): Rising; queries along the first dimension of both arrays, keys along the second.
-    """
-    positions, owners, rows = np.asarray(tokens), np.full(len(tokens), _NOBODY), np.full(len(tokens), _NOBODY)
-    for rank in range(plan.ranks):
-        for piece in plan.queries.runs(rank):
-            inside = (positions >= piece.start) & (positions < piece.stop)
-            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
-    ranks = np.full((len(tokens), len(tokens)), _NOBODY)
-    steps = ranks.copy()
-    for host in range(plan.queries.ranks):
-        for step in plan.steps(host, rotating):
-            guest = step.source
-            q_rank, k_rank = (host, guest) if rotating == "kv" else (guest, host)
-            for tile in step.tiles:
-                if tile.batch[0] > 0:
-                    continue
-                for query in np.flatnonzero((owners == q_rank) & (rows >= tile.q[0]) & (rows < tile.q[1])):
-                    start, stop = (tile.k[0] + column for column in tile.columns(int(rows[query]) - tile.q[0]))
-                    keys = np.flatnonzero((owners == k_rank) & (rows >= start) & (rows < stop))
-                    ranks[query, keys], steps[query, keys] = host, step.order
-    return ranks, steps
+def find_gpus(arguments: argparse.Namespace) -> tuple[DataSheet, Capacity, int]:
+    """The GPUs that are named, or those of this host, or H200s: their data sheet, what they and their hosts hold, and
+    how many there are."""
+    here = torch.cuda.device_count()
+    gpus = (here or 8) if arguments.gpus is None else arguments.gpus
+    per_host = arguments.gpus_per_host
+    if per_host is None:
+        per_host = here if here and not arguments.machine else 8
+    if min(gpus, per_host) < 1:
+        raise ConfigError(f"--gpus is {gpus} and --gpus-per-host {per_host}; give at least 1.")
+    if gpus > per_host and gpus % per_host:
+        raise ConfigError(f"{gpus} GPUs do not lie on hosts of {per_host} each: give --gpus-per-host that divides.")
+    if arguments.machine or not here:
+        sheet = gpu_named(arguments.machine or "h200")
+        capacity = capacity_of(sheet, HOST_MEMORY, per_host)
+    else:
+        sheet, capacity = _gpus_here(per_host)
+    if arguments.host_memory is not None:
+        if not 0 <= arguments.host_memory < 2**30:
+            raise ConfigError(f"--host-memory is {arguments.host_memory}; give the GiB of a host for each of its GPUs.")
+        capacity = replace(capacity, host_memory=int(arguments.host_memory * 2**30))
+    return sheet, capacity, gpus
 
 
-def draw(plan: Plan, rotating: Rotating) -> "Figure":
-    """The mask of the first row of a batch, in the colours of the ranks that compute it and paler in later steps, and
-    the work of each rank beside it."""
-    from matplotlib.colors import to_rgb
-    from matplotlib.figure import Figure
+def _gpus_here(per_host: int) -> tuple[DataSheet, Capacity]:
+    """The first GPU of this host, and what it and the host hold."""
+    from ..hf.parts.memory import gpu_memory
 
-    ranks, length = plan.queries.ranks, plan.queries.length
-    points = min(length, _POINTS)
-    tokens = [(2 * index + 1) * length // (2 * points) for index in range(points)]
-    owner, step = who_computes(plan, rotating, tokens)
-    hues = [np.array(to_rgb(f"C{rank % 10}")) for rank in range(ranks)]
-    palette = np.array([[_shade(hue, distance, ranks) for distance in range(ranks)] for hue in hues])
-    picture = np.where((owner >= 0)[..., None], palette[owner, step], 1.0)
-    figure = Figure(figsize=(9.6, 5.2), layout="constrained")
-    mask, bars = figure.subplots(1, 2, width_ratios=[1.5, 1])
-    mask.imshow(picture, extent=(0, length, length, 0), interpolation="nearest")
-    for boundary in plan.queries.boundaries[1:-1] if ranks <= _MOST_MARKED else ():
-        mask.axhline(boundary, color="#bbbbbb", linewidth=0.5)
-        mask.axvline(boundary, color="#bbbbbb", linewidth=0.5)
-    mask.set(xlabel="key", ylabel="query", title=f"Who computes what, over {ranks} ranks")
-    _bars(bars, plan, rotating, hues)
-    return figure
+    device = torch.device("cuda", 0)
+    name = torch.cuda.get_device_name(device)
+    sheet = data_sheet(name)
+    if sheet is None:
+        raise ConfigError(f"There is no data sheet of {name}. Give --machine, one of {', '.join(DATA_SHEETS)}.")
+    return sheet, Capacity(gpu_memory(device), host_memory()[0] // max(per_host, gpus_of_host(device)), per_host)
 
 
-def _bars(axes: "Axes", plan: Plan, rotating: Rotating, hues: Sequence[np.ndarray]) -> None:
-    """The work of each rank, step by step, in even shares."""
-    work, ranks = steps_of(plan, rotating), plan.queries.ranks
-    even = sum(map(sum, work)) / ranks
-    for rank, steps in enumerate(work):
-        left = 0.0
-        for distance, pairs in enumerate(steps):
-            axes.barh(rank, pairs / even, left=left, color=_shade(hues[rank], distance, ranks), edgecolor="white")
-            left += pairs / even
-    most = max(map(sum, work)) / even - 1
-    axes.axvline(1.0, color="#666666", linewidth=1.0, linestyle="--")
-    axes.set(xlabel="work, in even shares", ylabel="rank", yticks=range(ranks))
-    axes.set_title(f"Dark: own block; paler: later steps\nbusiest rank {most:.1%} above an even share", fontsize=10)
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
+class Division(NamedTuple):
+    """One way to divide the GPUs into groups, the settings that the rule takes for it, and its seconds."""
+
+    fit: Fit
+    seconds: StepSeconds
+    flops: float  # of a GPU
+    spread: Spread
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.fit.training.tokens / self.seconds.total
+
+    @property
+    def groups(self) -> str:
+        """Its groups as they read in the table."""
+        training = self.fit.training
+        return f"{training.burst_size} x {training.gpus // training.burst_size}"
 
 
-def _shade(hue: np.ndarray, distance: int, ranks: int) -> np.ndarray:
-    """The colour of a step: that of the rank, mixed with white."""
-    pale = 0.75 * distance / max(1, ranks - 1)
-    return hue * (1 - pale) + pale
+def divisions(
+    model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity, fixed: Collection[str]
+) -> list[Division]:
+    """All ways to divide the GPUs into groups that share a sequence, the largest groups first, with what they cost:
+    each with the settings of the rule, except those that are `fixed`."""
+    rows = []
+    for size in range(training.gpus, 0, -1):
+        if training.gpus % size == 0:
+            try:
+                chosen = fit(model, replace(training, burst_size=size), capacity, fixed)
+                how, per_host = chosen.training, capacity.ranks_per_host
+                seconds = estimate_seconds(model, how, sheet, per_host)
+                rows.append(Division(chosen, seconds, step_flops(model, how), spread_of(model, how, per_host)))
+            except ShardingError:  # too short for so many
+                continue
+    if not rows:
+        raise ConfigError(f"--length {training.length} is too short for any of {training.gpus} GPUs.")
+    return rows
+
+
+def _assumptions(model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity) -> list[str]:
+    """What is trained, on what and how, in lines."""
+    spread = training.sharded if training.shards > 1 else "ddp"
+    what = f"all {training.weights}"
+    if training.lora:
+        base = "4bit" if training.weights == "4bit" else "bf16"
+        what = f"{'bf16' if training.weights == 'bf16' else 'fp32'} adapters of rank {training.lora} on {base}"
+    again = "layers checkpointed" if training.checkpointing else "nothing checkpointed"
+    return [
+        str(model),
+        f"{training.gpus} x {sheet.device}, {capacity.gpu_memory / 2**30:.0f} GiB; {sheet.rates}",
+        f"{training.length:,} tokens a sequence, {what} weights, AdamW, {spread}, {again}",
+        _PRECISION[training.weights],
+    ]
+
+
+def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> list[str]:
+    """The divisions in columns."""
+    heads = ("burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", "")
+    cells = [list(heads)]
+    for row in rows:
+        verdict = "fastest that fits" if row is best else "" if row.fit.fits else "does not fit"
+        cells.append(
+            [
+                row.groups,
+                f"{row.seconds.total:.2f}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.flops / row.seconds.total / sheet.peak:.0%}",
+                f"{row.fit.memory.total / 2**30:.1f}",
+                _schedule(row),
+                _settings(row.fit.training),
+                verdict,
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.rjust, line, widths)).rstrip() for line in cells]
+
+
+def _settings(training: Training) -> str:
+    """What its BurstConfig names that is no default."""
+    named, defaults = {name: getattr(training, name) for name in SETTINGS}, BurstConfig()
+    return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
+
+
+def _schedule(row: Division) -> str:
+    """How attention is spread, and what recurrent layers exchange."""
+    ranks = row.fit.training.burst_size
+    if ranks == 1:
+        return "-"
+    attention = [name_of(row.spread.schedule, ranks)] if row.seconds.attention else []
+    return ", ".join(attention + ([row.spread.recurrence] if row.spread.recurrence else []))
+
+
+def _reasons(rows: list[Division], best: Division, capacity: Capacity) -> list[str]:
+    """Why the best division is not another one, in lines."""
+    lines = []
+    for row in rows:
+        if row is best:
+            continue
+        if not row.fit.fits:
+            needs, room = row.fit.memory.total / 2**30, capacity.gpu_memory / 2**30
+            lines.append(f"Not {row.groups}: it needs {needs:.1f} GiB of {room:.0f}.")
+            continue
+        mine, other = vars(best.seconds), vars(row.seconds)
+        shares = best.fit.training.tokens, row.fit.training.tokens
+        losses = {name: other[name] / shares[1] - mine[name] / shares[0] for name in mine}
+        slower = 1 - row.tokens_per_second / best.tokens_per_second
+        part = max(losses, key=losses.__getitem__)
+        lines.append(f"Not {row.groups}: {slower:.1%} fewer tokens/s, lost most in {part}.")
+    return lines
+
+
+def _details(row: Division, capacity: Capacity) -> list[str]:
+    """Where the seconds and the memory of a division go, in lines."""
+    memory, host = row.fit.memory, capacity.host_memory / 2**30
+    offloaded = f"; {memory.host / 2**30:.2f} of the {host:.0f} of its host" if memory.host else ""
+    return [
+        f"burst_size {row.fit.training.burst_size}, seconds: {_listed(vars(row.seconds), 1.0)}",
+        f"GiB, the most in {memory.moment}: {_listed(memory.items, 2**30)}{offloaded}",
+    ]
+
+
+def _listed(values: dict[str, float], unit: float) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value / unit:.2f}" for name, value in values.items() if value)

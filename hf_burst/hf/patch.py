@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..config import BurstConfig, Memory, renamed
 from ..errors import ConfigError, UnsupportedModelError
-from ..plan import RecurrentSize, Shapes
+from ..plan import RecurrentSize
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
@@ -28,7 +28,7 @@ from .batches.cutting import bound_arguments
 from .batches.sharded import is_sharded
 from .groups import OLD_NAMES, PATCH, check_joined, resolve_group
 from .models.cut_point import CutPoint, cut_point_of, language_model_of
-from .models.hybrid import attention_shapes, hybrid_of, recurrent_sizes
+from .models.hybrid import hybrid_of, recurrent_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
 from .models.task import task_of
@@ -236,7 +236,6 @@ class _Patch:
         self.explicit = False  # whether the latest batch arrived sharded
         self.entered = False  # whether the model is being called, sharded or to generate
         self.recurrent: tuple[RecurrentSize, ...] = ()
-        self.shapes: Shapes | None = None
         self.run: ForwardPass | None = None  # the pass under way
         self.passes = 0  # that came so far
 
@@ -300,8 +299,8 @@ class _Patch:
                 self.look(module)
                 self.seen = _Seen(inside)
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
-                machine = resources_of(run.group).machine(run.device, self.config.kernel)
-                run.hybrid = hybrid_of(self.recurrent, self.shapes, machine, self.config)
+                resources_of(run.group).topology(run.device)
+                run.hybrid = hybrid_of(self.recurrent, self.config)
             check_joined()
             for part in self.parts if error is None else ():
                 part.prepare(run)
@@ -328,7 +327,7 @@ class _Patch:
 
     def look(self, model: PreTrainedModel) -> None:
         """Has the parts look at the modules of the model anew."""
-        self.recurrent, self.shapes = recurrent_sizes(model), attention_shapes(model)
+        self.recurrent = recurrent_sizes(model)
         for handle in self.looked:
             handle.remove()
         self.looked = []
@@ -336,8 +335,8 @@ class _Patch:
             self.looked += part.look(model)
 
     def meet(self, run: ForwardPass, error: Exception | None, doing: str) -> None:
-        """At the first pass over a group all of its ranks have come so far, or none goes on to measure the machine."""
-        if run.group.size == 1 or resources_of(run.group).knows(run.device, self.config.kernel):
+        """At the first pass over a group all of its ranks have come so far, or none goes on to ask for hosts."""
+        if resources_of(run.group).knows_hosts:
             return
         facts = {"BurstConfig": str(self.config), "recurrent layers": ", ".join(map(str, self.recurrent)) or "none"}
         run.group.agree(facts, error, run.device, doing=doing)

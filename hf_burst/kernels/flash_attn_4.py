@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.machine import cut_for_cudnn
 from .base import BackwardInputs, Band, OutputBuffers, Scores
 from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
@@ -31,6 +30,9 @@ _SIGNATURES: Signatures = (
 _SIZES = (64, 96, 128, 192, 256)  # of heads
 _WIDE = 256  # of these, the one whose backward pass cuDNN computes faster on Hopper
 _OLDEST_CUDNN = 91500  # that knows heads of 256, on compute capability 9.0, without known errors
+_LONG_TILE = 16384  # rows and columns from which on cuDNN goes backward: it plans every shape anew
+_MAX_ELEMENTS = 2**31  # of a tensor that cuDNN is given; none was tried with more
+_BLOCK = 128  # keys of its blocks on Hopper
 _COMPILER_WARNING = r"(?s).*aux_data \(position.*cannot be converted"
 
 
@@ -115,6 +117,13 @@ class FlashAttn4Kernel(FlashKernel):
         elements = rows * max(q.shape[2], v.shape[2]) * _WIDE  # cuDNN has gradients of keys for every query head
         cut = (causal or piece.band == Band()) and cut_for_cudnn(piece.height, piece.width, causal, elements)
         return cut and q.shape[3] == v.shape[3] == _WIDE and _cudnn_knows_wide_heads(q.device)
+
+
+def cut_for_cudnn(height: int, width: int, causal: bool, elements: int) -> bool:
+    """Whether cuDNN is faster backward for a tile of heads of 256, without documents and windows: a long causal square,
+    or a long tile of whole blocks, whose largest tensor has no more elements than were tried."""
+    whole = height == width if causal else width % _BLOCK == 0
+    return whole and min(height, width) >= _LONG_TILE and elements < _MAX_ELEMENTS
 
 
 @lru_cache(maxsize=16)

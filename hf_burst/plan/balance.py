@@ -126,7 +126,7 @@ class _Steps:
     def __init__(self, work: Sequence[int], met: dict[tuple[int, int], int], owners: Sequence[int]) -> None:
         self.ranks = max(owners) + 1
         self.owners = list(owners)
-        self.pairs = pairs_by_step(work, met, owners, self.ranks, "kv")
+        self.pairs = pairs_by_step(work, met, owners, self.ranks)
         self.loads = [sum(own) for own in zip(*self.pairs, strict=True)]
         self.inside = list(work)  # pairs of query and key in one chunk
         self.others: list[list[tuple[int, int, bool]]] = [[] for _ in work]  # chunk, pairs, whether it has the keys

@@ -1,139 +1,22 @@
-"""Where a batch is cut for a model with recurrent layers. Attention wants even work; states want few runs of
-tokens, which begin where documents begin. Each cut is priced for the whole model, and the cheapest is taken."""
+"""Where a batch is cut. Attention wants even work. States of recurrent layers want few runs of tokens, which begin
+where documents begin."""
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from ..config import Chunking, Schedule
+from ..config import Chunking
 from .balance import assign
-from .choose import choose
-from .cost import estimate
-from .machine import Machine
 from .mask import Mask, MaskPattern
-from .recurrence import Recurrence, RecurrenceChoice, RecurrentSize, choose_recurrence
-from .segments import Segments
+from .recurrence import Hybrid
 from .sharding import Sharding, cut, pattern
-from .traffic import Shapes
-from .work import Layer, pairs_of_chunks
+from .work import pairs_of_chunks
 
-_SHARES = (math.inf, 1.0, 0.5)  # of a rank's tokens, above which a document is dealt out over all ranks
 _BUNDLES = 8  # parts of a rank's tokens, up to which short documents are dealt out together
-_MOST_RUNS = 24  # of a rank
-
-
-@dataclass(frozen=True)
-class Hybrid:
-    """A model with recurrent layers, as its batches are cut for it.
-
-    Args:
-        recurrent (`tuple[RecurrentSize, ...]`): Its recurrent layers.
-        shapes ([`Shapes`], *optional*): Heads of its attention; `None` if it has none.
-        machine ([`Machine`]): On what it runs; equal on all ranks.
-        recurrence (`str`, defaults to `"auto"`): The way that recurrent layers take, `"states"` or `"heads"`; chosen by
-            default.
-        schedule (`str`, defaults to `"auto"`): As in [`BurstConfig`].
-    """
-
-    recurrent: tuple[RecurrentSize, ...]
-    shapes: Shapes | None
-    machine: Machine
-    recurrence: Recurrence = "auto"
-    schedule: str = "auto"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A cut of a batch, and the predicted seconds of all layers with one, forward and backward.
-
-    Args:
-        chunking (`str`): Its name, as in [`BurstConfig`].
-        sharding ([`Sharding`]): Which rank holds what.
-        attention_s (`float`): Seconds of attention.
-        recurrence ([`RecurrenceChoice`]): How recurrent layers pass what they know, and their seconds.
-        most_slots (`int`): States that the rank with the most of them hands on.
-    """
-
-    chunking: Chunking
-    sharding: Sharding
-    attention_s: float
-    recurrence: RecurrenceChoice
-    most_slots: int
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of both."""
-        return self.attention_s + self.recurrence.seconds
-
+_MAX_RUNS = 24  # of a rank
 
 Batch = tuple[tuple[int, ...], ...]  # cumulative boundaries of the documents of each row
-Patterns = tuple[tuple[MaskPattern, int], ...]  # how many layers see how far
-
-
-def cuts(documents: Batch, patterns: Patterns, ranks: int, hybrid: Hybrid, stretches: int = 1) -> list[Cut]:
-    """The cuts that a model may take, with their prices: contiguous, zigzag, balanced for attention, and by documents.
-
-    Args:
-        documents (`tuple[tuple[int, ...], ...]`): Cumulative boundaries for each row, all of one length, of which the
-            ranks and the chunks of every cut are divisors, see [`chunks_per_rank`].
-        patterns (`tuple[tuple[MaskPattern, int], ...]`): How many layers see how far; empty without attention.
-        ranks (`int`): Ranks of the group.
-        hybrid ([`Hybrid`]): The model.
-        stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
-    """
-    length, layers = documents[0][-1], dict(patterns)
-    shardings: dict[Sharding, Chunking] = {}
-    for name in ("contiguous", "zigzag"):
-        owners = pattern(ranks, name) * stretches
-        if length >= len(owners):
-            shardings.setdefault(cut(length, owners), name)
-    if layers:
-        masks, weights = _masks(documents, layers)
-        shardings.setdefault(cut(length, assign(masks, ranks, "balanced", weights, stretches)), "balanced")
-    for sharding in by_documents(documents, layers, ranks) if stretches == 1 else ():
-        shardings.setdefault(sharding, "documents")
-    return [_priced(name, sharding, documents, layers, hybrid) for sharding, name in shardings.items()]
-
-
-@lru_cache(maxsize=64)
-def cheapest_cut(documents: Batch, patterns: Patterns, ranks: int, hybrid: Hybrid, stretches: int = 1) -> Cut:
-    """The cut that takes the layers of a model the least time; the first of equals. Arguments as in [`cuts`]."""
-    return min(cuts(documents, patterns, ranks, hybrid, stretches), key=lambda priced: priced.total_s)
-
-
-def by_documents(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int) -> list[Sharding]:
-    """Cuts in which documents stay whole as far as every rank holds as many tokens.
-
-    Documents longer than a share of a rank's tokens lie over all ranks, two pieces a rank as in `"zigzag"`. The others
-    are dealt out by their work, short neighbours together, and over as few ranks as hold them. Those for which there is
-    no room fill the ranks up.
-
-    Args:
-        documents (`tuple[tuple[int, ...], ...]`): As in [`cuts`]. Those count that all rows have in common.
-        layers (mapping from [`MaskPattern`] to `int`): How many layers see how far, for the work.
-        ranks (`int`): Ranks of the group.
-
-    Returns:
-        One cut for each share; none where a rank would have too many runs, or the ranks do not divide the tokens.
-    """
-    if documents[0][-1] % ranks:
-        return []
-    bounds = sorted(set.intersection(*map(set, documents)) | {0})
-    shardings = []
-    for share in _SHARES:
-        pieces = _Pieces(bounds, ranks, share)
-        if pieces.fits:
-            bundles = pieces.bundles()
-            edges = sorted({0, bounds[-1], *(edge for bundle in bundles for edge in bundle)})
-            work = _work(documents, layers, edges)
-            pieces.deal(bundles, [work[bisect_left(edges, start)] for start, _ in bundles])
-            sharding = pieces.sharding()
-            if max(len(sharding.runs(rank)) for rank in range(ranks)) <= _MOST_RUNS:
-                shardings.append(sharding)
-    return list(dict.fromkeys(shardings))
 
 
 def sharding_for(
@@ -144,58 +27,83 @@ def sharding_for(
     stretches: int = 1,
     hybrid: Hybrid | None = None,
 ) -> Sharding:
-    """Who holds what of a batch: by the name of a chunking, or for a [`Hybrid`] and `"balanced"` the cheapest cut.
+    """Who holds what of a batch, by the name of a chunking.
+
+    For a model whose layers pass states, `"balanced"` is `"contiguous"` if it has no attention, `"documents"` if no
+    document is longer than the tokens of a rank, and else `"zigzag"`, where every rank has two runs of tokens.
 
     Args:
-        documents, ranks, stretches, hybrid: As in [`cuts`].
+        documents (`tuple[tuple[int, ...], ...]`): Cumulative boundaries for each row, all of one length. The ranks
+            divide it, and so do the chunks of every cut, see [`chunks_per_rank`].
         layers (mapping from [`MaskPattern`] to `int`): How many layers see how far; empty without attention.
+        ranks (`int`): Ranks of the group.
         chunking (`str`): As in [`BurstConfig`].
+        stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
+        hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, if it has any.
 
     Raises:
         ConfigError: If there is no such chunking.
         ShardingError: If there are more chunks than tokens, or no ranks.
     """
-    if hybrid is not None and chunking == "balanced" and ranks > 1:
-        return cheapest_cut(documents, tuple(layers.items()), ranks, hybrid, stretches).sharding
+    length = documents[0][-1]
+    if chunking == "balanced" and ranks > 1 and hybrid is not None and (hybrid.passes_states or not layers):
+        chunking = _chunking_for_states(documents, layers, ranks, stretches)
     if chunking == "documents":
-        contiguous = cut(documents[0][-1], pattern(ranks, "contiguous"))
-        return next(iter(by_documents(documents, layers, ranks)), contiguous) if ranks > 1 else contiguous
+        whole = by_documents(documents, tuple(layers.items()), ranks) if ranks > 1 else None
+        return whole or cut(length, pattern(ranks, "contiguous"))
     masks, weights = _masks(documents, layers or {MaskPattern(): 1})
-    return cut(documents[0][-1], assign(masks, ranks, chunking, weights, stretches))
+    return cut(length, assign(masks, ranks, chunking, weights, stretches))
+
+
+def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int) -> Chunking:
+    """The cut for layers that pass states, beside `layers` with attention."""
+    length = documents[0][-1]
+    if not layers or length < 2 * ranks * stretches:
+        return "contiguous"
+    longest = max(stop - start for start, stop in pairwise(_common_bounds(documents)))
+    fits = stretches == 1 and longest <= length // ranks
+    return "documents" if fits and by_documents(documents, tuple(layers.items()), ranks) else "zigzag"
+
+
+@lru_cache(maxsize=64)
+def by_documents(documents: Batch, layers: tuple[tuple[MaskPattern, int], ...], ranks: int) -> Sharding | None:
+    """A cut in which documents stay whole as far as every rank holds as many tokens.
+
+    They are dealt out by their work, short neighbours together, and over as few ranks as hold them. Those for which
+    there is no room fill the ranks up.
+
+    Args:
+        documents (`tuple[tuple[int, ...], ...]`): As in [`sharding_for`]. Those count that all rows have in common.
+        layers (`tuple[tuple[MaskPattern, int], ...]`): How many layers see how far, for the work.
+        ranks (`int`): Ranks of the group.
+
+    Returns:
+        The cut; `None` where a rank would have too many runs, or the ranks do not divide the tokens.
+    """
+    if documents[0][-1] % ranks:
+        return None
+    pieces = _Pieces(_common_bounds(documents), ranks)
+    bundles = pieces.bundles()
+    edges = sorted({0, documents[0][-1], *(edge for bundle in bundles for edge in bundle)})
+    work = _work(documents, dict(layers), edges)
+    pieces.deal(bundles, [work[bisect_left(edges, start)] for start, _ in bundles])
+    sharding = pieces.sharding()
+    return sharding if max(len(sharding.runs(rank)) for rank in range(ranks)) <= _MAX_RUNS else None
+
+
+def _common_bounds(documents: Batch) -> list[int]:
+    """The boundaries of documents that all rows have in common."""
+    return sorted(set.intersection(*map(set, documents)) | {0})
 
 
 class _Pieces:
     """Pieces of a row, each with the rank that owns it."""
 
-    def __init__(self, bounds: Sequence[int], ranks: int, share: float) -> None:
-        self.ranks, self.tokens = ranks, bounds[-1] // ranks
+    def __init__(self, bounds: Sequence[int], ranks: int) -> None:
+        self.bounds, self.ranks = bounds, ranks
+        self.tokens = bounds[-1] // ranks
         self.owned: list[tuple[int, int, int]] = []  # start, stop, rank
-        limit = share * self.tokens
-        self.long = [span for span in pairwise(bounds) if span[1] - span[0] > limit]
-        self.short = [span for span in pairwise(bounds) if span[1] - span[0] <= limit]
         self.room = [self.tokens] * ranks
-        self.fits = self._lay_long()
-
-    def _lay_long(self) -> bool:
-        """Lays long documents over all ranks, of which every rank then holds as many tokens but for one; whether these
-        have enough tokens."""
-        total, held = sum(stop - start for start, stop in self.long), [0] * self.ranks
-        for index, (start, stop) in enumerate(self.long):
-            owners = pattern(self.ranks, "zigzag")
-            count = len(owners)
-            edges = [start + place * (stop - start) // count for place in range(count + 1)]
-            for (first, last), owner in zip(pairwise(edges), owners, strict=True):
-                held[owner] += last - first
-            if index == len(self.long) - 1:  # edges between neighbours move until all is even
-                moved = 0
-                for rank in range(self.ranks - 1):
-                    wanted = total * (rank + 1) // self.ranks - total * rank // self.ranks
-                    moved += wanted - held[rank]
-                    edges[rank + 1] += moved
-            if any(first >= last for first, last in pairwise(edges)):
-                return False
-            self._own(edges, owners)
-        return True
 
     def _own(self, edges: Sequence[int], owners: Sequence[int]) -> None:
         for (start, stop), owner in zip(pairwise(edges), owners, strict=True):
@@ -203,10 +111,10 @@ class _Pieces:
             self.room[owner] -= stop - start
 
     def bundles(self) -> list[tuple[int, int]]:
-        """Short documents, neighbours together as long as they are a small part of a rank's tokens."""
+        """Documents, neighbours together as long as they are a small part of a rank's tokens."""
         bundles: list[tuple[int, int]] = []
-        for start, stop in self.short:
-            if bundles and bundles[-1][1] == start and stop - bundles[-1][0] <= self.tokens // _BUNDLES:
+        for start, stop in pairwise(self.bounds):
+            if bundles and stop - bundles[-1][0] <= self.tokens // _BUNDLES:
                 bundles[-1] = (bundles[-1][0], stop)
             else:
                 bundles.append((start, stop))
@@ -264,29 +172,3 @@ def _work(documents: Batch, layers: Mapping[MaskPattern, int], edges: Sequence[i
         return [stop - start for start, stop in pairwise(edges)]
     masks, weights = _masks(documents, layers)
     return pairs_of_chunks(masks, edges, weights)
-
-
-def _priced(
-    name: Chunking, sharding: Sharding, documents: Batch, layers: Mapping[MaskPattern, int], hybrid: Hybrid
-) -> Cut:
-    """A cut with what its layers cost."""
-    attention = sum(
-        count * _attention_s(tuple(kind.mask(row[-1], row) for row in documents), sharding, hybrid)
-        for kind, count in layers.items()
-    )
-    segments = Segments(sharding, documents)
-    choice = choose_recurrence(hybrid.recurrent, segments, hybrid.machine, hybrid.recurrence)
-    return Cut(name, sharding, attention, choice, segments.most_slots)
-
-
-def _attention_s(masks: tuple[Mask, ...], sharding: Sharding, hybrid: Hybrid) -> float:
-    """Seconds of an attention layer under the schedule that it will have."""
-    shapes, machine = hybrid.shapes, hybrid.machine
-    if shapes is None:
-        return 0.0
-    heads, ranks = (shapes.q_heads, shapes.kv_heads), sharding.ranks
-    layer = Layer(masks, sharding, shapes)
-    schedule = None if hybrid.schedule == "auto" else Schedule.parse(hybrid.schedule, ranks)
-    if schedule is None or schedule.refusal(ranks, *heads):
-        schedule = choose(layer, machine).schedule
-    return estimate(schedule, layer, machine).total_s

@@ -2,12 +2,11 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from .sharding import Sharding
-from .traffic import Pass
 
 _Made = TypeVar("_Made")
 
@@ -37,19 +36,6 @@ class Segment(NamedTuple):
     def opens(self) -> bool:
         """Whether its document starts here, so that no state comes in."""
         return self.start == self.document
-
-
-class Hop(NamedTuple):
-    """What a segment tells another one in a step of a scan.
-
-    Args:
-        source, target (`tuple[int, int]`): Both, by their rank and their place in `by_rank`.
-        tensors (`int`): 2 for a state and a transition; 1 for a state alone, once it knows of all segments before.
-    """
-
-    source: tuple[int, int]
-    target: tuple[int, int]
-    tensors: int
 
 
 class Segments:
@@ -89,12 +75,6 @@ class Segments:
                     documents[piece.row, piece.document].append((piece.start, rank, index))
         ordered = (sorted(documents[document]) for document in sorted(several))
         return tuple(tuple((rank, index) for _, rank, index in pieces) for pieces in ordered)
-
-    @cached_property
-    def hops(self) -> dict[Pass, tuple[tuple[Hop, ...], ...]]:
-        """The steps of a scan over all chains, either way: in each of them a segment tells what it knows to the one
-        behind it, twice as far as in the step before (Hillis and Steele 1986)."""
-        return {"forward": _hops(self.chains), "backward": _hops([chain[::-1] for chain in self.chains])}
 
     @cached_property
     def slots(self) -> dict[tuple[int, int], int]:
@@ -137,16 +117,3 @@ class Segments:
     def _edges(self) -> tuple[tuple[int, ...], ...]:
         """Where the documents of each row start, and where the last one ends."""
         return tuple(tuple(sorted({0, *bounds})) for bounds in self.documents)
-
-
-def _hops(chains: Sequence[tuple[tuple[int, int], ...]]) -> tuple[tuple[Hop, ...], ...]:
-    """After steps of 1, 2, 4 and so on, every segment knows of all before it."""
-    steps = (max(map(len, chains), default=1) - 1).bit_length()
-    return tuple(
-        tuple(
-            Hop(source, target, 1 if place < distance else 2)
-            for chain in chains
-            for place, (source, target) in enumerate(zip(chain, chain[distance:], strict=False))
-        )
-        for distance in (1 << step for step in range(steps))
-    )

@@ -1,16 +1,43 @@
 """Which host a process is on, by what NCCL goes by: so both agree on which ranks reach each other without a network."""
 
+import math
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+
+from ..plan import GPU_SLICE_BLOCKS
 
 HOST_VARIABLE = "NCCL_HOSTID"
 NEIGHBOURS = (
     "Number the ranks host by host: srun --distribution=block, or torchrun and accelerate launch once on every host."
 )
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What a run needs to know of its machines. Equal on all ranks of a group.
+
+    Args:
+        ranks_per_host (`int`, defaults to 1): Ranks of the group on one host, neighbours of each other.
+        on_gpus (`bool`, defaults to `False`): Whether the ranks compute on GPUs.
+    """
+
+    ranks_per_host: int = 1
+    on_gpus: bool = False
+
+    @property
+    def slice_blocks(self) -> int:
+        """The least work of a slice of the heads, see [`head_slices`]."""
+        return GPU_SLICE_BLOCKS if self.on_gpus else 0
+
+
+def neighbours_per_host(hosts: Sequence[str]) -> int:
+    """The most neighbouring ranks that cut a group into blocks of one host each; `hosts` are those of the ranks."""
+    return math.gcd(*(len(list(run)) for _, run in groupby(hosts)))
 
 
 def host_id() -> str:

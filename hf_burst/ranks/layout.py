@@ -66,8 +66,8 @@ class SequenceLayout:
             patterns (mapping from [`MaskPattern`] to `int`, *optional*): How many layers have which pattern, for the
                 balance. By default all are causal and see whole documents.
             stretches (`int`, defaults to 1): Equal parts of the sequence, each of which is dealt out by itself.
-            hybrid ([`Hybrid`], *optional*): A model with recurrent layers, for which `"balanced"` takes the cheapest
-                cut. `patterns` may then be empty.
+            hybrid ([`Hybrid`], *optional*): The recurrent layers of the model, for which `"balanced"` cuts otherwise,
+                see [`sharding_for`]. `patterns` may then be empty.
 
         Raises:
             BatchError: If the batch is empty.

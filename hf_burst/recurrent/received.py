@@ -1,6 +1,5 @@
 """What a layer received from the other ranks, kept for when a checkpoint runs it again."""
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +21,10 @@ class Received:
     Args:
         outer ([`Received`], *optional*): That of a checkpoint around the one of this layer.
         keeps (`bool`, defaults to `True`): Whether anything is kept. Otherwise a layer that runs again receives again.
-        scans (`bool`, defaults to `False`): Whether states come by a scan; otherwise those of all ranks are gathered.
     """
 
-    def __init__(self, outer: "Received | None" = None, keeps: bool = True, scans: bool = False) -> None:
-        self.outer, self.keeps, self.scans = outer, keeps, scans
+    def __init__(self, outer: "Received | None" = None, keeps: bool = True) -> None:
+        self.outer, self.keeps = outer, keeps
         self.runs = 0  # of the layer, this one included
         self.kept: list[_Entry] = []
         self.place = 0  # of the next entry where the layer runs again
@@ -37,27 +35,21 @@ class Received:
         self.place = 0
 
     def all_gather(self, tensor: Tensor, group: ContextGroup) -> _Shards:
-        """The tensors of all ranks, see [`hf_burst.ranks.collectives.all_gather`]; errors as in `exchange`."""
-        return self.exchange(tensor, lambda kept: all_gather(tensor, group, kept)) if group.size > 1 else (tensor,)
-
-    def exchange(self, tensor: Tensor, send: Callable[[_Shards | None], _Shards]) -> _Shards:
-        """What comes for a tensor.
-
-        Args:
-            tensor (`torch.Tensor`): What is sent.
-            send (callable): Sends it, and returns what comes. If it is given what came before, it sends nothing and
-                returns that, with the same way back for gradients.
+        """The tensors of all ranks, see [`hf_burst.ranks.collectives.all_gather`]. A layer that runs again sends
+        nothing, and its gradients take the same way back.
 
         Raises:
             KernelError: If the layer, run again, sends otherwise than it did first.
         """
+        if group.size == 1:
+            return (tensor,)
         kept, own = self._recall(), (tuple(tensor.shape), tensor.dtype)
         if kept is not None and kept[0] != own:
             raise KernelError(
                 "A checkpointed layer ran again with states of shape {} ({}), and with {} ({}) before. Let it compute "
                 "the same each time, under the same autocast.".format(*own, *kept[0])
             )
-        shards = send(None if kept is None else kept[1])
+        shards = all_gather(tensor, group, None if kept is None else kept[1])
         self._keep((own, tuple(shard.detach() for shard in shards)))
         return shards
 

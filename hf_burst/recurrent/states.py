@@ -1,7 +1,7 @@
 """States that pass from segment to segment of a document.
 
 What a run of tokens does to a state is affine: it comes out as `advance(transition, state) + own`. Transitions compose,
-so that every rank finds the states that come to its segments: from what all segments hand on, or by a scan over them.
+so that every rank finds the states that come to its segments from what all segments hand on.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..plan import Segments
 from ..ranks.group import ContextGroup
-from .doubling import Scan
 from .gather import gather_slots
 from .received import Received
 
@@ -34,16 +33,13 @@ def incoming_states(
         advance (callable): Applies a transition to a state.
         segments ([`Segments`]): Those of all ranks, of which some hand on.
         group ([`ContextGroup`]): The ranks. Every one of them calls it at the same time.
-        received ([`Received`], *optional*): Of a layer that a checkpoint may run again; says whether states come by a
-            scan.
+        received ([`Received`], *optional*): Of a layer that a checkpoint may run again.
         constant (`bool`, defaults to `False`): Whether transitions take no gradients, which then do not travel.
 
     Returns:
         The states at the beginning of the segments of this rank that open no document; and what came, for
         [`take_part`].
     """
-    if received is not None and received.scans:
-        return Scan(advance, segments, group).incoming(handed, received)
     own, transition = next(iter(handed.values()))
     incoming = dict[int, Tensor]()
     if constant:

@@ -1,4 +1,4 @@
-"""What the ranks of a process group hold together: symmetric memory, and what they know of the machine they run on.
+"""What the ranks of a process group hold together: symmetric memory, and what they know of their hosts.
 
 Each is made or agreed on at its first use, by all ranks at the same time. It lives as long as the process group itself:
 a group that is destroyed takes its resources along, and one that is made anew begins without any. The process groups of
@@ -7,18 +7,16 @@ hosts end with `close()`, or with the default group.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from ..plan import Machine
 from ..ranks.control import end_control
 from ..ranks.group import ContextGroup, group_by_name
+from ..ranks.host import Topology, host_id, neighbours_per_host
 from . import Exchange, ExchangeClock, Exchanges, PeerToPeer, Symmetric, SymmetricPool, open_pool
-from .calibrate import machine_for
 
 _NOT_SYMMETRIC = "BurstConfig(transport='symmetric') cannot be had: {}. Take 'auto', which falls back to 'p2p'."
 
@@ -33,38 +31,38 @@ class GroupResources:
     def __init__(self, group: ContextGroup) -> None:
         self.group = group
         self.clock: ExchangeClock | None = None  # times the messages of all passes, while there is one
-        self._machines: dict[tuple[torch.device, str, int | None], Machine] = {}
+        self._ranks_per_host: int | None = None
         self._pools: dict[torch.device, SymmetricPool | str] = {}
         self._levels: dict[int, tuple[ContextGroup, ContextGroup]] = {}
         self._unreached: dict[int, str] = {}
 
-    def knows(self, device: torch.device, kernel: str) -> bool:
-        """Whether the ranks have agreed on their machine, so that [`GroupResources.machine`] sends nothing."""
-        return (device, kernel, None) in self._machines
+    @property
+    def knows_hosts(self) -> bool:
+        """Whether the ranks have told each other their hosts, so that [`GroupResources.topology`] sends nothing."""
+        return self.group.size == 1 or self._ranks_per_host is not None
 
-    def machine(self, device: torch.device, kernel: str, ranks_per_host: int | None = None) -> Machine:
-        """The machine that the ranks run on, the same on all of them, for a kernel of [`BurstConfig`]; with so many
-        ranks on a host if that is named.
+    def topology(self, device: torch.device, ranks_per_host: int | None = None) -> Topology:
+        """Where the ranks run, the same on all of them. The first call sends the name of each rank's host.
+
+        Args:
+            device (`torch.device`): This rank's device.
+            ranks_per_host (`int`, *optional*): In place of what is found.
 
         Raises:
-            ConfigError: If so many ranks on a host do not divide the group.
+            ConfigError: If `ranks_per_host` does not divide the group.
         """
-        machine = self._machines.get((device, kernel, ranks_per_host))
-        if machine is not None:
-            return machine
-        found = self._machines.get((device, kernel, None))
-        if found is None:
-            found = machine_for(self.group, device, None if kernel == "auto" else kernel)
-            self._machines[device, kernel, None] = found
-        if ranks_per_host is None:
-            return found
-        if self.group.size % ranks_per_host:
+        if self.group.size == 1:
+            return Topology(on_gpus=device.type == "cuda")
+        if self._ranks_per_host is None:
+            hosts = [""] * self.group.size
+            dist.all_gather_object(hosts, host_id(), group=self.group.process_group)
+            self._ranks_per_host = neighbours_per_host(hosts)
+        if ranks_per_host is not None and self.group.size % ranks_per_host:
             raise ConfigError(
                 f"AttentionRequest(ranks_per_host={ranks_per_host}) does not divide the {self.group.size} ranks that "
                 "share a sequence. Name a number that does, or leave it out."
             )
-        machine = self._machines[device, kernel, ranks_per_host] = replace(found, ranks_per_host=ranks_per_host)
-        return machine
+        return Topology(ranks_per_host or self._ranks_per_host, device.type == "cuda")
 
     def pool(self, device: torch.device) -> SymmetricPool | str:
         """The symmetric memory of the ranks on this rank's device, or why they have none."""
@@ -163,7 +161,7 @@ class GroupResources:
         return exchange if self.clock is None else self.clock.watch(exchange)
 
     def close(self) -> None:
-        """Frees the symmetric memory, ends the process groups of hosts and that of agreements, and forgets the machine;
+        """Frees the symmetric memory, ends the process groups of hosts and that of agreements, and forgets the hosts;
         the next use makes them anew, on all ranks."""
         for near, far in self._levels.values():
             if near.size > 1:
@@ -177,7 +175,7 @@ class GroupResources:
             if isinstance(pool, SymmetricPool):
                 pool.close()
         self._pools.clear()
-        self._machines.clear()
+        self._ranks_per_host = None
         if self.group.size > 1:
             end_control(self.group.process_group)
 

@@ -13,8 +13,7 @@ from ..config import Schedule
 from ..errors import ShardingError
 from ..kernels import BackwardInputs, Kernel, OutputBuffers, Scores
 from ..numerics import accumulation_dtype
-from ..plan import Mask, Sharding, head_slices, make_plan
-from ..plan.steps import Rotating
+from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
 from .gather import gather_backward, gather_forward
@@ -283,8 +282,7 @@ class ShardedAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gathers:
             return gather_backward(self._ring, exchanges, inputs)
-        rotating: Rotating = "q" if self.schedule.ring == "burst" else "kv"
-        return backward(self._ring, exchanges, rotating, inputs, buffers)
+        return backward(self._ring, exchanges, rotating_of(self.schedule, "backward"), inputs, buffers)
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
         """Where nothing else is exchanged on a host, with one slice and no ring there, copies need no stream of their

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 import hf_burst
 from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models.model_size import model_size
+from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule, expandable_segments
-from hf_burst.plan import SHAPES, Fit, Training, fit, longest
-from hf_burst.plan.machine import named
-from hf_burst.ring import calibrate
+from hf_burst.layers.host_limits import share_of_host
+from hf_burst.sizing import SHAPES, Capacity, Fit, Training, capacity_of, fit, gpu_named, longest
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 from recipes.benchmarks.training_job import TINY, quantise
 
@@ -44,7 +44,7 @@ GIB = 2**30
 OUTSIDE = 2.1  # GiB that CUDA and NCCL were measured to take on two H200s, beside symmetric buffers
 # sizes of a config on which no buffer depends
 FEW = ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_experts")
-MORE: dict[str, dict[str, Any]] = {"tiny": {"model_type": "llama", **TINY}}
+TINY_SHAPE = {"tiny": {"model_type": "llama", **TINY}}  # which the plan has no name for
 
 
 class Watcher(threading.Thread):
@@ -112,7 +112,7 @@ def config_of(arguments: argparse.Namespace, length: int = 4096) -> Any:
     changes: dict[str, Any] = {"max_position_embeddings": max(length, 4096)}
     if arguments.layers is not None:
         changes["num_hidden_layers"] = arguments.layers
-    return AutoConfig.for_model(**{**(SHAPES.get(arguments.model) or MORE[arguments.model]), **changes})
+    return AutoConfig.for_model(**{**(SHAPES | TINY_SHAPE)[arguments.model], **changes})
 
 
 def make_model(arguments: argparse.Namespace, length: int, device: torch.device) -> PreTrainedModel:
@@ -124,7 +124,7 @@ def make_model(arguments: argparse.Namespace, length: int, device: torch.device)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         known = {id(buffer): name for name, buffer in model.named_buffers()}
     few = {name: min(value, 8) for name, value in vars(config).items() if name in FEW and isinstance(value, int)}
-    sizes = SHAPES.get(arguments.model) or MORE[arguments.model]
+    sizes = (SHAPES | TINY_SHAPE)[arguments.model]
     small = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**sizes, **few}))  # its buffers are as large
     noise = (torch.randn(2**22 + 1, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
     for layer in model.model.layers:
@@ -190,16 +190,18 @@ def promised(arguments: argparse.Namespace, gpus: int) -> tuple[int, Fit]:
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     model = model_size(kind, config, arguments.model)
-    cuda = torch.cuda.is_available()
-    machine = calibrate.machine_of(torch.device("cuda", 0), gpus, gpus) if cuda else named(arguments.machine)
+    capacity = capacity_of(gpu_named(arguments.machine), ranks_per_host=gpus)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        capacity = Capacity(memory.gpu_memory(device), share_of_host(device), gpus)
     weights: Any = {"all": "fp32", "lora": "fp32", "qlora": "4bit"}[arguments.weights]
     lora = 0 if arguments.weights == "all" else 16
     expandable = expandable_segments()
     training = Training(1, gpus, gpus, weights=weights, lora=lora, expandable_segments=expandable)
-    most = arguments.length or longest(model, training, machine)
+    most = arguments.length or longest(model, training, capacity)
     documents = (*range(0, most, arguments.document), most) if arguments.document else ()
     how = Training(most, gpus, gpus, documents, weights=weights, lora=lora, expandable_segments=expandable)
-    return most, fit(model, how, machine)
+    return most, fit(model, how, capacity)
 
 
 def make_trainer(arguments: argparse.Namespace, length: int, measure: Measure, args: TrainingArguments) -> Trainer:
@@ -246,15 +248,15 @@ def training_arguments(arguments: argparse.Namespace, gpus: int) -> TrainingArgu
 
 def described(choice: Fit) -> dict[str, Any]:
     """A prediction, in GiB."""
-    memory = choice.memory
-    parts = {name: round(value / GIB, 2) for name, value in memory.items.items() if value}
+    takes = choice.memory
+    parts = {name: round(value / GIB, 2) for name, value in takes.items.items() if value}
     return {
         "fits": choice.fits,
         "settings": choice.settings,
-        "tensors_gib": memory.tensors / GIB,
-        "taken_gib": memory.total / GIB,
-        "host_gib": memory.host / GIB,
-        "moment": memory.moment,
+        "tensors_gib": takes.tensors / GIB,
+        "taken_gib": takes.total / GIB,
+        "host_gib": takes.host / GIB,
+        "moment": takes.moment,
         "parts": parts,
     }
 
@@ -269,7 +271,7 @@ def chosen_of(model: Any) -> dict[str, Any] | None:
 def main() -> None:
     """Trains, and writes a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, choices=(*SHAPES, *MORE))
+    parser.add_argument("--model", required=True, choices=(*SHAPES, *TINY_SHAPE))
     parser.add_argument("--layers", type=int, help="(default those of the shape)")
     parser.add_argument("--weights", choices=("all", "lora", "qlora"), default="all", help="(default %(default)s)")
     parser.add_argument("--length", type=int, help="tokens (default the longest that the plan promises)")
@@ -318,7 +320,7 @@ def as_on_a_smaller_gpu(memory_gib: float) -> None:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     total = torch.cuda.mem_get_info(device)[1]
     torch.cuda.set_per_process_memory_fraction((memory_gib - OUTSIDE) * GIB / total, device)
-    calibrate._memory = lambda device: int(memory_gib * GIB)
+    memory.gpu_memory = lambda device: int(memory_gib * GIB)
 
 
 def run(arguments: argparse.Namespace, length: int, gpus: int) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.plan import SETTINGS, Training, estimate_memory, estimate_step
-from hf_burst.plan.machine import Machine, by_data_sheet, cpu, data_sheet
+from hf_burst.sizing import SETTINGS, Capacity, Training, capacity_of, data_sheet, estimate_memory, estimate_seconds
 from recipes.benchmarks.training_contenders import BY_PEFT
 from recipes.benchmarks.training_job import SHAPES
 
@@ -28,13 +27,7 @@ def settings_of(row: dict[str, Any]) -> dict[str, Any] | None:
     return None if settings is None else {name: settings[name] for name in SETTINGS if name in settings}
 
 
-def machine_of(result: dict[str, Any]) -> Machine:
-    """The built-in numbers of the device of a result."""
-    sheet = data_sheet(result["hardware"]["device"])
-    return by_data_sheet(sheet) if sheet else cpu()
-
-
-def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, float]:
+def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, first: bool = False) -> dict[str, Any]:
     """Predicts a step.
 
     Args:
@@ -44,8 +37,8 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
         first (`bool`, defaults to `False`): Whether the step ends before the optimizer has its states.
 
     Returns:
-        `dict`: Its `seconds`, `peak_memory_gib` of torch's allocator (symmetric buffers lie beside it) and
-        `host_memory_gib`.
+        `dict`: Its `seconds` (`None` for devices without a data sheet), `peak_memory_gib` of torch's allocator, which
+        does not hold symmetric buffers, and `host_memory_gib`.
     """
     model_class, config_class, sizes = SHAPES[result["shape"]]
     changes = {} if layers is None else {"num_hidden_layers": layers}
@@ -63,11 +56,11 @@ def predict(result: dict[str, Any], row: dict[str, Any], layers: int | None, fir
         fused=bool(result.get("liger")),
         **(settings_of(row) or {}),
     )
-    machine = machine_of(result)
-    memory = estimate_memory(model, training, machine)
+    sheet = data_sheet(result["hardware"]["device"])
+    memory = estimate_memory(model, training, capacity_of(sheet) if sheet else Capacity(0, on_gpu=False))
     allocated = memory.tensors - (memory.optimizer if first else 0)
     return {
-        "seconds": estimate_step(model, training, machine).total_s,
+        "seconds": estimate_seconds(model, training, sheet).total if sheet else None,
         "peak_memory_gib": allocated / GIB,
         "host_memory_gib": memory.host / GIB,
     }

@@ -28,7 +28,7 @@ from hf_burst.kernels.flash_attn_4 import FlashAttn4Kernel
 from hf_burst.kernels.torch_cudnn import TorchCudnnKernel
 from hf_burst.layers import linear_loss
 from hf_burst.layers.loss import token_loss_sum
-from hf_burst.plan import MaskPattern, machine
+from hf_burst.plan import MaskPattern
 from tests.hf.test_dropout import RATE, gathered, gpt2_with, kept_by
 from tests.hf.test_wrappers import Case, assert_half_as_close, compare, flat, packed, recording, train_by_accelerate
 from tests.ring import test_ring
@@ -254,7 +254,7 @@ def test_wide_heads_go_backward_by_cudnn_as_exactly(band: Band, rows: int, colum
         assert kernel.unavailable(256, 256) is None
         out, lse = kernel.forward(q, k, v, band, Scores(scale))
         with (
-            mock.patch.object(machine, "_LONG_TILE", least),
+            mock.patch.object(flash_attn_4, "_LONG_TILE", least),
             mock.patch.object(kernel.cudnn, "backward_piece", wraps=kernel.cudnn.backward_piece) as by_cudnn,
         ):
             found = kernel.backward(BackwardInputs(dout, q, k, v, out, lse, None), band, Scores(scale))

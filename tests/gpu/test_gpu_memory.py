@@ -2,7 +2,6 @@
 exact as the whole. Memory falls by about what the plan says."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -20,8 +19,8 @@ from hf_burst.kernels import KernelRequest, explain_kernels
 from hf_burst.layers.host_memory import HostMemory
 from hf_burst.layers.offload import KeptByLayer
 from hf_burst.layers.tiled import tiled
-from hf_burst.plan import MaskPattern, Training, estimate_memory
-from hf_burst.plan.machine import h200
+from hf_burst.plan import MaskPattern
+from hf_burst.sizing import Training, capacity_of, estimate_memory, gpu_named
 from tests.gpu.test_gpu import (
     Ranks,
     documents_of,
@@ -286,11 +285,11 @@ def peaks_of_steps(rank: int, size: int, every: list[Settings]) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_memory_falls_by_about_what_the_plan_says(gpus: Ranks, size: int) -> None:  # noqa: F811
     model = llama(**{**SIZES, "dtype": torch.bfloat16})
-    sizes, machine = model_size(type(model), model.config), replace(h200(), symmetric=None)
+    sizes, capacity = model_size(type(model), model.config), capacity_of(gpu_named("h200"))
 
     def predicted(settings: Settings) -> float:
         training = Training(LENGTH, size, size, sharded="ddp", fused=False, **settings)
-        memory = estimate_memory(sizes, training, machine)
+        memory = estimate_memory(sizes, training, capacity)
         return memory.tensors + memory.exchange - memory.optimizer
 
     every: list[Settings] = [{}, *SAVING]

@@ -5,7 +5,6 @@ import gc
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +25,7 @@ from hf_burst.hf.groups import PATCH
 from hf_burst.hf.models import verdicts
 from hf_burst.hf.models.cut_point import CutPoint
 from hf_burst.hf.parts.base import Part
-from hf_burst.plan import Layer, MaskPattern, Shapes, choose, name_of
-from hf_burst.plan.machine import cpu
-from hf_burst.ring import resources
+from hf_burst.plan import MaskPattern, Shapes, choose_schedule, name_of
 from tests.support import models
 from tests.support.ranks import RankError, RankPool, reset_accelerate
 
@@ -672,16 +669,11 @@ def choose_by_documents(rank: int, size: int) -> None:
     whole = SequenceLayout.for_batch([(0, length)], size)
     short = SequenceLayout.for_batch([tuple(range(0, length + 1, 16))], size)
     group = ContextGroup.from_mesh(None)
-    machine = replace(cpu(), ranks_per_host=size)
     shapes = Shapes(4, 4, 16, 16, 8, 8)
-    layers = [Layer(layout.masks(MaskPattern()), layout.sharding, shapes) for layout in (whole, short)]
-    choices = [choose(layer, machine) for layer in layers]
-    wanted = [name_of(choice.schedule, size) for choice in choices]
+    layers = [(layout.masks(MaskPattern()), layout.sharding, shapes) for layout in (whole, short)]
+    wanted = [name_of(choose_schedule(*layer, size).schedule, size) for layer in layers]
     assert wanted == ["ulysses", "burst"]
-    resources.resources_of(group).close()  # tests before may have measured another machine
-    with mock.patch.object(resources, "machine_for", return_value=machine):
-        train_by_documents(model, group, (whole, short), wanted)
-    resources.resources_of(group).close()
+    train_by_documents(model, group, (whole, short), wanted)
 
 
 def train_by_documents(

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -123,10 +122,10 @@ def stepwise() -> Iterator[DeltaSteps]:
         yield kernels
 
 
-def compare_steps(rank: int, size: int, kind: str, scans: bool) -> tuple[float, int, list[tuple[float, int]]]:
+def compare_steps(rank: int, size: int, kind: str) -> tuple[float, int, list[tuple[float, int]]]:
     """The greatest error of two passes beside one process, and how often they ran. Then that of each way to checkpoint,
     and how often its backward pass gathered."""
-    with stepwise() as kernels, forced("scanned states" if scans else "states"):
+    with stepwise() as kernels, forced("states"):
         model, batch = make("qwen3_5"), models.make_batch(kind)
         loss = models.plain_loss(model, batch)
         loss.backward()
@@ -160,10 +159,9 @@ def test_ranks_have_the_same_kernels(ranks: Ranks) -> None:
         assert "kernels of flash-linear-attention: rank 0 has False, rank 1 has True" in said
 
 
-@pytest.mark.parametrize("scans", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "packed"])
-def test_two_passes_are_exact_and_run_again(ranks: Ranks, kind: str, scans: bool) -> None:
-    for error, runs, checkpointed in ranks(2).run(compare_steps, kind, scans):
+def test_two_passes_are_exact_and_run_again(ranks: Ranks, kind: str) -> None:
+    for error, runs, checkpointed in ranks(2).run(compare_steps, kind):
         assert error < 1e-5
         assert runs > 0
         for again, gathered in checkpointed:
@@ -176,33 +174,6 @@ def test_a_layer_that_runs_again_receives_nothing_again(ranks: Ranks, switch: st
     for error, gathered in ranks(2).run(compare, switch):
         assert error < 1e-6
         assert gathered == 0 or switch == "wrapped twice", "channels of Mamba1 are as large as activations"
-
-
-def compare_scans(rank: int, size: int, name: str, keep: float) -> tuple[float, list[int]]:
-    """The greatest error of scanned states beside gathered ones without checkpoints; how often ranks exchange, forward
-    and backward."""
-    batch, model, counts = models.make_batch("packed"), models.patch(make(name), ZIGZAG), list[int]()
-    with forced("states"):
-        wanted, _ = gradients_of(model, batch)
-    hf_burst.unpatch_model(model)
-    models.patch(model, replace(ZIGZAG, memory=hf_burst.Memory(attention_keep=keep)))
-    enable(model, reentrant=name == "qwen3_5")
-    model.zero_grad()
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-        with forced("scanned states"):
-            loss = model(**batch).loss
-        counts.append(exchange.call_count)
-        loss.backward()
-        counts.append(exchange.call_count - counts[0])
-    return greatest_error([loss.detach(), *group_mean(model)], wanted), counts
-
-
-@pytest.mark.parametrize(("name", "keep"), [("qwen3_5", 1.0), ("qwen3_5", 0.0), ("granite", 1.0), ("minimax", 1.0)])
-def test_a_layer_that_runs_again_scans_nothing_again(ranks: Ranks, name: str, keep: float) -> None:
-    for error, (forward, backward) in ranks(3).run(compare_scans, name, keep):
-        assert error < 1e-6
-        assert forward > 0
-        assert backward == (forward if keep else 2 * forward)
 
 
 @forced("states")  # exchanged heads do travel again

@@ -39,7 +39,7 @@ from tests.support.trainers import Case
 Ranks = Callable[[int], RankPool]
 edges_of = halo._edges
 KINDS = ("plain", "packed", "left", "right")
-WAYS = ("states", "scanned states", "heads")
+WAYS = ("states", "heads")
 ACROSS = hf_burst.BurstConfig(chunking="zigzag")  # a cut by documents would leave nothing to pass
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "hf_burst"
 ORDER = [
     *("version", "errors", "config", "cache", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
-    *("recurrent", "hf", "check", "cli", "__main__"),
+    *("recurrent", "sizing", "hf", "check", "cli", "__main__"),
 ]
 HF_ORDER = ["attention", "callers", "groups", "models", "batches", "parts", "patch", "trainers"]
 ONLY_IN = {
     "transformers": {"hf", "check"},
     "accelerate": {"hf"},
-    "torch": set(ORDER) - {"version", "errors", "cache", "config", "plan"},
+    "torch": set(ORDER) - {"version", "errors", "cache", "config", "plan", "sizing"},
 }
 
 
@@ -87,5 +87,5 @@ def test_the_documented_order_is_this_one() -> None:
 
 def test_planning_needs_no_torch() -> None:
     for name in MODULES:
-        if name.startswith("plan"):
+        if name.startswith(("plan", "sizing")):
             assert not any(target.startswith(("/torch", "/numpy")) for target in imports(name)), name

@@ -636,7 +636,7 @@ def wide_backward(
 
 @pytest.fixture
 def wide_heads_on_hopper(monkeypatch):
-    monkeypatch.setattr("hf_burst.plan.machine._LONG_TILE", 16)
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._LONG_TILE", 16)
     monkeypatch.setattr("hf_burst.kernels.flash_attn_4._cudnn_knows_wide_heads", lambda device: True)
 
 
@@ -681,11 +681,11 @@ def test_other_tiles_stay_with_flash_attn_4(wide_heads_on_hopper, changes):
 def test_cudnn_is_given_no_more_elements_than_were_tried(wide_heads_on_hopper, monkeypatch):
     elements = make_tensors(Shape(128, 128, Band(0)), torch.bfloat16, 256).q.numel()
     for most, called in ((elements, 1), (elements + 1, 0)):
-        monkeypatch.setattr("hf_burst.plan.machine._MOST_ELEMENTS", most)
+        monkeypatch.setattr("hf_burst.kernels.flash_attn_4._MAX_ELEMENTS", most)
         assert wide_backward(Band(0))[2] == [called, 1]
     # of 40 queries, but the gradients of 128 keys for every query head
     assert wide_backward(Band(), rows=40)[2] == [0, 1]
-    monkeypatch.setattr("hf_burst.plan.machine._MOST_ELEMENTS", elements)
+    monkeypatch.setattr("hf_burst.kernels.flash_attn_4._MAX_ELEMENTS", elements)
     assert wide_backward(Band(), rows=40)[2] == [1, 1]
 
 

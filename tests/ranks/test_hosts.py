@@ -18,9 +18,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import hf_burst
-from hf_burst.ranks.group import ContextGroup
-from hf_burst.ring import calibrate as calibration
-from hf_burst.ring.calibrate import calibrate, default_kernel
 from tests.hf import test_wrappers
 from tests.support import trainers
 from tests.support.hosts import INTERFACE, HostPool, Network, refusal
@@ -107,28 +104,6 @@ def _warnings(rank, size, order):
     ):
         Accelerator(cpu=True, parallelism_config=hf_burst.BurstParallelismConfig(burst_size=2))
     return heard
-
-
-def test_calibrate_measures_the_share_of_a_rank(pool, tmp_path):
-    """All ranks of a host send through its one link at once; the ranks of a host meet no limit."""
-    pool.network.shape(800)
-    try:
-        machines = pool.run(_calibrate, str(tmp_path))
-    finally:
-        pool.network.shape(None)
-    assert all(machine == machines[0] for machine in machines)
-    machine = machines[0]
-    assert machine.ranks_per_host == 2
-    assert 0.5 < machine.between_hosts.bandwidth / 50e6 < 1.2  # buckets let short bursts through
-    assert machine.p2p.bandwidth > 4 * machine.between_hosts.bandwidth
-
-
-def _calibrate(rank, size, home):
-    os.environ["HF_HOME"] = f"{home}/{rank}"
-    sizes = calibration._CPU._replace(rows=(16, 32, 64), copied=1 << 20)
-    with mock.patch.object(calibration, "_CPU", sizes):
-        device = torch.device("cpu")
-        return calibrate(ContextGroup.from_mesh(None), device, default_kernel(device))
 
 
 def _sum(rank, size):

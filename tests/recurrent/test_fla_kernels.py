@@ -83,7 +83,7 @@ def rule_inputs(documents: tuple[tuple[int, ...], ...], channels: bool) -> tuple
     return inputs, normal(heads, KEYS)
 
 
-def of_one_rank(rank: int, size: int, folder: str, case: Case, channels: bool, scans: bool) -> list[Tensor]:
+def of_one_rank(rank: int, size: int, folder: str, case: Case, channels: bool) -> list[Tensor]:
     """The output of this rank's tokens, and the gradients of what went in."""
     interpret(folder)
     package, name = ("kda", "chunk_kda") if channels else ("gated_delta_rule", "chunk_gated_delta_rule")
@@ -98,7 +98,7 @@ def of_one_rank(rank: int, size: int, folder: str, case: Case, channels: bool, s
     inputs, dout = rule_inputs(case[0], channels)
     q, k, *rest = own = [layout.shard(tensor, rank).requires_grad_() for tensor in inputs]
     rows = (unit_norm(q), unit_norm(k), *rest)
-    over = layout.segments, ContextGroup.from_mesh(None), Received(scans=scans)
+    over = layout.segments, ContextGroup.from_mesh(None), Received()
     if channels:
         out = delta_rule_by_states(Rule(rule, packed=True), rows, *over)
     else:
@@ -120,14 +120,13 @@ def token_after_token(case: Case, channels: bool) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
 
 
-@pytest.mark.parametrize("scans", [False, True], ids=["gathered", "scanned"])
 @pytest.mark.parametrize("channels", [False, True], ids=["gated DeltaNet in two passes", "KDA by columns"])
 @pytest.mark.parametrize("name", CASES)
-def test_states_pass_by_their_kernels(ranks: Ranks, folder: str, name: str, channels: bool, scans: bool) -> None:
+def test_states_pass_by_their_kernels(ranks: Ranks, folder: str, name: str, channels: bool) -> None:
     exact, case = token_after_token(CASES[name], channels), CASES[name]
     for size in (2, 3):
         layout = SequenceLayout.for_batch(*case[:1], size, case[1])
-        shards = ranks(size).run(of_one_rank, folder, case, channels, scans, timeout=600)
+        shards = ranks(size).run(of_one_rank, folder, case, channels, timeout=600)
         for wanted, *parts in zip(exact, *shards, strict=True):
             found = layout.unshard(parts).double()
             assert (found - wanted).norm() <= 3e-6 * wanted.norm()
@@ -140,7 +139,7 @@ def questions(rank: int, size: int, folder: str, name: str) -> int:
 
     asked = mock.Mock(wraps=index._segmented_arange)
     with mock.patch.object(index, "_segmented_arange", asked):
-        of_one_rank(rank, size, folder, CASES[name], False, False)
+        of_one_rank(rank, size, folder, CASES[name], False)
     return asked.call_count
 
 

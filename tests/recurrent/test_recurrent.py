@@ -168,7 +168,6 @@ NAMES = {
     "RG-LRU, channels exchanged": ("gate", "channels"),
 }
 PARAMETERS = ("weight", "a", "rates")
-SCANNED = ("gated delta rule", "gated delta rule, two passes", "Kimi delta attention", "Mamba2", "lightning", "RG-LRU")
 
 
 def whole(kind: str, *tensors: Tensor) -> Tensor:
@@ -189,9 +188,9 @@ def whole(kind: str, *tensors: Tensor) -> Tensor:
     return token_by_token(*tensors, state)[0]
 
 
-def sharded(kind: str, segments: Segments, group: ContextGroup, scans: bool, *tensors: Tensor) -> Tensor:
-    """What a rank computes for its tokens. States are scanned, or gathered."""
-    received = Received(scans=scans)
+def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor) -> Tensor:
+    """What a rank computes for its tokens."""
+    received = Received()
     if kind == "convolution":
         x, weight = tensors
         channels = x[..., 0].transpose(1, 2)
@@ -228,13 +227,13 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, scans: bool, *te
     return delta_rule_by_states(rule, tensors, segments, group, received)
 
 
-def compute(rank: int, size: int, kind: str, case: Case, scans: bool) -> list[Tensor]:
+def compute(rank: int, size: int, kind: str, case: Case) -> list[Tensor]:
     """The output of this rank, and the gradients of what went in."""
     layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items() if name in NAMES[kind]}
     inputs = [leaves[name] if name in PARAMETERS else layout.shard(leaves[name], rank) for name in NAMES[kind]]
     group = ContextGroup.from_mesh(None) if size > 1 else ContextGroup()
-    out = sharded(kind, layout.segments, group, scans, *inputs)
+    out = sharded(kind, layout.segments, group, *inputs)
     (out * layout.shard(weights_of(kind, case), rank)).sum().backward()
     return [out.detach(), *(leaves[name].grad for name in NAMES[kind])]
 
@@ -251,16 +250,10 @@ def weights_of(kind: str, case: Case) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", NAMES)
 def test_states_pass_from_rank_to_rank(ranks: Ranks, kind: str, name: str) -> None:
-    compare(ranks, kind, CASES[name], scans=False)
+    compare(ranks, kind, CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", SCANNED)
-def test_states_come_by_a_scan(ranks: Ranks, kind: str, name: str) -> None:
-    compare(ranks, kind, CASES[name], scans=True)
-
-
-def compare(ranks: Ranks, kind: str, case: Case, scans: bool) -> None:
+def compare(ranks: Ranks, kind: str, case: Case) -> None:
     """Outputs and gradients of 1 to 4 ranks, beside those of one process that holds all tokens."""
     leaves = {name: tensor.requires_grad_() for name, tensor in make(case).items()}
     rows = []
@@ -274,7 +267,7 @@ def compare(ranks: Ranks, kind: str, case: Case, scans: bool) -> None:
     (expected * weights_of(kind, case)).sum().backward()
     for size in (4,) if isinstance(case.chunking, tuple) else (1, 2, 3, 4):
         layout = SequenceLayout.for_batch(case.documents, size, case.chunking)
-        results = ranks(size).run(compute, kind, case, scans) if size > 1 else [compute(0, 1, kind, case, scans)]
+        results = ranks(size).run(compute, kind, case) if size > 1 else [compute(0, 1, kind, case)]
         output = layout.unshard([out for out, *_ in results])
         torch.testing.assert_close(output, expected.detach(), rtol=1e-10, atol=1e-11)
         for place, leaf in enumerate(NAMES[kind], start=1):
@@ -312,7 +305,7 @@ def laid_by_two_layers(kind: str) -> int:
     made = mock.Mock(wraps=pieces.from_host)
     with mock.patch.object(pieces, "from_host", made), mock.patch.object(diagonal, "from_host", made):
         for _ in range(2):
-            sharded(kind, segments, ContextGroup(), False, *inputs)
+            sharded(kind, segments, ContextGroup(), *inputs)
     return int(made.call_count)
 
 

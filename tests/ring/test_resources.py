@@ -49,8 +49,8 @@ def joined(folder: Path, life: int, rank: int) -> Iterator[None]:
 
 
 def attend_and_count(rank: int) -> list:
-    """The results of all cases. The ranks must agree on their machine once, whatever a group before had agreed on."""
-    with mock.patch.object(resources, "machine_for", wraps=resources.machine_for) as agreement:
+    """The results of all cases. The ranks must ask for their hosts once, whatever a group before had found."""
+    with mock.patch.object(resources, "host_id", wraps=resources.host_id) as agreement:
         results = [attend(rank, SIZE, case) for case in CASES]
     assert agreement.call_count == 1
     return results

@@ -1,7 +1,6 @@
 """The choice of settings that let a step fit: on paper, and where a model is trained."""
 
 import copy
-import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,24 +23,25 @@ from hf_burst.hf import attention
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule
-from hf_burst.plan import (
+from hf_burst.sizing import (
     HOST_ROOM,
     SETTINGS,
+    Capacity,
     Fit,
-    Machine,
     ModelSize,
     Training,
     bucket,
+    capacity_of,
     estimate_memory,
-    estimate_step,
+    estimate_seconds,
     fit,
     fits,
+    gpu_named,
     levels,
     longest,
     memory_of_step,
-    named,
+    memory_rule,
 )
-from hf_burst.ring.resources import GroupResources
 from tests.hf.test_checkpointing import counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models
@@ -52,8 +52,7 @@ Ranks = Callable[[int], RankPool]
 AUTO: dict[str, Any] = {}  # the default
 MANUAL: dict[str, Any] = {"memory": "manual"}
 LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
-H200 = named("h200")
-fitting = importlib.import_module("hf_burst.plan.fit")  # the package has a function of this name
+H200 = capacity_of(gpu_named("h200"))
 
 
 @settings(deadline=None, max_examples=40)
@@ -67,22 +66,22 @@ fitting = importlib.import_module("hf_burst.plan.fit")  # the package has a func
 def test_the_first_level_that_fits_is_taken(
     length: int, gpus: tuple[int, int], lora: int, device: str, checkpointing: bool
 ) -> None:
-    machine = named(device)
+    capacity = capacity_of(gpu_named(device))
     training = Training(length, *gpus, lora=lora, checkpointing=checkpointing)
-    chosen, steps = fit(LLAMA, training, machine), levels(LLAMA, training, machine)
+    chosen, steps = fit(LLAMA, training, capacity), levels(LLAMA, training, capacity)
     assert chosen.training == steps[chosen.level]
-    assert chosen.memory == estimate_memory(LLAMA, chosen.training, machine)
-    assert chosen.fits == fits(chosen.memory, machine)
-    assert not any(fits(estimate_memory(LLAMA, how, machine), machine) for how in steps[: chosen.level])
-    totals = [estimate_memory(LLAMA, how, machine).total for how in steps]
+    assert chosen.memory == estimate_memory(LLAMA, chosen.training, capacity)
+    assert chosen.fits == fits(chosen.memory, capacity)
+    assert not any(fits(estimate_memory(LLAMA, how, capacity), capacity) for how in steps[: chosen.level])
+    totals = [estimate_memory(LLAMA, how, capacity).total for how in steps]
     assert chosen.fits or chosen.memory.total == min(totals)
     assert steps[0] == training
-    last = fit(LLAMA, training, machine, least=99)
+    last = fit(LLAMA, training, capacity, least=99)
     assert (last.level, last.training) == (len(steps) - 1, steps[-1])
-    assert fit(LLAMA, training, machine, least=1).level >= max(1, chosen.level * chosen.fits)
+    assert fit(LLAMA, training, capacity, least=1).level >= max(1, chosen.level * chosen.fits)
     for name, value in (("tiled_mlp", 1024), ("activation_offloading", 0.5), ("attention_keep", 0.0)):
         asked = replace(training, **{name: value})
-        assert {getattr(how, name) for how in levels(LLAMA, asked, machine, {name})} == {value}
+        assert {getattr(how, name) for how in levels(LLAMA, asked, capacity, {name})} == {value}
 
 
 def added(tokens: int, **options: Any) -> list[str]:
@@ -106,8 +105,8 @@ def test_the_rule() -> None:
 def test_the_host_has_as_many_layers_as_it_holds() -> None:
     training = Training(524288, 1, 1)
     layer = (2 * 4096 + 2 * 4096 + 4 * 32) * 524288
-    machine = replace(H200, host_memory=int(5.5 * layer / HOST_ROOM))
-    shares = [how.activation_offloading * 32 for how in levels(LLAMA, training, machine)]
+    capacity = replace(H200, host_memory=int(5.5 * layer / HOST_ROOM))
+    shares = [how.activation_offloading * 32 for how in levels(LLAMA, training, capacity)]
     assert shares[:4] == [0, 5, 5, 5]
     assert shares[4:] == sorted(shares[4:]), "more of them where each keeps less"
     assert shares[-1] > 10
@@ -129,7 +128,7 @@ def test_the_longest_sequence_is_the_longest() -> None:
     assert fit(LLAMA, replace(training, length=most), H200).fits
     assert not fit(LLAMA, replace(training, length=most + 2048), H200).fits
     assert most > 1.9 * longest(LLAMA, training, H200, SETTINGS)
-    assert longest(LLAMA, Training(1, 1, 1), named("rtx4090")) == 0
+    assert longest(LLAMA, Training(1, 1, 1), capacity_of(gpu_named("rtx4090"))) == 0
     assert longest(LLAMA, training, replace(H200, host_memory=0)) < most
     assert longest(LLAMA, training, H200, held=0.0) > most > longest(LLAMA, training, H200, held=60.0 * 2**30)
     assert longest(LLAMA, replace(training, expandable_segments=True), H200) > 1.02 * most
@@ -149,7 +148,7 @@ def test_what_is_taken_beside_tensors() -> None:
     assert estimate_memory(hybrid, training, H200).outside == 9.25 * 2**30
     known = estimate_memory(LLAMA, training, H200, held=7.0)
     assert (known.held, known.gaps) == (7.0, memory.gaps)
-    assert estimate_memory(LLAMA, training, replace(H200, kernel="cpu_flash")).gaps == 0
+    assert estimate_memory(LLAMA, training, replace(H200, on_gpu=False)).gaps == 0
 
 
 def test_kernels_that_are_tuned_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +196,15 @@ def test_each_setting_takes_away_what_it_says() -> None:
     assert [moment.layer_inputs / kept for moment in fourth[:7]] == [11, 11, 10, 9, 8, 10, 9]
     assert fourth[1].attention == plain.attention
     again = replace(training, layers_per_checkpoint=4)
-    assert estimate_step(LLAMA, again, H200).products_s > estimate_step(LLAMA, training, H200).products_s
-    assert estimate_step(LLAMA, again, H200).attention_s == estimate_step(LLAMA, training, H200).attention_s
+    sheet = gpu_named("h200")
+    assert estimate_seconds(LLAMA, again, sheet).products > estimate_seconds(LLAMA, training, sheet).products
+    assert estimate_seconds(LLAMA, again, sheet).attention == estimate_seconds(LLAMA, training, sheet).attention
     groups = memory_of_step(LLAMA, replace(training, head_groups=4), H200)[1]
     assert groups.exchange == pytest.approx(plain.exchange / 4, rel=0.01)
-    times = [estimate_step(LLAMA, how, H200) for how in (training, replace(training, activation_offloading=1.0))]
-    assert times[0].total_s == times[1].total_s, "copies hide"
-    slow = replace(H200, host_bandwidth=1e9)
-    assert estimate_step(LLAMA, replace(training, activation_offloading=1.0), slow).host_s > 50
+    on_host = replace(training, activation_offloading=1.0)
+    times = [estimate_seconds(LLAMA, how, sheet) for how in (training, on_host)]
+    assert times[0].total == times[1].total, "copies hide"
+    assert estimate_seconds(LLAMA, on_host, sheet._replace(host=1e9)).host > 50
 
 
 @pytest.mark.parametrize("length", [512, 2**15])
@@ -233,13 +233,13 @@ def test_the_backward_pass_of_a_recurrent_layer_is_counted() -> None:
 @contextmanager
 def small_gpu(room: float, held: Callable[[int], float], rank: int) -> Iterator[None]:
     """As if ranks ran on GPUs with so many bytes, of which so many are held."""
-    machine = replace(H200, kernel="cpu_flash", memory=int(room), host_memory=2**30)
     with ExitStack() as stack:
         for patch in (
             small_pages(),
-            mock.patch.multiple(fitting, SHORT_TILE=5),
+            mock.patch.multiple(memory_rule, SHORT_TILE=5),
             mock.patch.object(memory, "held_bytes", return_value=held(rank)),
-            mock.patch.object(GroupResources, "machine", return_value=machine),
+            mock.patch.object(memory, "gpu_memory", return_value=int(room)),
+            mock.patch.object(memory, "share_of_host", return_value=2**30),
         ):
             stack.enter_context(patch)
         yield
@@ -276,12 +276,12 @@ def room_for(level: int, ranks: int, groups: int = 1) -> float:
     """Bytes of a GPU on which a batch of 160 tokens fits with a level of the rule, and with none before it; of several
     groups of ranks, which shard weights."""
     size = model_size(LlamaForCausalLM, models.make_model("llama").config)
-    machine = replace(H200, kernel="cpu_flash", host_memory=2**30)
+    capacity = Capacity(2**40, 2**30, on_gpu=False)
     sharded = "fsdp2" if groups > 1 else "ddp"
     how = Training(160, ranks * groups, ranks, sharded=sharded, weights="fp32", fused=False)
-    with mock.patch.multiple(fitting, SHORT_TILE=5):
+    with mock.patch.multiple(memory_rule, SHORT_TILE=5):
         takes = [
-            estimate_memory(size, step, machine, 1000.0 * (ranks - 1)).total for step in levels(size, how, machine)
+            estimate_memory(size, step, capacity, 1000.0 * (ranks - 1)).total for step in levels(size, how, capacity)
         ]
     assert takes[level] < min(takes[:level], default=float("inf"))
     return takes[level]
@@ -336,9 +336,9 @@ def keep_a_part(rank: int, size: int, keep: float, chunking: str) -> list[bool]:
     models.patch(model, hf_burst.BurstConfig(chunking=chunking, schedule="kv_ring"))
     model.gradient_checkpointing_enable()
 
-    def choose(sizes: ModelSize, training: Training, machine: Machine, fixed: Any, held: Any, least: int = 0) -> Fit:
+    def choose(sizes: ModelSize, training: Training, capacity: Capacity, fixed: Any, held: Any, least: int = 0) -> Fit:
         how = replace(training, attention_keep=keep)
-        return Fit(1, how, estimate_memory(sizes, how, machine), True)
+        return Fit(1, how, estimate_memory(sizes, how, capacity), True)
 
     with small_gpu(2**30, lambda rank: 0.0, rank), mock.patch.object(memory, "fit", choose):
         for batch, gradients in zip(batches, wanted, strict=True):
@@ -368,9 +368,9 @@ def test_half_of_the_attention_is_kept_where_batches_allow_it(
 def test_what_is_chosen_reaches_the_attention() -> None:
     model = models.patch(models.make_model("llama").train())
 
-    def choose(sizes: ModelSize, training: Training, machine: Machine, fixed: Any, held: Any, least: int = 0) -> Fit:
+    def choose(sizes: ModelSize, training: Training, capacity: Capacity, fixed: Any, held: Any, least: int = 0) -> Fit:
         how = replace(training, head_groups=2)
-        return Fit(1, how, estimate_memory(sizes, how, machine), True)
+        return Fit(1, how, estimate_memory(sizes, how, capacity), True)
 
     with (
         small_gpu(2**30, lambda rank: 0.0, 0),

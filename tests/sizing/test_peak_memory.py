@@ -1,7 +1,6 @@
 """The memory of a step as tensors take it, beside the plan's; with torch's own norms and MLPs, unless a test says."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,12 +25,12 @@ import hf_burst
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.kernels import BackwardInputs
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.plan import Training, estimate_memory
-from hf_burst.plan.machine import Machine, cpu
+from hf_burst.sizing import Capacity, Training, estimate_memory
 from tests.support import models
 from tests.support.live_memory import FastProducts, LiveMemory
 
 LENGTH = 2048
+ON_CPU = Capacity(0, on_gpu=False)
 SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": LENGTH}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 CLASSES = {
@@ -98,7 +97,7 @@ def test_the_peak_of_a_step_is_as_planned(name, settings):
     model, tokens = made(name, 6), torch.randint(0, 64, (1, LENGTH))
     _, peak = bytes_of_step(model, {"input_ids": tokens, "labels": tokens}, settings)
     training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, **settings)
-    planned = estimate_memory(model_size(type(model), model.config), training, cpu())
+    planned = estimate_memory(model_size(type(model), model.config), training, ON_CPU)
     assert peak == pytest.approx(planned.total - planned.held, rel=0.1)
 
 
@@ -116,7 +115,7 @@ def test_the_peak_of_adapters_is_as_planned(weights, settings):
     adapted = get_peft_model(model, lora, autocast_adapter_dtype=weights == "fp32")
     _, peak = bytes_of_step(adapted, {"input_ids": tokens, "labels": tokens}, settings, weights == "fp32")
     training = Training(LENGTH, 1, 1, sharded="ddp", fused=False, lora=16, weights=weights, **settings)
-    planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, cpu())
+    planned = estimate_memory(model_size(LlamaForCausalLM, model.config), training, ON_CPU)
     assert peak == pytest.approx(planned.total - planned.held, rel=0.15)
 
 
@@ -160,8 +159,8 @@ def sums_in_fp32(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Fused kernels and sums in fp32, by the memory that they take; and their machine."""
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Capacity:
+    """Fused kernels and sums in fp32, by the memory that they take; and what a step may take."""
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda norm, x: Normed.apply(x, norm.weight))
     monkeypatch.setattr(
         modeling_llama.LlamaMLP, "forward", lambda mlp, x: mlp.down_proj(Gated.apply(mlp.gate_proj(x), mlp.up_proj(x)))
@@ -170,7 +169,7 @@ def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(CpuFlashKernel, "backward", sums_in_fp32(CpuFlashKernel.backward))
     monkeypatch.setattr("hf_burst.layers.adapted_linear.wide_product", lambda left, right: (left @ right).float())
     monkeypatch.setattr("hf_burst.layers.offload._SMALL", 1024)
-    return replace(cpu(), kernel="flash_attn_4")
+    return Capacity(0)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from transformers import (
 
 import hf_burst
 from hf_burst.check.tiny import prepare
-from hf_burst.plan import Machine
+from hf_burst.ranks.host import Topology
 from hf_burst.ring.resources import GroupResources
 from recipes.tiny_models import OVERRIDES, tiny_config
 
@@ -223,12 +223,12 @@ def config_of(**settings: Any) -> hf_burst.BurstConfig:
 @contextmanager
 def hosts_of(ranks: int | None) -> Iterator[None]:
     """As if the ranks were on hosts with this many of them each; `None` for those that they are on."""
-    found = GroupResources.machine
+    found = GroupResources.topology
 
-    def machine(resources: GroupResources, device: torch.device, kernel: str, per_host: int | None = None) -> Machine:
-        return found(resources, device, kernel, per_host or ranks)
+    def topology(resources: GroupResources, device: torch.device, per_host: int | None = None) -> Topology:
+        return found(resources, device, per_host or ranks)
 
-    with mock.patch.object(GroupResources, "machine", machine):
+    with mock.patch.object(GroupResources, "topology", topology):
         yield
 
 

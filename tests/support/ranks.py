@@ -164,7 +164,7 @@ def share_gpus(rank: int) -> None:
     they read each other's memory all the same."""
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    for module in ("calibrate", "ring.symmetric", "hf.accelerate"):
+    for module in ("ring.resources", "ring.symmetric", "hf.trainers.accelerate"):
         mock.patch(f"hf_burst.{module}.host_id", return_value="this host").start()  # for as long as the process lives
 
 

@@ -1,4 +1,4 @@
-"""What the planner knows of a model with recurrent layers: their sizes, the heads of its attention, and the machine."""
+"""What the planner knows of a model with recurrent layers: their sizes, and the heads of its attention."""
 
 import logging
 from collections import Counter
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...config import BurstConfig
-from ...plan import Hybrid, Machine, RecurrentSize, Shapes, choose_recurrence
+from ...plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
 from .recurrent import functions_of
@@ -53,18 +53,16 @@ def head_size(layer: PreTrainedConfig) -> int:
     return int(named or layer.hidden_size // layer.num_attention_heads)
 
 
-def hybrid_of(
-    sizes: tuple[RecurrentSize, ...], shapes: Shapes | None, machine: Machine, config: BurstConfig
-) -> Hybrid | None:
+def hybrid_of(sizes: tuple[RecurrentSize, ...], config: BurstConfig) -> Hybrid | None:
     """What batches are cut for; `None` for models without recurrent layers."""
-    return Hybrid(sizes, shapes, machine, schedule=config.schedule) if sizes else None
+    return Hybrid(sizes) if sizes else None
 
 
 @lru_cache(maxsize=64)
 def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
     """How the recurrent layers of a pass pass what they know. Rank 0 logs why, quietly for packed documents, as there
     is a choice for every batch."""
-    choice = choose_recurrence(hybrid.recurrent, layout.segments, hybrid.machine, hybrid.recurrence)
+    choice = choose_recurrence(hybrid.recurrent, layout.segments, hybrid.recurrence)
     if rank == 0:
         count = sum(len(row) - 1 for row in layout.documents) - (layout.batch_size if layout.padding else 0)
         level = logging.INFO if count == layout.batch_size else logging.DEBUG
@@ -77,7 +75,7 @@ def _size_of(module: Any) -> RecurrentSize | None:
     """The size of one recurrent module, by the attributes that all of its kind have in Transformers."""
     kind: Any = type(module)
     functions = functions_of(kind)
-    if not functions:  # it computes its states inside of its own forward, and is not priced
+    if not functions:  # it computes its states inside of its own forward: its sizes are not known
         return None
     convolution = next((inner for inner in module.modules() if isinstance(inner, nn.Conv1d)), None)
     size = RecurrentSize("convolution", 1)

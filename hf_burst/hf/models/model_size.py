@@ -10,7 +10,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...errors import ConfigError, UnsupportedModelError
-from ...plan import SHAPES, MaskPattern, ModelSize, Shapes
+from ...plan import MaskPattern, Shapes
+from ...sizing import SHAPES, ModelSize, shape_name
 from .cut_point import language_model_path
 from .hybrid import attention_shapes, head_size, recurrent_sizes
 from .rewrites import recurrent_modules
@@ -140,9 +141,9 @@ class _Weights:
 
 
 def shape_named(name: str) -> PreTrainedConfig | None:
-    """The config of one of [`SHAPES`]; `None` for other names."""
-    sizes = SHAPES.get(name.lower())
-    return AutoConfig.for_model(**sizes) if sizes else None
+    """The config of one of [`SHAPES`], by a name that people type; `None` for other names."""
+    known = shape_name(name)
+    return AutoConfig.for_model(**SHAPES[known]) if known else None
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...], default: int) -> int:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig, Memory
 from ...errors import ConfigError
 from ...plan import Hybrid
-from ...plan.recurrence import SCANNED_FROM, Way
+from ...plan.recurrence import Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
 from ..attention import ForwardCall
@@ -93,10 +93,10 @@ class ForwardPass:
 
     @cached_property
     def way(self) -> Way:
-        """How recurrent layers pass what they know; for layers without prices by the number of ranks."""
+        """How recurrent layers pass what they know."""
         if self.hybrid is not None:
             return chosen_way(self.hybrid, self.layout, self.group.rank)
-        return "states" if self.group.size < SCANNED_FROM else "scanned states"
+        return "states"
 
     @property
     def targets(self) -> torch.Tensor | None:

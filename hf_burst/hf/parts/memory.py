@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from ...config import BurstConfig, Memory
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
-from ...layers.host_limits import share_of_host
-from ...plan import (
+from ...layers.host_limits import processes, share_of_host
+from ...sizing import (
     SETTINGS,
     TUNING,
+    Capacity,
     Fit,
-    Machine,
     ModelSize,
     Training,
     at_level,
@@ -27,7 +27,6 @@ from ...plan import (
     longest,
     outside_of_torch,
 )
-from ...ring.resources import resources_of
 from ..models.model_size import model_size
 from .base import ForwardPass, Part
 from .optimizers import bytes_to_come
@@ -43,8 +42,8 @@ _EXPANDABLE = (
 
 
 class MemoryRule(Part):
-    """Chooses the settings of `BurstConfig(memory="auto")`, by the rule of `plan/fit.py`, from what the GPUs of all
-    ranks hold when the first batch comes. Batches of similar lengths have the same settings.
+    """Chooses the settings of `BurstConfig(memory="auto")`, by the rule of `sizing/memory_rule.py`, from what the GPUs
+    of all ranks hold when the first batch comes. Batches of similar lengths have the same settings.
 
     Where weights are sharded over several groups, layers must be gathered in the same order in all of them. So all of
     these ranks take the highest level of the rule that one of them needs.
@@ -57,12 +56,11 @@ class MemoryRule(Part):
         self.compared = False  # whether all ranks have this config
         self.size: ModelSize | None = None
         self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
-        self.host = 0  # bytes of host memory that each process may take
+        self.capacity = Capacity(0)  # of the smallest GPU and the smallest host; known with the size
         self.chosen: dict[tuple[int, int], Fit] = {}  # by how many tokens there are at most, and the least level
         self.told = set[tuple[int, int]]()  # of which the log has read: tokens and level
         self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
-        # of the latest step: how it is trained, on what, and what was chosen for it
-        self.latest: tuple[Training, Machine, Fit] | None = None
+        self.latest: tuple[Training, Fit] | None = None  # of the latest step: how it is trained, and what was chosen
         self.room: RoomForKernels | None = None  # of a model with recurrent layers
         self.steps = False  # whether the latest pass was one of training
         self.short = 0  # how often the allocator had run out of memory before it
@@ -89,8 +87,8 @@ class MemoryRule(Part):
         if self.latest is None or self.size is None or not self.steps:
             problem.add_note(OUT_OF_MEMORY)
             return
-        training, machine, choice = self.latest
-        after = fit(self.size, choice.training, machine, self.fixed, self.held, choice.level + 1)
+        training, choice = self.latest
+        after = fit(self.size, choice.training, self.capacity, self.fixed, self.held, choice.level + 1)
         if after.settings == choice.settings:
             problem.add_note(OUT_OF_MEMORY)
         elif training.gpus == 1:
@@ -120,21 +118,21 @@ class MemoryRule(Part):
         if self.size is None:
             return run.settings
         tokens = bucket(run.layout.batch_size * run.layout.length)
-        training, machine = replace(training_of(run, self.size), length=tokens), self._machine(run)
+        training = replace(training_of(run, self.size), length=tokens)
 
         def choose(least: int) -> Fit:
             if (tokens, least) not in self.chosen:
                 assert self.size is not None, "looked at"
-                self.chosen[tokens, least] = fit(self.size, training, machine, self.fixed, self.held, least)
+                self.chosen[tokens, least] = fit(self.size, training, self.capacity, self.fixed, self.held, least)
             return self.chosen[tokens, least]
 
         choice = choose(max((level for known, level in self.least.items() if known <= tokens), default=0))
         if run.sharing and (level := int(run.largest_of_all([choice.level])[0])) != choice.level:
-            choice = at_level(self.size, training, machine, self.fixed, self.held, level)
+            choice = at_level(self.size, training, self.capacity, self.fixed, self.held, level)
         if (tokens, choice.level) not in self.told:
             self.told.add((tokens, choice.level))
-            self._tell(run, choice, machine)
-        self.latest = training, machine, choice
+            self._tell(run, choice)
+        self.latest = training, choice
         settings = choice.settings
         if 0 < settings["attention_keep"] < 1 and run.layout.beginning(1 - settings["attention_keep"]) is None:
             settings["attention_keep"] = 0.0  # ranks do not hold as much of each part
@@ -148,9 +146,10 @@ class MemoryRule(Part):
             return
         apart = takes_weights_apart(run.model)
         # what one rank cannot do, none does
-        limits = [own, -share_of_host(run.device), apart, apart or not run.repeatable, run.compiled]
-        self.held, host, tiles, once, compiled = run.largest_of_all(limits)
-        self.host = int(-host)
+        smallest = [-gpu_memory(run.device), -share_of_host(run.device), -processes()]
+        limits = [own, *smallest, apart, apart or not run.repeatable, run.compiled]
+        self.held, gpu, host, per_host, tiles, once, compiled = run.largest_of_all(limits)
+        self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=run.device.type == "cuda")
         kept = {"tiled_mlp": tiles, "layers_per_checkpoint": once, "activation_offloading": compiled}
         self.fixed |= {name for name, impossible in kept.items() if impossible}
         try:
@@ -160,16 +159,11 @@ class MemoryRule(Part):
             logger.info("hf_burst cannot tell what memory a step takes, and leaves all as it is: %s", problem)
             return
         if self.size.recurrent:
-            self._machine(run)  # with all of the GPU's memory
             self.room = RoomForKernels(run.device)
 
     def remove(self, model: PreTrainedModel) -> None:
         if self.room is not None:
             self.room.end()
-
-    def _machine(self, run: ForwardPass) -> Machine:
-        known = resources_of(run.group).machine(run.device, run.config.kernel)
-        return replace(known, host_memory=min(self.host, known.host_memory))
 
     def _count_errors(self, run: ForwardPass) -> None:
         """In one process: if the latest step ran out of memory, batches of as many tokens, or more, begin one level
@@ -177,7 +171,7 @@ class MemoryRule(Part):
         job."""
         short = out_of_memory(run.device)
         if self.latest is not None and self.steps and short > self.short and run.group.size == 1 and not run.sharing:
-            training, _, choice = self.latest
+            training, choice = self.latest
             self.least[training.length] = choice.level + 1
             logger.warning(
                 "The latest step ran out of memory with %s. From now on, batches of as many tokens take the next "
@@ -186,16 +180,19 @@ class MemoryRule(Part):
             )
         self.short = short
 
-    def _tell(self, run: ForwardPass, choice: Fit, machine: Machine) -> None:
+    def _tell(self, run: ForwardPass, choice: Fit) -> None:
         """Says what was chosen, or that nothing fits."""
         if run.group.rank or not choice.level:
             return
         assert self.size is not None, "looked at"
         tokens = run.layout.batch_size * run.layout.length
-        batch, needs = f"{run.layout.batch_size} x {run.layout.length:,} tokens", described(choice, machine.memory)
-        exactly = fit(self.size, replace(choice.training, length=tokens), machine, SETTINGS, self.held)
+        batch, needs = (
+            f"{run.layout.batch_size} x {run.layout.length:,} tokens",
+            described(choice, self.capacity.gpu_memory),
+        )
+        exactly = fit(self.size, replace(choice.training, length=tokens), self.capacity, SETTINGS, self.held)
         if not exactly.fits:
-            most = longest(self.size, choice.training, machine, self.fixed, self.held)
+            most = longest(self.size, choice.training, self.capacity, self.fixed, self.held)
             logger.warning(
                 "A training step of %s may run out of memory: it is predicted to take %s with %s. %s tokens fit. "
                 "Shard the sequence over more GPUs, train adapters (LoRA), or%s shorten it.",
@@ -223,6 +220,12 @@ class RoomForKernels:
         """Gives the allocator what it had, unless somebody has set it since."""
         if abs(torch.cuda.get_per_process_memory_fraction(self.device) - self.share) < 1e-6:  # torch counts bytes
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+
+
+def gpu_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process may take."""
+    total, share = torch.cuda.mem_get_info(device)[1], torch.cuda.get_per_process_memory_fraction(device)
+    return int(total * share)
 
 
 def held_bytes(model: PreTrainedModel, device: torch.device) -> float | None:

@@ -182,7 +182,7 @@ def _holder(layer: nn.Module) -> tuple[Any, str]:
 def _inside(outer: Run | None, call: ForwardCall) -> Run:
     """The run of a layer, or of a checkpoint, within another one. What it keeps follows what is kept of attention."""
     around = None if outer is None else outer.received
-    return Run(call, Received(around, call.settings.attention_keep > 0, call.way == "scanned states"))
+    return Run(call, Received(around, call.settings.attention_keep > 0))
 
 
 def _bind(module: Any) -> None:

@@ -14,10 +14,10 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from ...errors import BurstError, ConfigError
-from ...plan import ModelSize, data_sheet
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
+from ...sizing import ModelSize, data_sheet
 from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
 from ..models.model_size import model_size

@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from ..config import Memory
-from .machine import Machine
-from .memory import MemoryEstimate, estimate_memory, host_bytes
+from .gpus import Capacity
+from .memory import MemoryEstimate, estimate_memory
 from .model import ModelSize, Training
 
 SETTINGS = tuple(setting.name for setting in fields(Memory))  # in the order of the columns of `hf-burst plan`
@@ -52,15 +52,15 @@ def bucket(tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def fits(memory: MemoryEstimate, machine: Machine) -> bool:
+def fits(memory: MemoryEstimate, capacity: Capacity) -> bool:
     """Whether a GPU has room for a step, and its host for what is offloaded."""
-    return memory.total <= machine.memory and memory.host <= HOST_ROOM * machine.host_memory
+    return memory.total <= capacity.gpu_memory and memory.host <= HOST_ROOM * capacity.host_memory
 
 
 def fit(
     model: ModelSize,
     training: Training,
-    machine: Machine,
+    capacity: Capacity,
     fixed: Collection[str] = (),
     held: float | None = None,
     least: int = 0,
@@ -70,37 +70,37 @@ def fit(
     Args:
         model ([`ModelSize`]): What is trained.
         training ([`Training`]): How. Its [`SETTINGS`] are chosen.
-        machine ([`Machine`]): On what.
+        capacity ([`Capacity`]): On what.
         fixed (collection of `str`): Settings that stay as they are.
         held (`float`, *optional*): As in [`estimate_memory`].
         least (`int`, defaults to 0): The level to begin with, where earlier ones ran out of memory.
     """
-    steps = levels(model, training, machine, fixed)
+    steps = levels(model, training, capacity, fixed)
     start = min(least, len(steps) - 1)
     while 0 < start < len(steps) - 1 and steps[start] == steps[start - 1]:
         start += 1  # nothing changes
     rows = []
     for level, how in list(enumerate(steps))[start:]:
-        memory = estimate_memory(model, how, machine, held)
-        rows.append(Fit(level, how, memory, fits(memory, machine)))
+        memory = estimate_memory(model, how, capacity, held)
+        rows.append(Fit(level, how, memory, fits(memory, capacity)))
         if rows[-1].fits:
             return rows[-1]
     return min(rows, key=lambda row: row.memory.total)
 
 
 def at_level(
-    model: ModelSize, training: Training, machine: Machine, fixed: Collection[str], held: float | None, level: int
+    model: ModelSize, training: Training, capacity: Capacity, fixed: Collection[str], held: float | None, level: int
 ) -> Fit:
     """A level of the rule, whether it fits or not. Arguments as in [`fit`]."""
-    how = levels(model, training, machine, fixed)[level]
-    memory = estimate_memory(model, how, machine, held)
-    return Fit(level, how, memory, fits(memory, machine))
+    how = levels(model, training, capacity, fixed)[level]
+    memory = estimate_memory(model, how, capacity, held)
+    return Fit(level, how, memory, fits(memory, capacity))
 
 
 def longest(
     model: ModelSize,
     training: Training,
-    machine: Machine,
+    capacity: Capacity,
     fixed: Collection[str] = (),
     held: float | None = None,
 ) -> int:
@@ -109,7 +109,7 @@ def longest(
 
     def has_room(units: int) -> bool:
         longer = replace(training, length=units * unit, documents=())
-        return fit(model, longer, machine, fixed, held).fits
+        return fit(model, longer, capacity, fixed, held).fits
 
     low, high = 0, 1
     while high < 2**20 and has_room(high):
@@ -120,7 +120,9 @@ def longest(
     return low * unit
 
 
-def levels(model: ModelSize, training: Training, machine: Machine, fixed: Collection[str] = ()) -> tuple[Training, ...]:
+def levels(
+    model: ModelSize, training: Training, capacity: Capacity, fixed: Collection[str] = ()
+) -> tuple[Training, ...]:
     """The settings of every level, from none to all of them. Levels have the same number for any length, so that ranks
     with other batches can agree on one; a level that has nothing to change is like the one before it."""
     stays = {name: getattr(training, name) for name in fixed}
@@ -130,7 +132,7 @@ def levels(model: ModelSize, training: Training, machine: Machine, fixed: Collec
         offloads = "activation_offloading" in wanted or how.activation_offloading > 0
         how = replace(how, **wanted)
         if offloads and "activation_offloading" not in fixed:
-            how = replace(how, activation_offloading=_offloaded(model, how, machine))
+            how = replace(how, activation_offloading=_offloaded(model, how, capacity))
         steps.append(how)
     return tuple(steps)
 
@@ -152,11 +154,11 @@ def _additions(model: ModelSize, training: Training) -> Iterator[dict[str, Any]]
     yield {"head_groups": min(8, max(1, model.kv_heads))}
 
 
-def _offloaded(model: ModelSize, training: Training, machine: Machine) -> float:
+def _offloaded(model: ModelSize, training: Training, capacity: Capacity) -> float:
     """The share of the layers that the host holds: all but the last one, which never leaves, if it has room."""
     layers = model.layers
     for count in range(layers, 0, -1):
         how = replace(training, activation_offloading=count / layers)
-        if host_bytes(model, how) <= HOST_ROOM * machine.host_memory:
+        if how.host_bytes(model) <= HOST_ROOM * capacity.host_memory:
             return count / layers
     return 0.0

@@ -1,12 +1,11 @@
 """A model in a few sizes, and how it is trained: what the seconds and the memory of a step follow from."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ..config import Memory
 from ..errors import ConfigError
-from .mask import MaskPattern
-from .recurrence import RecurrentSize
+from ..plan import MaskPattern, RecurrentSize
 
 Weights = Literal["bf16", "fp32", "4bit"]
 Sharded = Literal["fsdp2", "ddp"]
@@ -72,6 +71,11 @@ class ModelSize:
         return round(sum(count for _, count in self.patterns)) if self.recurrent else self.layers
 
     @property
+    def wide_heads(self) -> bool:
+        """Whether its heads are so wide that kernels compute them at other rates, and with other sums."""
+        return self.head_dim > 192
+
+    @property
     def queries(self) -> int:
         """Elements of a token's queries, and of what attention finds for them."""
         return self.q_heads * (self.head_dim + self.value_dim) // 2
@@ -88,6 +92,11 @@ class ModelSize:
         mixing = 2 * self.hidden * (self.queries + self.keys)
         return max(0, (self.weights - self.unused - tables) // self.layers - mixing)
 
+    @property
+    def recurrence_flops(self) -> float:
+        """Operations of the recurrences of all layers for a token, forward."""
+        return sum(size.layers * size.token_flops for size in self.recurrent)
+
     def flops(self, tokens: int, pairs: float, trained: float = 1.0) -> float:
         """Floating point operations of a training step that computes nothing twice, as model FLOPs utilisation counts
         them: 6 for each weight and token, 4 if it is frozen, 12 for each pair and element of the queries, and 3 times
@@ -98,8 +107,7 @@ class ModelSize:
             pairs (`float`): (query, key) pairs that are admitted, added up over the layers.
             trained (`float`, defaults to 1.0): Share of the weights that learn.
         """
-        recurrences = 3 * tokens * sum(size.layers * size.token_flops for size in self.recurrent)
-        return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries + recurrences
+        return (4 + 2 * trained) * self.used * tokens + 12 * pairs * self.queries + 3 * tokens * self.recurrence_flops
 
 
 def keeping(first: int, layers: int, per_checkpoint: int) -> int:
@@ -184,7 +192,7 @@ class Training:
         return self.weights == "fp32" and not self.lora and self.shards == 1
 
     @property
-    def tiles(self) -> bool:
+    def in_tiles(self) -> bool:
         """Whether MLPs are computed some tokens at a time."""
         return 0 < self.tiled_mlp < self.tokens
 
@@ -206,34 +214,11 @@ class Training:
         attention = self.attention_keep * (2 * model.queries + 4 * model.q_heads)
         return (4.0 if self.wide_states else 2.0) * self.tokens * model.hidden, self.tokens * attention
 
+    def host_bytes(self, model: ModelSize) -> float:
+        """Bytes of the host that offloaded layers of one GPU take: their inputs, and attention that is kept."""
+        leaving, (kept_input, kept_attention) = self.offloaded(model), self.kept(model)
+        return self.inputs(leaving, model) * kept_input + leaving * model.attending / model.layers * kept_attention
+
     def trained(self, model: ModelSize) -> int:
         """The weights that learn."""
         return self.lora * model.adapted or model.weights - model.unused
-
-
-_NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-_EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128}
-_DELTA_NET = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 48,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-# fmt: off
-_SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
-    "llama-3.2-1b": ("llama", (128256, 2048, 8192, 16, 32, 8, 64), {"tie_word_embeddings": True}),
-    "llama-3-8b": ("llama", (128256, 4096, 14336, 32, 32, 8, 128), {}),
-    "llama-3-70b": ("llama", (128256, 8192, 28672, 80, 64, 8, 128), {}),
-    "mistral-7b": ("mistral", (32768, 4096, 14336, 32, 32, 8, 128), {"sliding_window": None}),
-    "qwen3-8b": ("qwen3", (151936, 4096, 12288, 36, 32, 8, 128), {}),
-    "qwen3-32b": ("qwen3", (151936, 5120, 25600, 64, 64, 8, 128), {}),
-    "qwen3.6-27b": ("qwen3_5_text", (248320, 5120, 17408, 64, 24, 4, 256), _DELTA_NET),
-    "qwen3-30b-a3b": ("qwen3_moe", (151936, 2048, 6144, 48, 32, 4, 128), _EXPERTS),
-}
-# fmt: on
-# shapes that need no hub: a model type of Transformers, and what its config differs in
-SHAPES = {
-    name: {"model_type": kind, **dict(zip(_NAMES + _HEADS, sizes, strict=True)), **more}
-    for name, (kind, sizes, more) in _SHAPES.items()
-}

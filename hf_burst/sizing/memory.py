@@ -4,13 +4,12 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from .machine import Machine
+from .gpus import Capacity
 from .model import ModelSize, Training, keeping
-from .step import LaidOut, lay_out
+from .spread import Spread, buffer_bytes, spread_of, state_bytes
 
 _NF4 = 4.127 / 8  # bytes of a weight of 4 bits and of its scales (QLoRA, arXiv 2305.14314)
 _LOGITS, _MOST_LOGITS, _PLAIN_LOGITS = 2**29, 2**31, 2**27  # at a time, as in linear_loss.py
-_ON_CPUS = ("cpu_flash", "reference")
 # bytes of a GPU outside of torch's allocator: CUDA's context and the code of kernels; NCCL; and the local memory of
 # kernels that spill registers, for which the driver provides while Triton tunes those of recurrent layers
 _CONTEXT, _NCCL, TUNING = 1.25 * 2**30, 1.0 * 2**30, 7.0 * 2**30
@@ -78,26 +77,27 @@ _ITEMS = tuple(item.name for item in fields(MemoryEstimate) if item.name not in 
 
 
 def estimate_memory(
-    model: ModelSize, training: Training, machine: Machine, held: float | None = None
+    model: ModelSize, training: Training, capacity: Capacity, held: float | None = None
 ) -> MemoryEstimate:
     """Predicts the most memory that a GPU takes in a step, see [`memory_of_step`], and what is taken beside tensors.
 
     Args:
         model ([`ModelSize`]): What is trained.
         training ([`Training`]): How.
-        machine ([`Machine`]): On what.
+        capacity ([`Capacity`]): On what.
         held (`float`, *optional*): Bytes of a GPU that stay from step to step, if they are known better than by the
             sizes: weights, the optimizer, and what CUDA takes.
     """
-    at_loss, moments = _moments(model, training, machine)
+    at_loss, moments = _moments(model, training, capacity)
 
     def more(changes: dict[str, Any]) -> float:
         """Bytes beyond those at the loss."""
         return sum(value - getattr(at_loss, name) for name, value in changes.items() if name != "moment")
 
     most = replace(at_loss, **max(moments, key=more))
-    if machine.kernel not in _ON_CPUS:
-        most = replace(most, gaps=_gaps(model, training, most), outside=_outside(model, training))
+    if capacity.on_gpu:
+        outside = outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
+        most = replace(most, gaps=_gaps(model, training, most), outside=outside)
     return most if held is None else replace(most, weights=held, optimizer=0.0)
 
 
@@ -109,43 +109,32 @@ def _gaps(model: ModelSize, training: Training, memory: MemoryEstimate) -> float
     return share * comes_and_goes + gradients * (of_shards if training.shards > 1 else of_gradients)
 
 
-def _outside(model: ModelSize, training: Training) -> float:
-    """Bytes outside of torch's allocator."""
-    return outside_of_torch(training.gpus) + (TUNING if model.recurrent else 0.0)
-
-
 def outside_of_torch(gpus: int) -> float:
     """Bytes of a GPU that CUDA takes, and NCCL among several of them."""
     return _CONTEXT + (_NCCL if gpus > 1 else 0.0)
 
 
-def memory_of_step(model: ModelSize, training: Training, machine: Machine) -> list[MemoryEstimate]:
+def memory_of_step(model: ModelSize, training: Training, capacity: Capacity) -> list[MemoryEstimate]:
     """Predicts the memory of a GPU at the moments when it can be the most: the loss, and the backward pass of every
     layer from the last to the first, and of the embeddings if they learn. Gradients come as what layers keep goes.
 
     Args:
         model ([`ModelSize`]): What is trained.
         training ([`Training`]): How.
-        machine ([`Machine`]): On what; it decides how blocks travel.
+        capacity ([`Capacity`]): On what.
     """
-    at_loss, moments = _moments(model, training, machine)
+    at_loss, moments = _moments(model, training, capacity)
     return [replace(at_loss, **changes) for changes in moments]
 
 
-def host_bytes(model: ModelSize, training: Training) -> float:
-    """Bytes of the host that offloaded layers take for one GPU: inputs, and attention that is kept."""
-    leaving, (kept_input, kept_attention) = training.offloaded(model), training.kept(model)
-    return training.inputs(leaving, model) * kept_input + leaving * model.attending / model.layers * kept_attention
-
-
-def _moments(model: ModelSize, training: Training, machine: Machine) -> tuple[MemoryEstimate, list[dict[str, Any]]]:
+def _moments(model: ModelSize, training: Training, capacity: Capacity) -> tuple[MemoryEstimate, list[dict[str, Any]]]:
     """The memory at the loss, and what is other at each moment, that one first."""
     number, trained, tokens = training.number, training.trained(model), training.tokens
     learns, shards, table = not training.lora, training.shards, model.vocabulary * model.hidden
     gradients, sharded = trained * number / shards, shards > 1
     buckets = 0.0 if sharded or training.gpus == 1 else gradients  # those of DDP stay from step to step
-    laid = lay_out(model, training, machine)
-    one, every = _activations(model, training, laid, machine)
+    spread = spread_of(model, training, capacity.ranks_per_host)
+    one, every = _activations(model, training, spread, capacity.on_gpu)
     unit = 2 * (model.weights - model.unused - table) / model.layers  # bytes of a layer in bf16
     states = tokens * model.hidden
     most = max(max(1, min(4, _MOST_LOGITS // states)) * states, _LOGITS) if training.fused else _PLAIN_LOGITS
@@ -163,14 +152,9 @@ def _moments(model: ModelSize, training: Training, machine: Machine) -> tuple[Me
         attention=(layers - leaving) * attending * kept_attention,
         activations=every,
         loss=logits + (4 if training.fused else 10) * states + (6 * table if learns else 0),
-        states=sum((1 if layers else size.layers) * cost.kept_bytes for size, cost in laid.recurrence),
-        exchange=max(
-            [
-                *(cost.memory_bytes for _, _, cost in laid.attention),
-                *(cost.memory_bytes - cost.kept_bytes for _, cost in laid.recurrence),
-            ]
-        ),
-        host=host_bytes(model, training),
+        states=sum((1 if layers else count) * kept for count, kept in state_bytes(model, training, spread)),
+        exchange=buffer_bytes(model, training, spread),
+        host=training.host_bytes(model),
         moment="the loss",
     )
     moments: list[dict[str, Any]] = [{}]
@@ -228,7 +212,7 @@ def _by_layer(layers: int, leaving: int, per_checkpoint: int) -> tuple[tuple[int
     return tuple(counts)
 
 
-def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> tuple[float, float]:
+def _activations(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> tuple[float, float]:
     """Bytes of activations: of the layer whose backward pass runs, with their gradients; and what all layers keep."""
     tokens, fused = training.tokens, training.fused
     elsewhere = model.queries if training.checkpointing and training.attention_keep == 1 else 0
@@ -238,36 +222,36 @@ def _activations(model: ModelSize, training: Training, laid: LaidOut, machine: M
     one = 2.0 * tokens * (row - model.inner * (3 if fused else 4) + inner)
     if training.wide_states:  # those of the layer in fp32, and its weights and their gradients cast to bf16
         one += 2.0 * tokens * 5 * model.hidden + 4 * (model.weights - model.unused) / model.layers
-    if training.tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
+    if training.in_tiles:  # a tile, the gradient of all of its input, and weights of 4 bits or gradients of others
         one -= 2 * (tokens - training.tiled_mlp) * inner - 2 * tokens * model.hidden
         one += 2 * model.mlp if training.weights == "4bit" else 0 if training.lora else 4 * model.mlp
         if training.wide_states:  # a tile's gradients beside their sums, and casts of weights and gradients
             one += 8 * model.mlp
     if model.norms and not fused:  # the backward pass of a norm, in fp32
         one = max(one, 2.0 * tokens * (row - 4 * model.inner + 8 * model.hidden))
-    if laid.attention:
-        one = max(one, _attention_backward(model, training, laid, machine))
+    if model.patterns:
+        one = max(one, _attention_backward(model, training, spread, on_gpu))
     for size in model.recurrent:  # beside them its input and the gradient of its output
         one = max(one, 2.0 * tokens * (size.backward_elements + 2 * model.hidden))
     mean = kept_by_layer(model, fused) + model.hidden
-    mean -= model.inner * (3 if fused else 4) if training.tiles else 0
+    mean -= model.inner * (3 if fused else 4) if training.in_tiles else 0
     return one, 0.0 if training.checkpointing else 2 * tokens * model.layers * mean
 
 
-def _attention_backward(model: ModelSize, training: Training, laid: LaidOut, machine: Machine) -> float:
+def _attention_backward(model: ModelSize, training: Training, spread: Spread, on_gpu: bool) -> float:
     """Bytes of activations while the backward pass of an attention runs: what is behind it in the layer is gone. On
-    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share; cuDNN
-    has these for every query head in bf16. Those of a group of heads are there beside those of all heads."""
+    GPUs, kernels add up gradients in fp32: of the queries, and of keys and values that several of these share. cuDNN,
+    which may take heads of more than 192 elements, has these for every query head in bf16. Those of a group of heads
+    are there in addition to those of all heads."""
     inputs = model.queries + 2 * model.keys
     keep = training.attention_keep if training.checkpointing else 0.0
     missing = model.queries if keep < 1 else 0  # of its output; what is kept of it is copied there, too
     row = 2 * (2 * model.hidden + 2 * inputs + missing + model.queries)
-    slices = min(cost.slices for _, _, cost in laid.attention)
     shared = 2 * model.keys if model.q_heads > model.kv_heads else 0
-    if shared and any(cost.by_cudnn for _, _, cost in laid.attention):
+    if shared and model.wide_heads:
         shared = max(shared, model.queries)
-    sums = 0.0 if machine.kernel in _ON_CPUS else 4 * (model.queries + shared) / slices
-    parts = 2 * inputs / slices if slices > 1 else 0.0
+    sums = 4 * (model.queries + shared) / spread.slices if on_gpu else 0.0
+    parts = 2 * inputs / spread.slices if spread.slices > 1 else 0.0
     return training.tokens * (row + sums + parts)
 
 

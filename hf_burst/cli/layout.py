@@ -1,0 +1,171 @@
+"""`hf-burst layout`: which rank holds and computes which part of an attention layer, in numbers and as a picture."""
+
+import argparse
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import get_args
+
+import numpy as np
+
+from ..config import Chunking, Schedule
+from ..errors import ConfigError
+from ..plan import Mask, MaskPattern, Plan, Shapes, Sharding, choose_schedule, make_plan, name_of, sharding_for
+from ..plan.work import tile_pairs
+from .launch import launched
+from .tokens import tokens
+
+_LENGTH = 4096  # tokens where none are given
+_POINTS = 32  # of a picture, along each side
+_NOBODY = -1
+_MAX_RANKS = 256  # counted and drawn within seconds
+_MAX_RUNS = 4  # of a rank, that a line of the table names
+_NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--mask", choices=("causal", "full"), default="causal", help="(default %(default)s)")
+    parser.add_argument("--window", type=tokens, help="earlier tokens that a query sees (default all)")
+    length = f"tokens of all ranks, such as 4096, 128k or 1M (default {_LENGTH}, or those of the documents)"
+    parser.add_argument("--length", type=tokens, help=length)
+    documents = "lengths of packed documents, one after the other"
+    parser.add_argument("--documents", type=tokens, nargs="+", metavar="TOKENS", help=documents)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks that share the sequence (default %(default)s)")
+    parser.add_argument("--ranks-per-host", type=int, help="ranks on one host (default all)")
+    parser.add_argument("--chunking", choices=get_args(Chunking), default="balanced", help="(default %(default)s)")
+    parser.add_argument("--schedule", default="auto", help="as in BurstConfig (default %(default)s)")
+    parser.add_argument("--q-heads", type=int, default=32, help="query heads (default %(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="key heads (default %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table and the picture, on rank 0 of a launch; the exit status."""
+    _, rank = launched()
+    if rank:
+        return 0
+    _check(arguments)
+    ranks, per_host, mask = arguments.ranks, arguments.ranks_per_host or arguments.ranks, _mask(arguments)
+    sharding = sharding_for((mask.documents,), {MaskPattern(mask.causal, mask.window): 1}, ranks, arguments.chunking)
+    shapes = Shapes(arguments.q_heads, arguments.kv_heads, 128, 128, 2, 4)
+    choice = choose_schedule((mask,), sharding, shapes, per_host)
+    schedule, reason = choice.schedule, choice.reason
+    if arguments.schedule != "auto":
+        schedule, reason = _asked(arguments, ranks), "asked for"
+    plan = make_plan((mask,), sharding.joined(schedule.ulysses), hosts=schedule.hosts(ranks, per_host))
+    count = len(mask.documents) - 1
+    batch = f"{mask.length:,} tokens in {count} document{'s'[: count - 1]} over {ranks} ranks, {per_host} a host"
+    print(f"{batch}, by {name_of(schedule, ranks)}: {reason}")
+    print(describe(plan, sharding))
+    if plan.ranks > 1:
+        print(picture(plan))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises for numbers that no layer has."""
+    ranks, per_host = arguments.ranks, arguments.ranks_per_host
+    if not 1 <= ranks <= _MAX_RANKS:
+        raise ConfigError(f"--ranks is {ranks}; it must be 1 to {_MAX_RANKS}.")
+    if per_host is not None and (per_host < 1 or ranks % per_host):
+        raise ConfigError(f"{ranks} ranks do not lie on hosts of {per_host} each: give --ranks-per-host that divides.")
+    q_heads, kv_heads = arguments.q_heads, arguments.kv_heads
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ConfigError(f"{q_heads} query heads cannot share {kv_heads} key heads: give a whole multiple.")
+
+
+def _asked(arguments: argparse.Namespace, ranks: int) -> Schedule:
+    """The schedule that is named; one rank exchanges nothing."""
+    schedule = Schedule.parse(arguments.schedule, ranks)
+    problem = schedule.refusal(ranks, arguments.q_heads, arguments.kv_heads)
+    if ranks > 1 and problem:
+        raise ConfigError(f"--schedule {arguments.schedule} cannot run: {problem}. Name another one, or leave it out.")
+    return schedule if ranks > 1 else Schedule()
+
+
+def _mask(arguments: argparse.Namespace) -> Mask:
+    """The mask that is asked for."""
+    length, sizes = arguments.length, arguments.documents or ()
+    if sizes and length not in (None, sum(sizes)):
+        raise ConfigError(f"--documents have {sum(sizes)} tokens together and --length is {length}; give one.")
+    length = sum(sizes) if sizes else _LENGTH if length is None else length
+    documents = tuple(accumulate(sizes, initial=0)) if sizes else ()
+    return Mask(length, arguments.mask == "causal", arguments.window, documents)
+
+
+def describe(plan: Plan, sharding: Sharding) -> str:
+    """A table of the tokens and the work of every rank, and of its work by step, and how even that is.
+
+    Args:
+        plan ([`Plan`]): The plan of the ring ranks.
+        sharding ([`Sharding`]): Who holds what, as many neighbours of a ring rank each as exchange heads.
+    """
+    ranks, work, ulysses = plan.ranks, steps_of(plan), sharding.ranks // plan.ranks
+    total = sum(map(sum, work))
+    rows = [["rank", "tokens", "work", "by steps, % of its own work", "holds"]]
+    for rank in range(sharding.ranks):
+        steps = work[rank // ulysses]
+        own = sum(steps)
+        parts = "  ".join(f"{order}: {step / own:.0%}" for order, step in enumerate(steps) if step)
+        runs = [f"{run.start}-{run.stop - 1}" for run in sharding.runs(rank)]
+        more = [f"and {len(runs) - _MAX_RUNS} more"] if len(runs) > _MAX_RUNS else []
+        held = ", ".join([*runs[:_MAX_RUNS], *more])
+        rows.append([str(rank), str(sharding.tokens(rank)), f"{own / total / ulysses:.1%}", parts, held])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    most = f"{max(map(sum, work)) * ranks / total - 1:.1%} more than an even share"
+    lines.append(f"{plan.pairs:,} pairs of {plan.queries.length:,} tokens; the busiest rank has {most}.")
+    longest = sum(map(max, zip(*work, strict=True)))
+    lines.append(f"Step by step, each as long as its busiest rank, it is {longest * ranks / total - 1:.1%} more.")
+    if ulysses > 1:
+        lines.append(f"{ulysses} neighbouring ranks exchange heads: each computes what they hold, for its own heads.")
+    return "\n".join(lines)
+
+
+def steps_of(plan: Plan) -> list[list[int]]:
+    """The pairs that each ring rank computes in each step; on two levels the steps of the inner rings follow each
+    other."""
+    work = [[0] * plan.ranks for _ in range(plan.ranks)]
+    for rank, own in enumerate(work):
+        for crossing in plan.crossings(rank, "kv"):
+            for step in plan.steps(rank, "kv", crossing.order):
+                pairs = sum((tile.batch[1] - tile.batch[0]) * tile_pairs(tile) for tile in step.tiles)
+                own[crossing.order * plan.per_host + step.order] = pairs
+    return work
+
+
+def picture(plan: Plan) -> str:
+    """The mask in the names of the ring ranks that compute it."""
+    length = plan.queries.length
+    points = min(length, _POINTS)
+    at = [(2 * index + 1) * length // (2 * points) for index in range(points)]
+    rows = [
+        " ".join("." if rank == _NOBODY else _NAMES[rank % len(_NAMES)] for rank in row)
+        for row in who_computes(plan, at).tolist()
+    ]
+    title = "who computes what, by ranks of the ring (0-9, a-z, and again); queries down, keys to the right:"
+    return "\n".join([title, *(f"  {row}" for row in rows)])
+
+
+def who_computes(plan: Plan, tokens: Sequence[int]) -> np.ndarray:
+    """The ring rank that computes each pair of some tokens, in the first row of a batch; -1 where none does. Follows
+    from the tiles of the plan, not from the mask.
+
+    Args:
+        plan ([`Plan`]): The plan.
+        tokens (sequence of `int`): Rising; queries along the first dimension of the result, keys along the second.
+    """
+    positions, owners, rows = np.asarray(tokens), np.full(len(tokens), _NOBODY), np.full(len(tokens), _NOBODY)
+    for rank in range(plan.ranks):
+        for piece in plan.queries.runs(rank):
+            inside = (positions >= piece.start) & (positions < piece.stop)
+            owners[inside], rows[inside] = rank, positions[inside] - piece.start + piece.local
+    ranks = np.full((len(tokens), len(tokens)), _NOBODY)
+    for rank in range(plan.ranks):
+        steps = [step for crossing in plan.crossings(rank, "kv") for step in plan.steps(rank, "kv", crossing.order)]
+        for source, tile in ((step.source, tile) for step in steps for tile in step.tiles):
+            if tile.batch[0] > 0:
+                continue
+            for query in np.flatnonzero((owners == rank) & (rows >= tile.q[0]) & (rows < tile.q[1])):
+                start, stop = (tile.k[0] + column for column in tile.columns(int(rows[query]) - tile.q[0]))
+                ranks[query, np.flatnonzero((owners == source) & (rows >= start) & (rows < stop))] = rank
+    return ranks

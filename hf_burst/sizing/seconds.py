@@ -1,0 +1,186 @@
+"""Seconds of a training step: counted operations and bytes, divided by the rates of a data sheet."""
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..plan import Mask
+from .gpus import DataSheet
+from .model import ModelSize, Training
+from .spread import Spread, masks_of, recurrent_bytes, sent_bytes, spread_of
+
+# Shares of their data sheets that H200s reached with bf16 (recipes/benchmarks/results: attention_*.json,
+# recurrent_*.json, host_copies_*.json; products by recipes/benchmarks/training_limits.py, of an 8B Llama).
+PRODUCTS = 0.68
+ATTENTION = 0.66, 0.61  # forward, backward
+# of these, by the kernel, what heads of more than 192 elements reach
+WIDE_HEADS = {"flash_attn_4": (1.15, 0.61), "flash_attn_2": (0.85, 0.85)}
+RECURRENCE = 0.052, 0.033  # of the recurrence, token by token; chunked kernels compute more
+MEMORY, LINK, HOST = 0.83, 0.8, 0.84
+SLOWED = 0.5  # share of the time of NCCL's messages by which kernels that run meanwhile take longer
+BETWEEN_HOSTS = 45e9  # bytes/s of a GPU, each way: assumed, nine tenths of 400 Gb/s
+_ADAMW = 8  # times that a step reads or writes a trained weight's number: gradient norm, p, g, m and v; then p, m and v
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Where the seconds of a step go, on the rank with the most attention.
+
+    Args:
+        attention (`float`): Attention, without what it waits for.
+        recurrence (`float`): Recurrent layers without their projections.
+        products (`float`): Products of matrices, those of the head and those computed again included.
+        elementwise (`float`): Norms, rotary positions, activations, additions and adapters, which wait for memory.
+        exchange (`float`): Messages that nothing is computed next to.
+        host (`float`): Copies to and from the host that take longer than the layers that run meanwhile.
+        optimizer (`float`): The update of the weights.
+    """
+
+    attention: float
+    recurrence: float
+    products: float
+    elementwise: float
+    exchange: float
+    host: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(vars(self).values())
+
+
+def estimate_seconds(model: ModelSize, training: Training, sheet: DataSheet, ranks_per_host: int = 8) -> StepSeconds:
+    """Predicts a step.
+
+    Args:
+        model ([`ModelSize`]): What is trained.
+        training ([`Training`]): How.
+        sheet ([`DataSheet`]): On which GPUs.
+        ranks_per_host (`int`, defaults to 8): GPUs of a host.
+
+    Raises:
+        ConfigError: If a part of an encoder's attention is to be kept.
+        ShardingError: If the sequence is too short for its ranks.
+    """
+    spread = spread_of(model, training, ranks_per_host)
+    bandwidth, crosses = MEMORY * sheet.bandwidth, training.gpus > ranks_per_host
+    link = BETWEEN_HOSTS if crosses else LINK * sheet.link
+    attention = _attention(model, training, sheet, spread)
+    forward, backward = (sheet.peak * share for share in RECURRENCE)
+    passes = 1 + training.checkpointing + training.repeated(model)
+    recurrence = training.tokens * model.recurrence_flops * (passes / forward + 2 / backward)
+    multiplying = products(model, training) / (PRODUCTS * sheet.peak)
+    elementwise = touched(model, training) / bandwidth
+    computing = attention + recurrence + multiplying + elementwise
+    exchange = _exchange(model, training, sheet, spread, attention) + _sharding(model, training, link, computing)
+    # layers leave in the forward pass, about a third of their time, and come back in the backward pass
+    offloaded = training.host_bytes(model) / (HOST * sheet.host)
+    beside = computing * training.offloaded(model) / model.layers
+    updated = _ADAMW * training.number * training.trained(model) / training.shards
+    return StepSeconds(
+        attention=attention,
+        recurrence=recurrence,
+        products=multiplying,
+        elementwise=elementwise,
+        exchange=exchange,
+        host=max(0.0, offloaded - beside / 3) + max(0.0, offloaded - 2 * beside / 3),
+        optimizer=updated / bandwidth,
+    )
+
+
+def step_flops(model: ModelSize, training: Training) -> float:
+    """Operations of one GPU in a step, as model FLOPs utilisation counts them."""
+    pairs = sum(count * mask.pairs for count, mask in masks_of(model, training))
+    return model.flops(training.length, pairs, 0.0 if training.lora else 1.0) / training.burst_size
+
+
+def _attention(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread) -> float:
+    """Kernels of attention on the busiest rank: 2 products of matrices forward, 5 backward (arXiv 2307.08691), and what
+    checkpointed layers compute again."""
+    wide = WIDE_HEADS[sheet.kernel] if model.wide_heads else (1.0, 1.0)
+    forward, backward = (sheet.peak * share * own for share, own in zip(ATTENTION, wide, strict=True))
+    flops = 4.0 * model.queries * (1 + spread.imbalance) / training.burst_size  # of a pair, forward
+    return sum(
+        count
+        * mask.pairs
+        * flops
+        * ((1 + _again(mask, training) * (1 + training.repeated(model))) / forward + 2.5 / backward)
+        for count, mask in masks_of(model, training)
+    )
+
+
+def _again(mask: Mask, training: Training) -> float:
+    """The share of an attention that a checkpointed layer computes again: the pairs of the first queries."""
+    keep = training.attention_keep
+    if not training.checkpointing or keep == 1:
+        return 0.0
+    if keep == 0:
+        return 1.0
+    if not mask.causal:
+        raise ConfigError(f"attention_keep is {keep}, and an encoder's first tokens see the rest. Take 1.0 or 0.0.")
+    length = max(1, round((1 - keep) * mask.length))
+    documents = (*(bound for bound in mask.documents if bound < length), length)
+    return Mask(length, True, mask.window, documents).pairs / mask.pairs
+
+
+def products(model: ModelSize, training: Training) -> float:
+    """Operations of products of matrices on one GPU. A checkpointed layer computes its products again but for the last
+    one; so does an MLP in tiles without checkpoints."""
+    layers, last = model.used - model.head, model.layers * model.hidden * model.inner
+    passes = 2 if training.lora else 3  # frozen weights need no gradient
+    repeated = layers if training.checkpointing else 3 * last if training.in_tiles else 0  # all of it, or MLPs
+    again = max(0, repeated - last) + training.repeated(model) * layers
+    adapters = 3 * training.lora * model.adapted
+    return 2.0 * training.tokens * (passes * model.used + again + adapters)
+
+
+def touched(model: ModelSize, training: Training) -> float:
+    """Bytes that a GPU reads and writes outside of products and attention. Each call reads its inputs and writes its
+    outputs: for each token and layer two norms, two additions, rotary positions, SwiGLU."""
+    wide, inner = model.hidden, model.inner
+    recurrent = sum(size.layers * size.elements for size in model.recurrent)
+    heads, states = model.attending * (model.queries + model.keys) / model.layers, 4 * recurrent / model.layers
+    if training.fused:
+        forward, backward = 20 * wide + 4 * heads + 6 * inner, 24 * wide + 4 * heads + 10 * inner
+    else:  # norms in fp32, and a call for every operation
+        forward, backward = 68 * wide + 18 * heads + 10 * inner, 92 * wide + 18 * heads + 18 * inner
+    passes = 1 + training.checkpointing + training.repeated(model)
+    total = model.layers * (passes * (forward + states) + backward + states)
+    if training.lora:  # inputs read, and outputs added up; their gradients likewise, and once more for both weights
+        total += (3 * passes + 5) * model.adapted
+    # FSDP copies gathered weights into place, and gradients to where they are sent from
+    copies = 0.0 if training.shards == 1 else 2 * _sharded_bytes(model, training)
+    return training.tokens * total + copies
+
+
+def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Spread, attention: float) -> float:
+    """Messages of layers. Blocks of a ring travel next to attention, which hides them if it takes longer. Nothing hides
+    heads and states."""
+    if training.burst_size == 1:
+        return 0.0
+    inside = LINK * sheet.link
+    heads, ring, between = (model.attending * size for size in sent_bytes(model, training, spread))
+    states = recurrent_bytes(model, training, spread) / (BETWEEN_HOSTS if spread.hosts > 1 else inside)
+    return heads / inside + max(0.0, ring / inside - attention, between / BETWEEN_HOSTS - attention) + states
+
+
+def _sharded_bytes(model: ModelSize, training: Training) -> float:
+    """Bytes of weights in bf16 that FSDP gathers for both passes, and of gradients that it scatters."""
+    weights = model.weights - model.unused
+    return 2.0 * (2 * weights + (0 if training.lora else weights))
+
+
+def _sharding(model: ModelSize, training: Training, link: float, computing: float) -> float:
+    """Messages of weights and gradients: what takes longer than computation, by how much kernels meanwhile are slower,
+    and the first and the last unit, which nothing hides."""
+    if training.gpus == 1:
+        return 0.0
+    if training.shards == 1:  # gradients as they are, to be added and to come back
+        total = 2.0 * training.number * training.trained(model)
+        ends = total / model.layers
+    else:
+        total = _sharded_bytes(model, training)
+        ends = 4.0 * (model.vocabulary * model.hidden + (model.used - model.head) / model.layers)
+    away = (training.gpus - 1) / training.gpus / link  # seconds a byte
+    sending = away * total
+    return max(0.0, sending - computing) + SLOWED * min(sending, computing) + away * ends

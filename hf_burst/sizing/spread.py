@@ -1,0 +1,139 @@
+"""How a batch is spread over the ranks that share it, and the bytes that they exchange for a layer."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..config import Schedule
+from ..plan import Mask, RecurrentSize, Segments, head_slices, imbalance, sharding_for
+from .model import ModelSize, Training
+
+_SLICE_BLOCKS = 2048  # least work of a slice of the heads, in blocks of 128 query rows, as the engine has it on GPUs
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a batch is spread.
+
+    Args:
+        schedule ([`Schedule`]): How attention is spread.
+        hosts (`int`): Hosts that share the batch.
+        slices (`int`): Groups of the heads that are computed one after another.
+        imbalance (`float`): By how much the attention of the busiest rank is above the mean; 0.02 is 2 %.
+        recurrence (`str`, *optional*): What recurrent layers exchange: `"states"` of runs of tokens, or `"heads"` for
+            tokens; `None` without such layers.
+        slots (`int`): States of each recurrent layer that the rank with the most of them exports.
+    """
+
+    schedule: Schedule
+    hosts: int
+    slices: int
+    imbalance: float
+    recurrence: Recurrence | None
+    slots: int
+
+    def exchanges_heads(self, size: RecurrentSize) -> bool:
+        """Whether recurrent layers of a kind exchange heads, or channels. Kernels of Mamba1 take no states."""
+        return size.kind == "selective" or (self.recurrence == "heads" and size.kind != "convolution")
+
+
+def spread_of(model: ModelSize, training: Training, ranks_per_host: int) -> Spread:
+    """How the engine spreads a batch over the ranks that share it.
+
+    Raises:
+        ShardingError: If the sequence is too short for them.
+    """
+    documents = training.documents or (0, training.length)
+    return _spread(model, documents, training.burst_size, ranks_per_host, training.head_groups)
+
+
+@lru_cache(maxsize=64)
+def _spread(model: ModelSize, documents: tuple[int, ...], ranks: int, ranks_per_host: int, head_groups: int) -> Spread:
+    layers = {pattern: max(1, round(count)) for pattern, count in model.patterns}
+    sharding = sharding_for((documents,), layers, ranks, "zigzag" if model.recurrent else "balanced")
+    schedule, heads = _schedule(model, ranks, ranks_per_host), (model.q_heads, model.kv_heads)
+    masks, counts = [pattern.mask(documents[-1], documents) for pattern in layers], tuple(layers.values())
+    return Spread(
+        schedule=schedule,
+        hosts=schedule.hosts(ranks, min(ranks, ranks_per_host)),
+        slices=head_slices(schedule, ranks, heads, documents[-1] // ranks, _SLICE_BLOCKS, head_groups) if layers else 1,
+        imbalance=imbalance(masks, sharding.owners, counts, sharding.boundaries) if layers else 0.0,
+        recurrence=_recurrence(model),
+        slots=Segments(sharding, (documents,)).most_slots if model.recurrent else 0,
+    )
+
+
+def _schedule(model: ModelSize, ranks: int, ranks_per_host: int) -> Schedule:
+    """A ring over two ranks. Over more, as many ranks of one host exchange heads as the heads allow."""
+    ulysses = math.gcd(min(ranks, ranks_per_host), model.q_heads, model.kv_heads) if ranks > 2 and model.patterns else 1
+    rotates_queries = model.q_heads == model.kv_heads and 1 < ranks != ulysses
+    return Schedule("burst" if rotates_queries else "kv_ring", ulysses)
+
+
+def _recurrence(model: ModelSize) -> Recurrence | None:
+    """States, unless no layer can take them."""
+    if not model.recurrent:
+        return None
+    return "heads" if all(size.kind == "selective" for size in model.recurrent) else "states"
+
+
+def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
+    """The layers with attention of each kind, those that see the most first: how many, and their mask."""
+    documents = training.documents or (0, training.length)
+    masks = [(count, pattern.mask(training.length, documents)) for pattern, count in model.patterns]
+    return sorted(masks, key=lambda entry: -entry[1].pairs)
+
+
+def sent_bytes(model: ModelSize, training: Training, spread: Spread) -> tuple[float, float, float]:
+    """Bytes that a rank sends for an attention layer, forward and backward: to exchange heads, round the ring on its
+    host, and round the ring between hosts."""
+    ulysses, tokens = spread.schedule.ulysses, training.tokens
+    ring = training.burst_size // ulysses
+    heads = 2 * 2 * (2 * model.queries + 2 * model.keys) * (ulysses - 1) / ulysses  # q, k, v, out; dO, dQ, dK, dV
+    block = 2 * model.keys * (2 + 2 + 4)  # K and V in both passes, and their gradients in fp32
+    within = (ring / spread.hosts - 1) * spread.hosts
+    return tokens * heads, tokens * block * within, tokens * block * (spread.hosts - 1.0)
+
+
+def recurrent_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
+    """Bytes that a rank sends for all recurrent layers, forward and backward: states of its runs of tokens, or channels
+    for tokens where kernels take no states."""
+    ranks, total = training.burst_size, 0.0
+    for size in model.recurrent:
+        channels = training.tokens * (sum(size.exchanged(ranks)) / ranks + size.shared_bytes)
+        sent = channels if spread.exchanges_heads(size) else spread.slots * (size.slot_bytes + size.halo_bytes)
+        total += 2 * size.layers * sent * (ranks - 1)
+    return total
+
+
+def buffer_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
+    """Bytes of the buffers through which ranks exchange what a layer needs, in symmetric memory. They are the most in
+    the backward pass; those of other transports are smaller."""
+    ranks, ulysses = training.burst_size, spread.schedule.ulysses
+    inputs, row = 2 * (model.queries + 2 * model.keys), 4.0 * model.q_heads  # bytes of a token: q, k, v; and delta
+    if ulysses > 1:  # two slices in turn of dO and q, k, v, which are exchanged and packed; and one of gradients
+        row += 2 * min(2, spread.slices) * (inputs + 2 * model.queries) + inputs
+    if ranks > ulysses:
+        wide = 2 if ranks == 2 else 4  # gradients as the kernel made them, or sums in fp32
+        rotating = 2 * model.keys * wide
+        if spread.schedule.ring == "burst":
+            rotating = max(4 * model.queries + 8 * model.q_heads, wide * model.queries)
+        # two blocks that come and three of gradients; sums in fp32 and what is made of them; what peers read
+        row += 5 * rotating + 3 * inputs + 4 * max(model.queries, model.keys)
+        if spread.hosts > 1:  # the block that is held and the one that crosses, with the sums of either
+            row += 2 * 2 * model.keys * (2 + 4)
+    attention = training.tokens * row / spread.slices if model.patterns else 0.0
+    recurrent = [
+        2 * training.tokens * (sum(size.exchanged(ranks)) + ranks * size.shared_bytes)
+        for size in model.recurrent
+        if spread.exchanges_heads(size) and ranks > 1
+    ]
+    return max([attention, *recurrent])
+
+
+def state_bytes(model: ModelSize, training: Training, spread: Spread) -> list[tuple[int, float]]:
+    """The recurrent layers of each kind: how many, and the bytes of the states of all ranks that one keeps."""
+    kept = training.burst_size * spread.slots
+    return [
+        (size.layers, float(kept * size.slot_bytes)) for size in model.recurrent if not spread.exchanges_heads(size)
+    ]
