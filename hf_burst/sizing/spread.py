@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from ..config import Schedule
 from ..plan import Mask, RecurrentSize, Segments, head_slices, imbalance, sharding_for
+from ..plan.recurrence import Way
 from .model import ModelSize, Training
 
 _SLICE_BLOCKS = 2048  # least work of a slice of the heads, in blocks of 128 query rows, as the engine has it on GPUs
@@ -29,7 +30,7 @@ class Spread:
     hosts: int
     slices: int
     imbalance: float
-    recurrence: Recurrence | None
+    recurrence: Way | None
     slots: int
 
     def exchanges_heads(self, size: RecurrentSize) -> bool:
@@ -70,7 +71,7 @@ def _schedule(model: ModelSize, ranks: int, ranks_per_host: int) -> Schedule:
     return Schedule("burst" if rotates_queries else "kv_ring", ulysses)
 
 
-def _recurrence(model: ModelSize) -> Recurrence | None:
+def _recurrence(model: ModelSize) -> Way | None:
     """States, unless no layer can take them."""
     if not model.recurrent:
         return None
