@@ -23,9 +23,10 @@ from ..plan import RecurrentSize, Shapes
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
-from .attention import CALL_KEY
 from .batches.cutting import CutPoint, bound_arguments, cut_point_of, language_model_of
 from .batches.sharded import is_sharded
+from .callers import frames
+from .context import CALL_KEY, LayerContext, PassContext
 from .models.hybrid import attention_shapes, hybrid_of, recurrent_sizes
 from .models.peft_methods import check_adapters
 from .models.support import base_model, check_model, verdict_on
@@ -43,7 +44,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
-from .parts.tiles import Tile, TiledMLP
+from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 from .trainers.accelerate import PATCH, check_joined, resolve_group
@@ -149,7 +150,7 @@ def make_parts(
     model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
-    tile, memory = Tile(), Memory(model, config)
+    memory = Memory(model, config)
     return (
         Request(),
         Replicas(config),
@@ -157,10 +158,10 @@ def make_parts(
         Tokens(model, cut_point),
         LongestPosition(),
         memory,
-        Checkpointing(tile, memory.advise),
-        TiledMLP(tile),
+        Checkpointing(memory.advise),
+        TiledMLP(),
         Adapters(),
-        Recurrence(model),  # when all is known of the pass
+        Recurrence(),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
         TokenLosses(),
@@ -236,6 +237,7 @@ class _Patch:
         self.recurrent: tuple[RecurrentSize, ...] = ()
         self.shapes: Shapes | None = None
         self.run: ForwardPass | None = None  # the pass under way
+        self.context = PassContext()
         self.passes = 0  # that came so far
 
     def install(self, model: PreTrainedModel) -> None:
@@ -282,6 +284,7 @@ class _Patch:
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         if self.task.generates and _generates(module, batch):
+            self.context.enter(None)
             return (), batch
         self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
@@ -309,12 +312,14 @@ class _Patch:
         self.run, self.explicit = run, run.explicit
         for part in self.parts:
             part.begin(run)
+        self.context.enter(LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles))
         return (), {**run.inputs, CALL_KEY: run.call}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""
-        if self.entered or CALL_KEY in kwargs or _generates(module, kwargs):
+        if CALL_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
+        self._begin_outside()
         size = resolve_group(self.group).size
         if size > 1:
             raise UnsupportedModelError(
@@ -323,6 +328,19 @@ class _Patch:
                 "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
                 "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
             )
+
+    def is_called(self) -> bool:
+        """Whether the model is being called; a call that was interrupted has not said that it ended."""
+        if not self.entered or self.run is None or self.run.compiled:
+            return self.entered
+        calls = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == "_call_impl")
+        return any(getattr(module, PATCH, None) is self for module in calls)
+
+    @torch.compiler.disable
+    def _begin_outside(self) -> None:
+        """Layers are called outside of a pass: they know of none, nor of one that was interrupted."""
+        self.end()
+        self.context.enter(None)
 
     def look(self, model: PreTrainedModel) -> None:
         """Has the parts look at the modules of the model anew."""
@@ -363,5 +381,6 @@ class _Patch:
             if isinstance(part, Memory):
                 part.advise(problem)
         self.run, self.entered = None, False
+        self.context.leave()
         for part in self.parts:
             part.end()

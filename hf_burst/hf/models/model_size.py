@@ -13,7 +13,7 @@ from ...errors import ConfigError, UnsupportedModelError
 from ...plan import SHAPES, MaskPattern, ModelSize, Shapes
 from ..batches.cutting import language_model_path
 from .hybrid import attention_shapes, head_size, recurrent_sizes
-from .rewrites import recurrent_modules
+from .recurrent import recurrent_modules
 from .support import check_model, has_attention, patterns_of_layers
 from .task import task_of
 

@@ -20,8 +20,8 @@ from ...plan import Hybrid
 from ...plan.recurrence import SCANNED_FROM, Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
-from ..attention import ForwardCall
 from ..batches.cutting import TokenInput
+from ..context import ForwardCall
 from ..models.hybrid import chosen_way
 from ..models.task import Task
 
@@ -51,7 +51,8 @@ class ForwardPass:
     advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
     labels: int = 0  # that count, on this rank
     tokens: int = 0  # labels that count over all ranks; known from `begin` on
-    call: ForwardCall = field(init=False)  # travels to the layers; known from `begin` on
+    call: ForwardCall = field(init=False)  # what layers know of the pass; from `begin` on
+    obstacles: dict[str, str] = field(default_factory=dict)  # to tiles, see [`LayerContext`]
 
     def __post_init__(self) -> None:
         self.settings = self.config
@@ -150,8 +151,8 @@ class Part:
         """Puts back what `install`, or a pass, changed."""
 
 
-class StandIn:
-    """Stands for the `forward` of a module that has it as an attribute, and does not keep this module alive."""
+class ForwardOverride:
+    """The `forward` of one module, which has it as an attribute. It does not keep this module alive."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -163,7 +164,7 @@ class StandIn:
             raise ConfigError("The module of this forward is gone. Keep the module, or the model, and call that.")
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StandIn":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardOverride":
         return type(self)(*(deepcopy(given, memo) for given in self._given()))
 
     def __reduce__(self) -> Any:

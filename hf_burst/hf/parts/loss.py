@@ -10,8 +10,8 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
-from ..attention import CALL_KEY
 from ..batches.cutting import language_model_of
+from ..context import CALL_KEY
 from ..models.bypassed import forward_name
 from ..models.head import LazyLogits, loss_sum
 from ..models.task import calls_loss_function, computes_loss
