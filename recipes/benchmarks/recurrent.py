@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst import BurstConfig, ContextGroup, SequenceLayout
 from hf_burst.config import Chunking
-from hf_burst.hf.attention import ForwardCall
-from hf_burst.hf.models.recurrent import COUNTERPARTS, Run, Scope, in_place_of_innermost
+from hf_burst.hf.context import ForwardCall, LayerContext, entered
+from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import Received
 from recipes.benchmarks.clock import Clock
@@ -112,11 +112,16 @@ def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Func
     layout, nothing = case.layout(chunking), torch.empty(0)
     config = BurstConfig(recurrence="heads" if way == "heads" else "states")
     call = ForwardCall(layout, layout.segments, group, config, nothing, True, None, None, None, way)
-    scope = Scope(Run(call, Received() if case.group is not None or case.ranks == 1 else Alone()))
+    context = LayerContext(call, Received() if case.group is not None or case.ranks == 1 else Alone())
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:
         stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
-    return {name: COUNTERPARTS[name](stock[name], scope) for name in stock}
+    return {name: partial(_run_in, context, COUNTERPARTS[name](stock[name])) for name in stock}
+
+
+def _run_in(context: LayerContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with entered(context):
+        return function(*args, **kwargs)
 
 
 def play(rank: int, ranks: int, chunking: Chunking, case: Case) -> Functions:
