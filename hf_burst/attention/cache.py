@@ -73,6 +73,11 @@ class AttentionCache:
         self.position: int | None = None  # of the next entry where the region runs again
         self.for_output = False  # whether it does so without a graph
 
+    def start(self, again: bool, for_output: bool) -> None:
+        """The region begins to run: for the first time, or again for its output alone or for its graph."""
+        self.position = 0 if again else None
+        self.for_output = for_output
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, encoded: Tensor, request: AttentionRequest
     ) -> Tensor:

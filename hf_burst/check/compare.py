@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..errors import BurstError, UnsupportedModelError
 from ..hf.batches.documents import documents_of
 from ..hf.models.cut_point import modalities_of
-from ..hf.models.rewrites import recurrent_modules
+from ..hf.models.recurrent import recurrent_modules
 from ..hf.models.sizes import VOCABULARY
 from ..hf.models.support import check_model
 from ..hf.models.task import task_of

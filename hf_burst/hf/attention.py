@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -13,18 +12,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..attention import AttentionCache, AttentionRequest, attend
-from ..config import BurstConfig, Memory
+from ..attention import AttentionRequest, attend
 from ..errors import UnsupportedModelError
 from ..kernels import Scores
-from ..plan import MaskPattern, Segments
-from ..plan.recurrence import Way
-from ..ranks.group import ContextGroup
-from ..ranks.layout import SequenceLayout
+from ..plan import MaskPattern
+from .context import ForwardCall, current, refuse_blind_run
 
 NAME = "hf_burst"
-CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes to the layers
-ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has called us with a ForwardCall
+ARRIVED = "burst_arrived"  # the attribute of an attention module: whether it has called us in a sharded pass
 _REFUSED = ("sinks", "position_bias", "indices")  # arguments that change the result
 # the functions of transformers.masking_utils that a mask may be made of
 _SLIDING, _CHUNKED, _CAUSAL = "sliding_window_overlay", "chunked_overlay", "causal_mask_function"
@@ -35,24 +30,6 @@ _KNOWN = {
     True: frozenset({_CAUSAL, _SLIDING, _CHUNKED, _REFERENCE, "and_masks", *_DOCUMENTS}),
     False: frozenset({_BOTH_WAYS, _SLIDING_BOTH_WAYS, "and_masks", *_DOCUMENTS}),
 }
-
-
-@dataclass(frozen=True)
-class ForwardCall:
-    """What the layers of a model know of one sharded forward pass; the keyword argument `burst_call`."""
-
-    layout: SequenceLayout
-    segments: Segments  # of this pass alone: what layers keep with them is freed when it ends
-    group: ContextGroup
-    config: BurstConfig
-    settings: Memory  # of this pass
-    encoded: torch.Tensor  # the layout as the operator takes it
-    causal: bool  # whether queries see no later key
-    positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
-    fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
-    real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
-    way: Way = "states"  # how recurrent layers pass what they know
-    cache: Callable[[], AttentionCache | None] | None = None  # of the layer that runs, if it is checkpointed
 
 
 class _NotBuiltError(UnsupportedModelError, AttributeError):
@@ -71,7 +48,6 @@ class LazyMask:
 
     def __init__(self, arguments: dict[str, Any], parts: frozenset[str]) -> None:
         self.arguments, self.parts = arguments, parts
-        self.call: ForwardCall | None = None  # told by the part `Attention`
 
     def __getattr__(self, name: str) -> Any:
         raise _NotBuiltError(
@@ -150,8 +126,9 @@ def attention_forward(
     to `(batch, n, heads, value_dim)`, and `None` for the weights. `is_causal` and `sliding_window` count where there is
     no mask; `s_aux` are attention sinks.
 
-    Without `burst_call` (a cached generation step, a submodule called directly) every rank holds the whole sequence,
-    and this is Transformers' own attention.
+    Where the context of the layer has no call (a cached generation step, a submodule called directly) every rank holds
+    the whole sequence, and this is Transformers' own attention. The keyword `burst_call` is the call in compiled
+    graphs, which can read no context, and in checkpoints that are not ours.
     """
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
     if refused:
@@ -159,8 +136,13 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(refused)} to its attention, which hf_burst does not serve. "
             "Unpatch the model (hf_burst.unpatch_model) and use another attention implementation."
         )
-    if burst_call is None and isinstance(attention_mask, LazyMask):
-        burst_call = attention_mask.call
+    cache = None
+    if not torch.compiler.is_compiling() or (burst_call is None and isinstance(attention_mask, LazyMask)):
+        context = current()
+        if context is not None:
+            burst_call, cache = context.call, context.cache
+        elif burst_call is None:
+            refuse_blind_run(module)
     if burst_call is not None:
         setattr(module, ARRIVED, True)  # which the part `Attention` asks for
     if burst_call is not None and burst_call.group.size == 1 and query.shape[2] != key.shape[2]:
@@ -182,7 +164,6 @@ def attention_forward(
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0)
     settings = config.kernel, config.schedule, config.transport, burst_call.settings.head_groups
     request = AttentionRequest(group, pattern, scores, *settings)
-    cache = None if torch.compiler.is_compiling() or burst_call.cache is None else burst_call.cache()
     out = attend(q, k, v, s_aux, layout, burst_call.encoded, request, cache)
     if burst_call.fully_masked is not None:
         out = out.masked_fill(burst_call.fully_masked[..., None, None], 0)

@@ -23,9 +23,10 @@ from ..plan import RecurrentSize
 from ..ranks.group import ContextGroup
 from ..ranks.watch import watch_of_process
 from ..ring.resources import resources_of
-from .attention import CALL_KEY
 from .batches.cutting import bound_arguments
 from .batches.sharded import is_sharded
+from .callers import frames
+from .context import CALL_KEY, LayerContext, PassContext
 from .groups import OLD_NAMES, PATCH, check_joined, resolve_group
 from .models.cut_point import CutPoint, cut_point_of, language_model_of
 from .models.hybrid import hybrid_of, recurrent_sizes
@@ -45,7 +46,7 @@ from .parts.recurrence import Recurrence
 from .parts.replicas import Replicas
 from .parts.request import Request
 from .parts.rope import LongestPosition
-from .parts.tiles import Tile, TiledMLP
+from .parts.tiles import TiledMLP
 from .parts.token_losses import TokenLosses
 from .parts.tokens import Tokens
 
@@ -151,7 +152,7 @@ def make_parts(
     model: PreTrainedModel, config: BurstConfig, group: ContextGroup | None, cut_point: CutPoint
 ) -> tuple[Part, ...]:
     """The parts of a model in the order of their steps. A new capability is a new part and a line here."""
-    tile, memory = Tile(), MemoryRule(model, config)
+    memory = MemoryRule(model, config)
     return (
         Request(),
         Replicas(config),
@@ -159,10 +160,10 @@ def make_parts(
         Tokens(model, cut_point),
         LongestPosition(),
         memory,
-        Checkpointing(tile, memory.advise),
-        TiledMLP(tile),
+        Checkpointing(memory.advise),
+        TiledMLP(),
         Adapters(),
-        Recurrence(model),  # when all is known of the pass
+        Recurrence(),  # when all is known of the pass
         RouterLogits(model),
         Loss(model, group),
         TokenLosses(),
@@ -237,6 +238,7 @@ class _Patch:
         self.entered = False  # whether the model is being called, sharded or to generate
         self.recurrent: tuple[RecurrentSize, ...] = ()
         self.run: ForwardPass | None = None  # the pass under way
+        self.context = PassContext()
         self.passes = 0  # that came so far
 
     def install(self, model: PreTrainedModel) -> None:
@@ -283,6 +285,7 @@ class _Patch:
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         if self.task.generates and _generates(module, batch):
+            self.context.enter(None)
             return (), batch
         self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
@@ -310,12 +313,14 @@ class _Patch:
         self.run, self.explicit = run, run.explicit
         for part in self.parts:
             part.begin(run)
+        self.context.enter(LayerContext(run.call, run.call.replay(), None, run.settings.tiled_mlp, run.obstacles))
         return (), {**run.inputs, CALL_KEY: run.call}
 
     def within(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""
-        if self.entered or CALL_KEY in kwargs or _generates(module, kwargs):
+        if CALL_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
+        self._begin_outside()
         size = resolve_group(self.group).size
         if size > 1:
             raise UnsupportedModelError(
@@ -324,6 +329,19 @@ class _Patch:
                 "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
                 "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
             )
+
+    def is_called(self) -> bool:
+        """Whether the model is being called; a call that was interrupted has not said that it ended."""
+        if not self.entered or self.run is None or self.run.compiled:
+            return self.entered
+        calls = (frame.f_locals.get("self") for frame in frames() if frame.f_code.co_name == "_call_impl")
+        return any(getattr(module, PATCH, None) is self for module in calls)
+
+    @torch.compiler.disable
+    def _begin_outside(self) -> None:
+        """Layers are called outside of a pass: they know of none, nor of one that was interrupted."""
+        self.end()
+        self.context.enter(None)
 
     def look(self, model: PreTrainedModel) -> None:
         """Has the parts look at the modules of the model anew."""
@@ -364,5 +382,6 @@ class _Patch:
             if isinstance(part, MemoryRule):
                 part.advise(problem)
         self.run, self.entered = None, False
+        self.context.leave()
         for part in self.parts:
             part.end()

@@ -1,7 +1,7 @@
 """Runs of checkpointed layers, not all of which keep their input: it is computed again from that of an earlier one."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -66,7 +66,6 @@ class LayerRun:
         run: Callable[..., Any],
         inputs: Sequence[Any],
         named: Mapping[str, Any],
-        context: AbstractContextManager[Any],
         preserves_rng: bool,
     ) -> None:
         """Says how the layer runs again without a graph, as `torch.utils.checkpoint` runs it again with one.
@@ -74,7 +73,6 @@ class LayerRun:
         Args:
             run (callable): The layer.
             inputs, named: What it is called with.
-            context (context manager): Entered around each run; may be entered again.
             preserves_rng (`bool`): Whether it draws the random numbers that come now.
         """
         if self.position is None:
@@ -84,7 +82,7 @@ class LayerRun:
         draws = [draws_as_now(inputs[at])] if preserves_rng else []
         # what is cast without a graph must not be found again by runs that have one
         casts = [autocast_as_now(kind, cache=False) for kind in dict.fromkeys((device.type, "cpu"))]
-        surroundings = *draws, torch.no_grad, *casts, function_modes_as_now(), lambda: context
+        surroundings = *draws, torch.no_grad, *casts, function_modes_as_now()
 
         def again(tensor: Tensor) -> Tensor:
             with ExitStack() as stack:

@@ -2,11 +2,9 @@
 composes. Knows nothing of Transformers."""
 
 from .delta import delta_rule_by_heads, delta_rule_by_states
-from .diagonal import recurrence_by_channels, recurrence_by_states
 from .exchange import own_heads
 from .fla import fla_kernels, unit_norm
 from .halo import causal_convolution
-from .lightning import lightning_by_heads, lightning_by_states
 from .pieces import Rule
 from .received import Received
 from .scan import scan_by_channels, scan_by_states
@@ -20,11 +18,7 @@ __all__ = [
     "delta_rule_by_states",
     "delta_rule_in_two_passes",
     "fla_kernels",
-    "lightning_by_heads",
-    "lightning_by_states",
     "own_heads",
-    "recurrence_by_channels",
-    "recurrence_by_states",
     "scan_by_channels",
     "scan_by_states",
     "unit_norm",

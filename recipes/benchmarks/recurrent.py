@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 from hf_burst import BurstConfig, Memory
 from hf_burst.attention import ContextGroup, SequenceLayout
 from hf_burst.config import Chunking
-from hf_burst.hf.attention import ForwardCall
-from hf_burst.hf.models.recurrent import COUNTERPARTS, Run, Scope, in_place_of_innermost
+from hf_burst.hf.context import ForwardCall, LayerContext, entered
+from hf_burst.hf.models.recurrent import COUNTERPARTS, in_place_of_innermost
 from hf_burst.plan.recurrence import Way
 from hf_burst.recurrent import Received
 from recipes.benchmarks.clock import Clock
@@ -99,11 +99,16 @@ def own(way: Way, case: Case, chunking: Chunking, columns: bool = False) -> Func
     group = ContextGroup.from_mesh(case.group) if case.group is not None else ContextGroup(case.rank, case.ranks)
     layout, nothing = case.layout(chunking), torch.empty(0)
     call = ForwardCall(layout, layout.segments, group, BurstConfig(), Memory(), nothing, True, None, None, None, way)
-    scope = Scope(Run(call, Received()))
+    context = LayerContext(call, Received())
     stock = {name: getattr(modeling_qwen3_5, name) for name in (RULE, CONVOLUTION)}
     if columns:
         stock[RULE] = lambda *tensors, function=stock[RULE], **options: function(*tensors, **options)
-    return {name: COUNTERPARTS[name](stock[name], scope) for name in stock}
+    return {name: partial(_run_in, context, COUNTERPARTS[name](stock[name])) for name in stock}
+
+
+def _run_in(context: LayerContext, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with entered(context):
+        return function(*args, **kwargs)
 
 
 def cp_context(case: Case, chunking: Chunking) -> Functions:

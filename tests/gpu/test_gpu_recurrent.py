@@ -70,7 +70,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_dt_rank": 8,
     },
-    "recurrent_gemma": {**ATTENTION, "lru_width": 128, "head_dim": 64},
 }
 
 

@@ -21,7 +21,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 import hf_burst
@@ -144,10 +144,6 @@ def replace_one(model: Any) -> Any:
     return mock.patch.object(attention, "forward", types.MethodType(sdpa_forward, attention))
 
 
-def replace_layer(model: Any) -> Any:
-    return class_forward(LlamaDecoderLayer, deaf_layer)
-
-
 def replace_module(model: Any) -> Any:
     layer = model.model.layers[1]
     return mock.patch.dict(layer._modules, self_attn=OwnAttention(layer.self_attn))
@@ -161,7 +157,7 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
     if how == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": True})
     called = torch.compile(model, backend="eager") if how == "compiled" else model
-    path = "model.layers.0.self_attn" if change in (replace_class, replace_layer) else "model.layers.1.self_attn"
+    path = "model.layers.0.self_attn" if change is replace_class else "model.layers.1.self_attn"
     with change(model):
         if how == "changed, then patched":
             models.patch(model)
@@ -176,7 +172,7 @@ def refuse_attention(rank: int, size: int, change: Change, how: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("change", [replace_class, replace_one, replace_layer, replace_module])
+@pytest.mark.parametrize("change", [replace_class, replace_one, replace_module])
 def test_attention_that_does_not_arrive_is_an_error(ranks: Ranks, size: int, change: Change) -> None:
     ways = ["patched, then changed", "changed, then patched", "checkpointed"]
     for how in ways + (["compiled"] if size == 1 else []):
@@ -366,15 +362,6 @@ def test_what_is_changed_after_patching_is_seen(ranks: Ranks, size: int, change:
     run(ranks, size, change_between_passes, change, CHANGES[change])
 
 
-def past_the_layer(model: Any) -> Any:
-    """A forward of the model that calls what is in its layers, and no layer."""
-
-    def forward(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
-        return types.SimpleNamespace(last_hidden_state=self.layers[0].linear_attn(self.embed_tokens(input_ids)))
-
-    return mock.patch.object(type(model.model), "forward", forward)
-
-
 def replaced_class(model: Any) -> Any:
     own = Qwen3_5GatedDeltaNet.forward
 
@@ -384,25 +371,23 @@ def replaced_class(model: Any) -> Any:
     return class_forward(Qwen3_5GatedDeltaNet, forward)
 
 
-def refuse_recurrent(rank: int, size: int, change: Change, words: str) -> None:
+def refuse_recurrent(rank: int, size: int) -> None:
     batch = models.make_batch("plain")
     model = models.patch(models.make_model("qwen3_5"))
-    with change(model), pytest.raises(ConfigError, match=words):
+    with replaced_class(model), pytest.raises(ConfigError, match=r"was replaced by tests\.hf\.test_bypassed"):
         model(**batch)
     model(**batch)
     hf_burst.unpatch_model(model)
-    if change is replaced_class:
-        with change(model), pytest.raises(UnsupportedModelError, match="Qwen3_5GatedDeltaNet was replaced by tests"):
-            models.patch(model)
+    with (
+        replaced_class(model),
+        pytest.raises(UnsupportedModelError, match=r"Qwen3_5GatedDeltaNet was replaced by tests\."),
+    ):
+        models.patch(model)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(past_the_layer, "ran outside of its layer"), (replaced_class, r"was replaced by tests\.hf\.test_bypassed")],
-)
-def test_recurrent_layers_that_are_not_told_are_an_error(ranks: Ranks, size: int, change: Change, words: str) -> None:
-    run(ranks, size, refuse_recurrent, change, words)
+def test_a_recurrent_forward_that_was_replaced_is_an_error(ranks: Ranks, size: int) -> None:
+    run(ranks, size, refuse_recurrent)
 
 
 # what is as it should be
@@ -461,6 +446,18 @@ def share_attention(model: Any) -> None:
     second.self_attn = first.self_attn
 
 
+def deafen_layer(model: Any) -> None:
+    """Its attention reads the context."""
+    layer = model.model.layers[1]
+    layer.forward = types.MethodType(deaf_layer, layer)
+
+
+def thin_layer(model: Any) -> None:
+    """Its recurrent module reads the context, too."""
+    layer = model.model.layers[0]
+    layer.forward = types.MethodType(lambda self, x, **_: x + self.linear_attn(self.input_layernorm(x)), layer)
+
+
 def skip_layers(model: Any) -> None:
     """A layer that is dropped, and one that drops its attention."""
     first, second = model.model.layers
@@ -490,6 +487,8 @@ def generate_between(model: Any) -> None:
 
 SERVED: list[tuple[Change, str]] = [
     *((change, "llama") for change in (liger_like, share_attention, skip_layers, nest_attention)),
+    (deafen_layer, "llama"),
+    (thin_layer, "qwen3_5"),
     *((change, "llama") for change in (generate_between, copy_model)),
     *((change, "llama") for change in (checkpoint_layers, checkpoint_reentrant, compile_layers)),
     (checkpoint_layers, "qwen3_5"),
@@ -501,11 +500,11 @@ def serve(rank: int, size: int, change: Change, name: str) -> None:
     pair = [models.make_model(name, torch.float64).train() for _ in range(2)]
     model, plain = models.patch(pair[0]), pair[1]
     model = change(model) or model
-    if change in (liger_like, share_attention, skip_layers, nest_attention):
+    if change in (liger_like, share_attention, skip_layers, nest_attention, deafen_layer, thin_layer):
         change(plain)
     for seed in range(2):
         compare(rank, size, model, plain, models.make_batch("plain", seed=seed))
-    if change not in (compile_layers, nest_attention):  # which would compile anew; which has no cache
+    if change not in (compile_layers, nest_attention, deafen_layer):  # which would compile anew; which have no cache
         generate_between(model)
         compare(rank, size, model, plain, models.make_batch("plain", seed=2))
 

@@ -18,12 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import hf_burst
 from hf_burst.attention import AttentionCache, AttentionRequest, SequenceLayout
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
+from hf_burst.hf import context
 from hf_burst.hf.parts import checkpointing
-from hf_burst.hf.parts.checkpointing import Checkpointing
 from hf_burst.kernels import Scores
 from hf_burst.layers import linear_loss
 from hf_burst.ring import ShardedAttention
-from tests.hf.test_patch import group_mean, part_of
+from tests.hf.test_patch import group_mean
 from tests.support import models
 from tests.support.ranks import RankError, RankPool
 
@@ -77,7 +77,7 @@ def keep_parts(
                 assert queries[2:] == again, (schedule, keep, queries)
                 for found, gradient in zip(group_mean(model), wanted, strict=True):
                     torch.testing.assert_close(found, gradient, rtol=1e-10, atol=1e-10)
-            assert not part_of(model, Checkpointing).under_way
+            assert context.current() is None
             hf_burst.unpatch_model(model)
 
 
@@ -104,19 +104,18 @@ def odd_uses(rank: int, size: int) -> None:
     wanted = [expected_gradients(copy.deepcopy(model), batch) for batch in batches]
     models.patch(model, hf_burst.BurstConfig(memory=hf_burst.Memory(attention_keep=0.5)))
     model.gradient_checkpointing_enable()
-    saved = part_of(model, Checkpointing)
 
     def check(index: int, times: int = 1) -> None:
         for found, gradient in zip(group_mean(model), wanted[index], strict=True):
             torch.testing.assert_close(found, times * gradient, rtol=1e-10, atol=1e-10)
         model.zero_grad()
-        assert not saved.under_way
 
     losses = [model(**batch).loss for batch in batches]
     with torch.no_grad():
         model(**batches[1])
         model.eval()(**batches[1])
         model.train()
+    assert context.current() is None
     with (
         mock.patch.object(LlamaDecoderLayer, "forward", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
@@ -129,6 +128,9 @@ def odd_uses(rank: int, size: int) -> None:
         losses[0].backward()
         assert len(queries) == 2
     check(0)
+    with torch.no_grad():
+        model(**batches[0])
+    assert context.current() is None, "a pass ends the interrupted one"
 
 
 def test_graphs_and_failures_leave_nothing_behind(ranks: Ranks) -> None:

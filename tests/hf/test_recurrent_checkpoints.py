@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_burst
 from hf_burst.errors import ConfigError, RankMismatchError
+from hf_burst.hf import context
 from hf_burst.hf.models import recurrent
-from hf_burst.hf.models.rewrites import recurrent_modules
+from hf_burst.hf.models.recurrent import recurrent_modules
 from hf_burst.hf.parts import recurrence
 from hf_burst.ranks import collectives
 from hf_burst.recurrent import Received, halo
@@ -70,6 +71,24 @@ def nested(model: Any, reentrant: bool) -> None:
     wrap(model, reentrant, "DecoderLayer")
 
 
+class Several(torch.nn.Module):
+    """More than one layer, for one checkpoint."""
+
+    def __init__(self, *layers: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, **kwargs)
+        return hidden_states
+
+
+def wrap_several(model: Any) -> None:
+    """One checkpoint around all layers, none of which knows of it."""
+    model.backbone.layers = torch.nn.ModuleList([checkpoint_wrapper(Several(*model.backbone.layers))])
+
+
 SWITCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "not reentrant": ("qwen3_5", partial(enable, reentrant=False)),
     "reentrant": ("qwen3_5", partial(enable, reentrant=True)),
@@ -78,6 +97,7 @@ SWITCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     # accelerate puts one around the layer, and another one around its mixer
     "wrapped twice": ("MambaForCausalLM", lambda model: wrap(model, False, "MambaBlock", "MambaMixer")),
     "wrapped": ("Mamba2ForCausalLM", lambda model: wrap(model, False, "Mamba2Block")),
+    "wrapped together": ("Mamba2ForCausalLM", wrap_several),
     "wrapped, reentrant": ("lfm2", lambda model: wrap(model, True, "DecoderLayer")),
 }
 
@@ -200,7 +220,7 @@ def edges_alive() -> int:
     return sum(type(item) is halo._Edges for item in gc.get_objects())
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite"])
 def test_edges_go_with_the_pass(name: str) -> None:
     """Layouts are kept for long, what layers make of them is not; a checkpoint holds it until it has run again."""
     model = models.patch(models.make_model(name).train())
@@ -240,26 +260,49 @@ def test_passes_keep_apart_and_leave_nothing_behind(ranks: Ranks) -> None:
     ranks(2).run(accumulate)
 
 
+class ByHand(torch.nn.Module):
+    """A checkpoint that no part of a patched model knows."""
+
+    def __init__(self, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.inside, *args, use_reentrant=False, **kwargs)
+
+
 def test_a_checkpoint_that_tells_nothing_is_an_error() -> None:
-    """Around more than a layer before the first step; made by hand, in the backward pass and not a wrong gradient."""
-    batch = models.make_batch("packed")
+    """In the backward pass, and not a wrong gradient."""
     model = models.patch(make("Mamba2ForCausalLM"))
-    layers = model.backbone.layers
-    model.backbone.layers[0] = checkpoint_wrapper(torch.nn.Sequential(layers[0]))
-    with pytest.raises(ConfigError, match=r"CheckpointWrapper is around a Sequential .* Checkpoint whole layers"):
-        model(**batch)
-    model = models.patch(make("Mamba2ForCausalLM"))
-    mixer = model.backbone.layers[0].mixer
-    plain = mixer.forward
-
-    def by_hand(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
-
-    by_hand.scope = plain.scope  # type: ignore[attr-defined]
-    mixer.forward = by_hand
-    loss = model(**batch).loss
+    model.backbone.layers[0].mixer = ByHand(model.backbone.layers[0].mixer)
+    loss = model(**models.make_batch("packed")).loss
     with pytest.raises(ConfigError, match="Mamba2Mixer runs again in the backward pass"):
         loss.backward()
+
+
+def test_a_pass_that_was_interrupted_is_forgotten() -> None:
+    """Its context outlives Ctrl-C, and neither the decoder by itself nor generation may find it."""
+    model, batch = models.patch(make("qwen3_5").eval()), models.make_batch("packed")
+    tokens = {"input_ids": batch["input_ids"], "use_cache": False}
+
+    def decode() -> torch.Tensor:
+        hidden: torch.Tensor = model.model(**tokens).last_hidden_state
+        return hidden
+
+    def generate() -> torch.Tensor:
+        generated: torch.Tensor = model.generate(tokens["input_ids"][:, :3], max_new_tokens=2, do_sample=False)
+        return generated
+
+    for compute in (decode, generate):
+        wanted = compute()
+        with (
+            mock.patch.object(type(model.lm_head), "forward", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            model(**batch)
+        assert context.current() is not None
+        assert torch.equal(compute(), wanted)
+        assert context.current() is None
 
 
 def test_a_module_that_is_not_called_is_an_error() -> None:

@@ -21,13 +21,13 @@ import hf_burst
 from hf_burst.check.compare import Double
 from hf_burst.check.tiny import tiny_copy
 from hf_burst.errors import UnsupportedModelError
-from hf_burst.hf.models import recurrent, rewrites
+from hf_burst.hf.models import recurrent
 from hf_burst.hf.models.hybrid import recurrent_sizes
-from hf_burst.hf.models.rewrites import recurrent_modules
+from hf_burst.hf.models.recurrent import recurrent_modules
 from hf_burst.hf.parts import base
 from hf_burst.plan import Segments
 from hf_burst.ranks.group import ContextGroup
-from hf_burst.recurrent import delta, diagonal, halo, own_heads
+from hf_burst.recurrent import delta, halo, own_heads, scan
 from hf_burst.recurrent.states import incoming_states
 from recipes.tiny_models import tiny_model
 from tests.hf.test_patch import group_mean
@@ -169,7 +169,7 @@ BROKEN: dict[str, tuple[str, Combination, Any, str, Any]] = {
     "documents that leak through a convolution": ("lfm2", ("packed", "states", "zigzag"), halo, "_edges", of_rows),
     "a state that is dropped": ("qwen3_5", CONTIGUOUS, delta, "incoming_states", dropped),
     "a transition in bf16": ("qwen3_5", CONTIGUOUS, delta, "by_matrix", in_half),
-    "a number that is dropped": ("recurrent_gemma", CONTIGUOUS, diagonal, "incoming_states", dropped),
+    "a number that is dropped": ("granite", CONTIGUOUS, scan, "incoming_states", dropped),
     "heads of another rank": ("granite", ("plain", "heads", "balanced"), recurrent, "own_heads", of_the_next),
     "channels of another rank": ("zamba", CONTIGUOUS, recurrent, "own_heads", of_the_next),
 }
@@ -215,23 +215,11 @@ def test_the_class_and_other_models_stay_as_they_are() -> None:
     assert "forward" not in vars(layer)
 
 
-def test_states_of_a_shard_are_not_kept() -> None:
-    """RecurrentGemma keeps its states in its modules, for the next pass."""
-    model = models.patch(models.make_model("recurrent_gemma"))
-    model(**models.make_batch("plain"))
-    kept = [getattr(module, name, None) for module in model.modules() for name in ("recurrent_states", "conv1d_state")]
-    assert kept == [None] * len(kept)
-
-
-@pytest.mark.parametrize("name", models.WITH_DOORS)
-def test_another_source_is_refused(name: str) -> None:
-    model = models.make_model(name)
-    with (
-        mock.patch.object(rewrites, "_door_of", rewrites._door_of.__wrapped__),  # it remembers what it answered
-        mock.patch.object(rewrites, "source_fingerprint", return_value="changed"),
-        pytest.raises(UnsupportedModelError, match=r"computes its states by another source .* 5\.17 to 5\.23"),
-    ):
-        models.patch(model)
+@pytest.mark.parametrize("name", ["MiniMaxForCausalLM", "RecurrentGemmaForCausalLM", "ZayaForCausalLM"])
+def test_states_inside_of_a_forward_are_refused_with_a_sentence(name: str) -> None:
+    model = tiny_model(name)
+    with pytest.raises(UnsupportedModelError, match=rf"{name} is not served: .* inside of its own forward"):
+        hf_burst.patch_model(model)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -268,12 +256,12 @@ def compile_and_compare(rank: int, size: int, name: str, checkpointing: bool) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "checkpointing"), [("granite", False), ("qwen3_5", True), ("minimax", False)])
+@pytest.mark.parametrize(("name", "checkpointing"), [("granite", False), ("qwen3_5", True), ("zamba", False)])
 def test_compiled_models(ranks: Ranks, name: str, checkpointing: bool) -> None:
     assert max(ranks(2).run(compile_and_compare, name, checkpointing)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "granite", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite", "zamba"])
 def test_generation_and_copies(name: str, tmp_path: Path) -> None:
     """A patched model generates as it did; its copies, and what is loaded of it, are patched by themselves."""
     model = models.make_model(name).eval()

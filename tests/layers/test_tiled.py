@@ -213,7 +213,7 @@ def test_odd_modules(kind: str, hooks: bool) -> None:
 
 def in_tiles(model: Any) -> list[str]:
     """The modules that the latest pass computed in tiles."""
-    return [name for name, obstacle in part_of(model, TiledMLP).tile.obstacles.items() if not obstacle]
+    return [name for name, obstacle in part_of(model, TiledMLP).obstacles.items() if not obstacle]
 
 
 def with_tiles(

@@ -316,7 +316,7 @@ def test_sizes_of_models() -> None:
     assert {own.kind for own in sizes["granite"]} == {"scan"}
     assert {own.kind for own in sizes["lfm2"]} == {"convolution"}
     assert {own.kind for own in sizes["zamba"]} == {"selective"}
-    for name in sorted({*models.RECURRENT} - {*models.WITH_DOORS}):
+    for name in models.RECURRENT:
         model = models.make_model(name)
         shapes = attention_shapes(model)
         assert shapes is None or shapes.q_heads == model.config.num_attention_heads

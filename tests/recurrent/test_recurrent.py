@@ -21,14 +21,9 @@ from hf_burst.recurrent import (
     delta_rule_by_heads,
     delta_rule_by_states,
     delta_rule_in_two_passes,
-    diagonal,
     halo,
-    lightning_by_heads,
-    lightning_by_states,
     own_heads,
     pieces,
-    recurrence_by_channels,
-    recurrence_by_states,
     scan_by_channels,
     scan_by_states,
 )
@@ -81,23 +76,6 @@ def selective_scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Te
     return torch.stack(outputs, dim=1)
 
 
-def lightning(q: Tensor, k: Tensor, v: Tensor, rates: Tensor) -> Tensor:
-    """Lightning attention of a batch of sequences."""
-    state, outputs = v.new_zeros(v.shape[0], HEADS, KEYS, WIDTH), []
-    for t in range(v.shape[1]):
-        state = state * (-rates).exp()[:, None, None] + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outputs, dim=1)
-
-
-def single_numbers(a: Tensor, b: Tensor) -> Tensor:
-    """The recurrence of RG-LRU, of a batch of sequences."""
-    states = [b[:, 0]]
-    for t in range(1, b.shape[1]):
-        states.append(a[:, t] * states[-1] + b[:, t])
-    return torch.stack(states, dim=1)
-
-
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
     """A causal convolution of each channel: `(batch, channels, tokens)`."""
     return functional.conv1d(functional.pad(x, (REACH, 0)), weight[:, None], groups=x.shape[1])
@@ -141,10 +119,6 @@ def make(case: Case) -> dict[str, Tensor]:
         "dt": normal(HEADS).exp(),
         "b": normal(2, STATE),
         "c": normal(2, STATE),
-        "every q": normal(HEADS, KEYS),
-        "every k": normal(HEADS, KEYS),
-        "rates": torch.rand(HEADS, dtype=torch.float64) / 4,
-        "gate": normal(HEADS + 1).sigmoid(),
         "channels": normal(HEADS + 1),
         "channel dt": normal(HEADS + 1).exp(),
         "weight": torch.randn(HEADS, REACH + 1, dtype=torch.float64),
@@ -162,12 +136,8 @@ NAMES = {
     "Mamba2": ("x", "dt", "b", "c", "a"),
     "Mamba2, heads exchanged": ("x", "dt", "b", "c", "a"),
     "Mamba1": ("channels", "channel dt", "b", "c", "a"),
-    "lightning": ("every q", "every k", "v", "rates"),
-    "lightning, heads exchanged": ("every q", "every k", "v", "rates"),
-    "RG-LRU": ("gate", "channels"),
-    "RG-LRU, channels exchanged": ("gate", "channels"),
 }
-PARAMETERS = ("weight", "a", "rates")
+PARAMETERS = ("weight", "a")
 
 
 def whole(kind: str, *tensors: Tensor) -> Tensor:
@@ -180,10 +150,6 @@ def whole(kind: str, *tensors: Tensor) -> Tensor:
         return selective_scan(x, dt, b[:, :, 0], c[:, :, 0], a)
     if kind.startswith("Mamba2"):
         return scan(*tensors[:4], tensors[4][:HEADS, 0])
-    if kind.startswith("lightning"):
-        return lightning(*tensors)
-    if kind.startswith("RG-LRU"):
-        return single_numbers(*tensors)
     state = torch.zeros(1, HEADS, KEYS, WIDTH, dtype=torch.float64)
     return token_by_token(*tensors, state)[0]
 
@@ -212,13 +178,6 @@ def sharded(kind: str, segments: Segments, group: ContextGroup, *tensors: Tensor
         own = own_heads(decay, group)
         rule = Rule(lambda rows, *_: (scan(*rows, own), None), packed=False)
         return scan_by_channels(rule, (x, dt, b, c), (), segments, group)
-    if kind.startswith("lightning"):
-        settings = tensors[:3], tensors[3], 8, segments, group
-        return lightning_by_heads(*settings) if kind.endswith("exchanged") else lightning_by_states(*settings, received)
-    if kind.startswith("RG-LRU"):
-        if kind.endswith("exchanged"):
-            return recurrence_by_channels(*tensors, segments, group)
-        return recurrence_by_states(*tensors, segments, group, received)
     rule = Rule(delta_rule, packed=kind.endswith("packed kernel"))
     if kind.endswith("exchanged"):
         return delta_rule_by_heads(rule, tensors, segments, group)
@@ -242,8 +201,7 @@ def weights_of(kind: str, case: Case) -> Tensor:
     """What the sum of the outputs is weighted by."""
     torch.manual_seed(1)
     rows, tokens = len(case.documents), case.documents[0][-1]
-    shapes = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,), "RG-LRU": (HEADS + 1,)}
-    shape = shapes.get(kind.removesuffix(", channels exchanged"), (HEADS, WIDTH))
+    shape = {"convolution": (HEADS,), "Mamba1": (HEADS + 1,)}.get(kind, (HEADS, WIDTH))
     return torch.randn(rows, tokens, *shape, dtype=torch.float64)
 
 
@@ -303,15 +261,14 @@ def laid_by_two_layers(kind: str) -> int:
     tensors = make(Case(((0, 3, 4, 9, 20),)))
     inputs = [tensors[name] for name in NAMES[kind]]
     made = mock.Mock(wraps=pieces.from_host)
-    with mock.patch.object(pieces, "from_host", made), mock.patch.object(diagonal, "from_host", made):
+    with mock.patch.object(pieces, "from_host", made):
         for _ in range(2):
             sharded(kind, segments, ContextGroup(), *inputs)
     return int(made.call_count)
 
 
-@pytest.mark.parametrize("kind", ["gated delta rule, packed kernel", "RG-LRU"])
-def test_bounds_are_laid_once_for_a_batch(kind: str) -> None:
-    assert laid_by_two_layers(kind) == 1
+def test_bounds_are_laid_once_for_a_batch() -> None:
+    assert laid_by_two_layers("gated delta rule, packed kernel") == 1
 
 
 def test_kernels_are_equal_for_what_is_kept() -> None:
@@ -332,14 +289,3 @@ def test_outputs_that_are_changed_later_are_noticed() -> None:
     out.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("tokens", [2, 3, 26, 101])
-def test_numbers_of_blocks_follow_one_another(tokens: int) -> None:
-    """Blocks of blocks of blocks of three tokens, and a last one that is shorter."""
-    torch.manual_seed(0)
-    a, b = torch.rand(2, 2, tokens, 5, dtype=torch.float64, requires_grad=True)
-    with mock.patch.object(diagonal, "_BLOCK", 3):
-        blocks = torch.autograd.grad(diagonal.recurrence(a, b).cos().sum(), (a, b))
-    one_by_one = torch.autograd.grad(single_numbers(a, b).cos().sum(), (a, b))
-    torch.testing.assert_close(blocks, one_by_one, rtol=1e-10, atol=1e-12)

@@ -224,7 +224,7 @@ def test_a_checkpointed_layer_keeps_its_input_and_attention(ranks, size, schedul
         assert kept == pytest.approx(planned, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "granite", "qwen3_5", "minimax", "zamba"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "granite", "qwen3_5", "zamba"])
 def test_tiles_keep_nothing_of_their_layers(name):
     model = models.make_model(name).train()
     model.gradient_checkpointing_enable()

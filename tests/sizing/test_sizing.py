@@ -407,7 +407,7 @@ def test_sizes_of_all_served_classes_can_be_told() -> None:
         assert estimate_memory(size, Training(512, 4, 4), H200).total > 0, name
 
 
-@pytest.mark.parametrize("name", sorted({*models.RECURRENT} - {*models.WITH_DOORS}))
+@pytest.mark.parametrize("name", models.RECURRENT)
 def test_projections_of_recurrent_layers_are_those_that_torch_counts(name: str) -> None:
     model = models.make_model(name).train()
     ids = torch.randint(0, model.config.vocab_size, (1, 64))

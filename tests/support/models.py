@@ -23,8 +23,6 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MiniMaxConfig,
-    MiniMaxForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     ModernBertConfig,
@@ -36,14 +34,10 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
     RobertaConfig,
     RobertaForMaskedLM,
     ZambaConfig,
     ZambaForCausalLM,
-    ZayaConfig,
-    ZayaForCausalLM,
 )
 
 import hf_burst
@@ -145,15 +139,8 @@ _RECURRENT_MODELS = {
     "granite": lambda: GraniteMoeHybridForCausalLM(_tiny("GraniteMoeHybridForCausalLM", GraniteMoeHybridConfig)),
     # Mamba1 beside attention that layers share
     "zamba": lambda: ZambaForCausalLM(_tiny("ZambaForCausalLM", ZambaConfig)),
-    # lightning attention
-    "minimax": lambda: MiniMaxForCausalLM(_tiny("MiniMaxForCausalLM", MiniMaxConfig)),
-    # RG-LRU
-    "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(_tiny("RecurrentGemmaForCausalLM", RecurrentGemmaConfig)),
-    # convolutions within attention
-    "zaya": lambda: ZayaForCausalLM(_tiny("ZayaForCausalLM", ZayaConfig)),
 }
 RECURRENT = tuple(_RECURRENT_MODELS)  # with layers that carry a state
-WITH_DOORS = RECURRENT[-3:]  # by a forward of our own
 
 
 def _tiny(name: str, config: Any) -> Any:

@@ -12,8 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import UnsupportedModelError
 from ..attention import NAME
-from .recurrent import COUNTERPARTS
-from .rewrites import DOORS, recurrent_modules
+from .recurrent import COUNTERPARTS, recurrent_modules
 
 _WRAPPERS = ("torch.", "accelerate.", "transformers.utils.")  # which autocast, compile, convert what is returned
 # of transformers.integrations: each computes the attention of the mask that it is given
@@ -107,4 +106,4 @@ def check_recurrent_sources(model: nn.Module) -> None:
 @cache
 def _was_recurrent(kind: Any) -> bool:
     """Whether a class is recurrent by its source."""
-    return kind.__name__ in DOORS or any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS)
+    return any(f"{name}(" in inspect.getsource(kind) for name in COUNTERPARTS)

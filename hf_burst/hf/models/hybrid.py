@@ -13,8 +13,7 @@ from ...config import BurstConfig
 from ...plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
-from .recurrent import functions_of
-from .rewrites import recurrent_modules
+from .recurrent import functions_of, recurrent_modules
 from .support import has_attention, patterns_of_layers
 from .task import task_of
 

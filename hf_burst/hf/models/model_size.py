@@ -14,7 +14,7 @@ from ...plan import MaskPattern, Shapes
 from ...sizing import SHAPES, ModelSize, shape_name
 from .cut_point import language_model_path
 from .hybrid import attention_shapes, head_size, recurrent_sizes
-from .rewrites import recurrent_modules
+from .recurrent import recurrent_modules
 from .support import check_model, has_attention, patterns_of_layers
 from .task import task_of
 

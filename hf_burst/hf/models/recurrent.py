@@ -6,7 +6,6 @@ kernels finds those of the package there, and plain torch otherwise. Each has a 
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import CellType, FunctionType, MappingProxyType
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UnsupportedModelError
-from ...plan import Segments
-from ...ranks.group import ContextGroup
 from ...recurrent import (
     Received,
     Rule,
@@ -31,65 +28,21 @@ from ...recurrent import (
     scan_by_states,
     unit_norm,
 )
-from ..attention import ForwardCall
+from ..context import ForwardCall, current
 
-RUN_KEY = "burst_run"  # the keyword argument by which a Run comes into a checkpoint
 Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a layer in a pass over ranks; the keyword argument `burst_run`."""
-
-    call: ForwardCall
-    received: Received
-
-
-@dataclass
-class Scope:
-    """What the functions of one layer know of the pass."""
-
-    run: Run | None = None
-    under_way: bool = False  # whether a pass over ranks is, of which the layer is to tell
-
-    @property
-    def call(self) -> ForwardCall:
-        assert self.run is not None, "set before the layer runs"
-        return self.run.call
-
-    @property
-    def received(self) -> Received:
-        assert self.run is not None, "set before the layer runs"
-        return self.run.received
-
-    @property
-    def group(self) -> ContextGroup:
-        return self.call.group
-
-    @property
-    def by_heads(self) -> bool:
-        """Whether heads are exchanged, and states do not pass."""
-        return self.call.way == "heads"
-
-    @property
-    def segments(self) -> Segments:
-        return self.call.segments
-
-    @property
-    def segments_of_rows(self) -> Segments:
-        """Those of a layer that reads padding as it reads other tokens."""
-        real = self.call.layout.real
-        return self.segments.once(_segments_of_rows, real) if real else self.segments
+def _pass() -> tuple[ForwardCall, Received]:
+    """The sharded pass in which a layer runs, and what the layer received where it runs again."""
+    context = current()
+    assert context is not None, "asked by the forward of the module"
+    assert context.call is not None, "asked by the forward of the module"
+    assert context.replay is not None, "there where a call is"
+    return context.call, context.replay
 
 
-def _segments_of_rows(segments: Segments, real: tuple[tuple[int, int], ...]) -> Segments:
-    """The segments of a padded batch whose documents begin where their padding does: one object for all layers."""
-    rows, length = zip(segments.documents, real, strict=True), segments.sharding.stop
-    documents = tuple((0, *sorted({*row} - {0, *span, length}), length) for row, span in rows)
-    return Segments(segments.sharding, documents)
-
-
-def _convolution(original: Function, scope: Scope) -> Function:
+def _convolution(original: Function) -> Function:
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
     ) -> Tensor:
@@ -97,12 +50,13 @@ def _convolution(original: Function, scope: Scope) -> Function:
             out: Tensor = original(laid, weight, bias, activation=activation)
             return out
 
-        return causal_convolution(convolve, x, weight.shape[-1] - 1, scope.segments, scope.group, scope.received)
+        call, replay = _pass()
+        return causal_convolution(convolve, x, weight.shape[-1] - 1, call.segments, call.group, replay)
 
     return causal_conv1d_fn
 
 
-def _delta_rule(original: Function, scope: Scope) -> Function:
+def _delta_rule(original: Function) -> Function:
     packed, by_fla = _takes(original, "cu_seqlens"), _takes(original, "cp_context")
 
     def chunk_delta_rule(
@@ -131,9 +85,10 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
             return out, last
 
         inputs = (query, key, value, g, beta)
-        if scope.by_heads:
-            return delta_rule_by_heads(Rule(rule, packed), inputs, scope.segments, scope.group), None
-        arguments = scope.segments, scope.group, scope.received
+        call, replay = _pass()
+        if call.way == "heads":
+            return delta_rule_by_heads(Rule(rule, packed), inputs, call.segments, call.group), None
+        arguments = call.segments, call.group, replay
         kernels = fla_kernels(query.device, key.shape[-1]) if by_fla and g.ndim == 3 else None  # KDA has four
         if kernels is None:
             return delta_rule_by_states(Rule(rule, packed), inputs, *arguments), None
@@ -145,7 +100,7 @@ def _delta_rule(original: Function, scope: Scope) -> Function:
     return chunk_delta_rule
 
 
-def _scan(original: Function, scope: Scope) -> Function:
+def _scan(original: Function) -> Function:
     packed = _takes(original, "seq_idx")
 
     def mamba2_chunk_scan(
@@ -156,10 +111,11 @@ def _scan(original: Function, scope: Scope) -> Function:
                 "A Mamba2 layer gave a gate or initial states to its scan, which is not known over ranks. Train it on "
                 "sequences that one GPU holds."
             )
-        group, segments, limit = scope.group, scope.segments, options.get("dt_limit", (0.0, float("inf")))
+        call, replay = _pass()
+        group, segments, limit = call.group, call.segments, options.get("dt_limit", (0.0, float("inf")))
         steps: dict[str, Any] = {"dt_softplus": options.get("dt_softplus", False), "dt_limit": limit}
         heads = {"A": a, "D": options.get("D"), "dt_bias": options.get("dt_bias")}
-        if scope.by_heads:
+        if call.way == "heads":
             heads = {name: None if value is None else own_heads(value, group) for name, value in heads.items()}
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
@@ -168,13 +124,13 @@ def _scan(original: Function, scope: Scope) -> Function:
             out = original(hidden, rates, B=keys, C=queries, chunk_size=chunk_size, **heads, **steps, **places)
             return out, None
 
-        if scope.by_heads:
+        if call.way == "heads":
             if b.shape[2] % group.size:  # a rank has heads whose group is another's
                 b, c = (tensor.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for tensor in (b, c))
             return scan_by_channels(Rule(rule, packed), (x, dt, b, c), (), segments, group)
         applied = dt.float() if heads["dt_bias"] is None else dt.float() + heads["dt_bias"].float()
         applied = (functional.softplus(applied) if steps["dt_softplus"] else applied).clamp(*limit)
-        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), segments, group, scope.received)
+        return scan_by_states(Rule(rule, packed), (x, dt, b, c), applied, a.float(), segments, group, replay)
 
     return mamba2_chunk_scan
 
@@ -185,13 +141,14 @@ def _places(bounds: Tensor, tokens: int) -> Tensor:
     return numbers.repeat_interleave(bounds.diff(), output_size=tokens)[None]  # the device is not asked how many
 
 
-def _selective_scan(original: Function, scope: Scope) -> Function:
+def _selective_scan(original: Function) -> Function:
     def mamba_selective_scan(
         x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, z: Tensor | None = None, **options: Any
     ) -> Tensor:
+        call, _ = _pass()
         own = {name: options.pop(name, None) for name in ("D", "delta_bias")}
-        own = {name: None if value is None else own_heads(value, scope.group) for name, value in own.items()}
-        decay = own_heads(a, scope.group)
+        own = {name: None if value is None else own_heads(value, call.group) for name, value in own.items()}
+        decay = own_heads(a, call.group)
 
         def rule(rows: Any, states: Tensor | None, bounds: Tensor | None, ends: bool) -> tuple[Tensor, None]:
             hidden, steps, *gate, keys, queries = (row.transpose(1, 2) for row in rows)
@@ -200,17 +157,17 @@ def _selective_scan(original: Function, scope: Scope) -> Function:
 
         channels = [tensor.transpose(1, 2) for tensor in (x, dt, z) if tensor is not None]
         shared = [tensor.transpose(1, 2) for tensor in (b, c)]
-        return scan_by_channels(Rule(rule, False), channels, shared, scope.segments, scope.group).transpose(1, 2)
+        return scan_by_channels(Rule(rule, False), channels, shared, call.segments, call.group).transpose(1, 2)
 
     return mamba_selective_scan
 
 
-def _unfused(original: Function, scope: Scope) -> Function:
+def _unfused(original: Function) -> Function:
     """In place of a function that does several steps at once; a layer that gets nothing does one after another."""
     return lambda *args, **kwargs: None
 
 
-COUNTERPARTS: Mapping[str, Callable[[Function, Scope], Function]] = MappingProxyType(
+COUNTERPARTS: Mapping[str, Callable[[Function], Function]] = MappingProxyType(
     {
         "causal_conv1d_fn": _convolution,
         "torch_chunk_gated_delta_rule": _delta_rule,
@@ -235,17 +192,26 @@ def _functions_of(forward: Any) -> tuple[str, ...]:
     return tuple(name for name in COUNTERPARTS if name in called and name in forward.__globals__)
 
 
-def rebound(module: nn.Module, scope: Scope) -> Function:
-    """The forward of a module's class, which calls the counterparts; the class and its source file stay as they are."""
-    forward: Any = type(module).forward
-    kind: Any = type(module)
-    functions = inspect.unwrap(forward).__globals__
-    counterparts = {name: COUNTERPARTS[name](functions[name], scope) for name in functions_of(kind)}
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module carries a state from token to token in a way that is known."""
+    return bool(functions_of(type(module)))
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that carry a state from token to token in a way that is known."""
+    return [module for module in model.modules() if is_recurrent(module)]
+
+
+def over_ranks(kind: Any) -> Function:
+    """The forward of a class, which calls the counterparts; the class and its source file stay as they are."""
+    functions = inspect.unwrap(kind.forward).__globals__
+    counterparts = {name: COUNTERPARTS[name](functions[name]) for name in functions_of(kind)}
 
     def rebind(inner: FunctionType) -> FunctionType:
         return _copy(inner, {**inner.__globals__, **counterparts}, inner.__closure__)
 
-    return in_place_of_innermost(forward, rebind)
+    overridden: Function = in_place_of_innermost(kind.forward, rebind)
+    return overridden
 
 
 def in_place_of_innermost(function: Any, make: Callable[[FunctionType], Function]) -> Any:

@@ -12,8 +12,7 @@ from ...errors import UnsupportedModelError
 from ...plan import MaskPattern
 from .bypassed import check_recurrent_sources
 from .cut_point import language_model_of, modalities_of
-from .recurrent import COUNTERPARTS
-from .rewrites import DOORS, recurrent_modules
+from .recurrent import COUNTERPARTS, recurrent_modules
 from .task import CAUSAL, Task, computes_loss, forwards_of, task_of
 from .verdicts import own_classes, served_by
 
@@ -23,6 +22,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WHOLE_IN_TRAINING = "reference_sliding_attention"  # whose window is of generated tokens, and sees the prompt beside it
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # a token's work is that of any other
 _NO_ATTENTION = {"RwkvSelfAttention"}  # but by its name
+# recurrent classes that compute their states inside of their own forward
+_WITHOUT_FUNCTION = {"MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "ZayaCCAProjection"}
 _CHOOSES_KEYS = ("indexed", "sparse", "compressed")  # in the names of layer types
 
 
@@ -80,20 +81,25 @@ def check_model(model: PreTrainedModel) -> None:
             f"{name} has layers of type {', '.join(chosen)}, in which every query chooses its keys out of all tokens "
             f"before it. That is not exchanged between ranks; served are {', '.join(_LAYER_TYPES)}."
         )
+    if own := sorted(classes & _WITHOUT_FUNCTION):
+        raise UnsupportedModelError(
+            f"{name} is not served: {', '.join(own)} carries a state from token to token inside of its own forward, "
+            f"and hf_burst passes states between ranks only for layers that call {', '.join(COUNTERPARTS)}. Train it "
+            "on sequences that one GPU holds."
+        )
     check_recurrent_sources(reader)
     recurrent = recurrent_modules(reader)
     kinds = [kind for kind in kinds if kind not in ("mlp", "moe")] or kinds
     if kinds and not recurrent:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(kinds)}, which carry a state from token to token by no function "
-            f"that is known. Served are {', '.join(_LAYER_TYPES)}, layers that call {', '.join(COUNTERPARTS)}, and "
-            f"{', '.join(DOORS)}."
+            f"that is known. Served are {', '.join(_LAYER_TYPES)}, and layers that call {', '.join(COUNTERPARTS)}."
         )
     attends = has_attention(reader)
     if not attends and not recurrent:
         raise UnsupportedModelError(
             f"{name} has no attention, and no recurrent layers whose states are known how to pass: those that call "
-            f"{', '.join(COUNTERPARTS)}, and {', '.join(DOORS)}. Train it on sequences that one GPU holds."
+            f"{', '.join(COUNTERPARTS)}. Train it on sequences that one GPU holds."
         )
     if attends and not reader._can_set_attn_implementation():
         raise UnsupportedModelError(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...layers.adapted_linear import adapted_linear, autocast_dtype
-from .base import ForwardPass, Part, StandIn
+from .base import ForwardOverride, ForwardPass, Part
 
 _LAYERS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")}
 _OF_4_BITS = {("bitsandbytes.nn.modules", name) for name in ("Linear4bit", "LinearNF4", "LinearFP4")}
@@ -33,7 +33,7 @@ class Adapters(Part):
                 del layer.forward
 
 
-class _AdaptedForward(StandIn):
+class _AdaptedForward(ForwardOverride):
     """Stands for the forward of a LoRA layer. What it does not know is left to the layer's own one: several adapters at
     once, merged ones, variants such as DoRA, layers that somebody hooks, and tokens that are generated one by one."""
 

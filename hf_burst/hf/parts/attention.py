@@ -1,4 +1,4 @@
-"""The attention of a model: set and put back, and told of every sharded pass."""
+"""The attention of a model: set and put back, and noticed where it goes past us."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...ring.resources import resources_of
-from ..attention import ARRIVED, CALL_KEY, NAME, LazyMask, register
+from ..attention import ARRIVED, NAME, register
 from ..models.bypassed import attention_modules, check_attention_functions, forward_name, function_name
 from ..models.cut_point import language_model_of
 from ..models.support import has_attention
@@ -43,22 +43,11 @@ def _arrived_inside(module: nn.Module) -> list[nn.Module]:
 
 
 class _Hooks:
-    """The hooks of layers and of their attention. They hold no module, so that a model is freed when it is let go."""
+    """The hook of modules that attend. It holds no module, so that a model is freed when it is let go."""
 
     def __init__(self) -> None:
         self.under_way = self.ran = False  # whether a pass is, and whether a module that attends ran in it
         self.paths: dict[int, str] = {}  # of the modules that attend, by their ids
-
-    def carry(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The forward pre-hook of a layer."""
-        call, mask = kwargs.get(CALL_KEY), kwargs.get("attention_mask")
-        if self.under_way and call is None:
-            raise UnsupportedModelError(
-                f"{type(layer).__name__} is not given the keyword arguments of its model, by which it would learn how "
-                "the sequence is sharded. Another version of Transformers may pass them on."
-            )
-        if isinstance(mask, LazyMask):
-            mask.call = call
 
     def check_arrived(self, module: nn.Module, args: Any, output: Any) -> None:
         """The forward hook of a module that attends. In a compiled graph nothing is left of it: what it asks is
@@ -84,12 +73,8 @@ class _Hooks:
 
 
 class Attention(Part):
-    """Sets the attention implementation, and sees to it that the call of a pass comes to the attention of every layer.
-
-    The call is a keyword argument, which some layers do not pass on to their attention. They pass on the mask, so that
-    carries it too. A model that does not pass it on to its layers is refused. An attention module that ran, and did not
-    call our function with it, is an error.
-    """
+    """Sets the attention implementation. An attention module that ran in a pass, and did not call our function, is an
+    error."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         reader = language_model_of(model)
@@ -126,14 +111,9 @@ class Attention(Part):
             return ()
         reader = language_model_of(model)
         self._set_copies(reader)  # of layers that were added since
-        layers = [module for module in reader.modules() if isinstance(module, GradientCheckpointingLayer)]
         attending = attention_modules(reader)
         self.modules, self.hooks.paths = list(attending), {id(module): path for module, path in attending.items()}
-        carry, check = self.hooks.carry, self.hooks.check_arrived
-        return [
-            *(layer.register_forward_pre_hook(carry, with_kwargs=True) for layer in layers if has_attention(layer)),
-            *(module.register_forward_hook(check) for module in self.modules),
-        ]
+        return [module.register_forward_hook(self.hooks.check_arrived) for module in self.modules]
 
     def prepare(self, run: ForwardPass) -> None:
         reader = language_model_of(run.model)

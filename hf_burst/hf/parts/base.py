@@ -20,7 +20,7 @@ from ...plan import Hybrid
 from ...plan.recurrence import Way
 from ...ranks.group import ContextGroup
 from ...ranks.layout import SequenceLayout
-from ..attention import ForwardCall
+from ..context import ForwardCall
 from ..models.cut_point import TokenInput
 from ..models.hybrid import chosen_way
 from ..models.task import Task
@@ -51,7 +51,8 @@ class ForwardPass:
     advice: dict[str, str] = field(default_factory=dict)  # what to do if the ranks differ in a fact or a checksum
     labels: int = 0  # that count, on this rank
     tokens: int = 0  # labels that count over all ranks; known from `begin` on
-    call: ForwardCall = field(init=False)  # travels to the layers; known from `begin` on
+    call: ForwardCall = field(init=False)  # what layers know of the pass; from `begin` on
+    obstacles: dict[str, str] = field(default_factory=dict)  # to tiles, see [`LayerContext`]
 
     def __post_init__(self) -> None:
         self.settings = self.config.memory_settings
@@ -149,8 +150,8 @@ class Part:
         """Puts back what `install`, or a pass, changed."""
 
 
-class StandIn:
-    """Stands for the `forward` of a module that has it as an attribute, and does not keep this module alive."""
+class ForwardOverride:
+    """The `forward` of one module, which has it as an attribute. It does not keep this module alive."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -162,7 +163,7 @@ class StandIn:
             raise ConfigError("The module of this forward is gone. Keep the module, or the model, and call that.")
         return module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "StandIn":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ForwardOverride":
         return type(self)(*(deepcopy(given, memo) for given in self._given()))
 
     def __reduce__(self) -> Any:

@@ -1,23 +1,20 @@
 """Activation checkpointing that does not compute attention a second time, and whose layers keep things on the host.
 
 A checkpointed layer is run again in the backward pass, and over long sequences its attention is most of that. Its
-first output, and one number a row and head, are kept instead: `torch.utils.checkpoint`, by which everyone checkpoints,
-is given contexts for both runs. Hooks on saved tensors offload them and the inputs of layers.
+first output, and one number a row and head, are kept instead: the function by which the layer checkpoints is wrapped,
+so that each run of the layer has its context. Hooks on saved tensors offload them and the inputs of layers.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -28,9 +25,10 @@ from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import KeptByLayer, kept_here, unheld
 from ...sizing import HOST_ROOM, keeping
+from ..context import CheckpointedRun, LayerContext, current
 from ..models.hybrid import attending_share, attention_shapes
 from .base import ForwardPass, Part
-from .tiles import Tile, takes_weights_apart
+from .tiles import takes_weights_apart
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +47,9 @@ class Checkpointing(Part):
     some layers do not keep their input, see [`LayerRun`].
     """
 
-    def __init__(self, tile: Tile, advise: Callable[[BaseException | None], None]) -> None:
-        self.share, self.tile = 1.0, tile
+    def __init__(self, advise: Callable[[BaseException | None], None]) -> None:
+        self.share = 1.0
         self.advise = advise  # on memory that was short
-        self.under_way: dict[int, AttentionCache] = {}
         self.home: HostMemory | None = None
         self.reserved = 0  # bytes of the host, on all ranks
         self.most: int | None = None  # bytes that the host of some rank had left when they did not suffice
@@ -111,7 +108,6 @@ class Checkpointing(Part):
         self.layers = len(wrapped)
 
     def begin(self, run: ForwardPass) -> None:
-        run.call = replace(run.call, cache=self.cache)
         self.share, self.per_checkpoint = run.settings.attention_keep, run.settings.layers_per_checkpoint
         apart = run.settings.activation_offloading or self.per_checkpoint > 1
         if apart and self.layers and torch.is_grad_enabled():
@@ -129,18 +125,18 @@ class Checkpointing(Part):
         for module in model.modules():
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 function = vars(module).get(name)
-                if isinstance(function, _Remembering):
+                if isinstance(function, _Checkpoint):
                     setattr(module, name, function.function)
 
-    def wrap(self, model: nn.Module) -> list["_Remembering"]:
+    def wrap(self, model: nn.Module) -> list["_Checkpoint"]:
         """Sees to all modules that checkpoint by now, and returns the functions by which the outermost layers do."""
         functions, of_layers = [], []
         for module in model.modules():
             for name in (_OF_LAYERS, _OF_WRAPPERS):
                 own = vars(module)
                 if name in own and (name == _OF_WRAPPERS or (module.gradient_checkpointing and module.training)):
-                    if not isinstance(own[name], _Remembering):
-                        setattr(module, name, _Remembering(own[name], self, module))
+                    if not isinstance(own[name], _Checkpoint):
+                        setattr(module, name, _Checkpoint(own[name], self, module))
                     functions.append(own[name])
                     if name == _OF_WRAPPERS or isinstance(module, GradientCheckpointingLayer):
                         of_layers.append(own[name])
@@ -156,7 +152,9 @@ class Checkpointing(Part):
     def layer(self, inputs: Sequence[Any]) -> LayerRun | None:
         """The run of a layer that begins with these inputs; `None` inside of another one, and if all of them keep
         everything on the device."""
-        if not (self.leaving or self.per_checkpoint > 1) or self.home is None or self.cache() is not None:
+        context = current()
+        inside = context is not None and context.cache is not None
+        if not (self.leaving or self.per_checkpoint > 1) or self.home is None or inside:
             return None
         latest, index = self.latest, self.begun
         self.begun += 1
@@ -169,17 +167,6 @@ class Checkpointing(Part):
             kept.following = (latest.start if run.before is None else latest).kept
         self.output = None
         return run
-
-    def cache(self) -> AttentionCache | None:
-        """That of the layer that this thread runs, if it is checkpointed."""
-        return self.under_way.get(get_ident())
-
-    def contexts(
-        self, cache: AttentionCache, theirs: Callable[[], Sequence[AbstractContextManager[Any]]]
-    ) -> tuple["_Run", "_Run"]:
-        """The contexts of a layer's forward pass and of its later runs, inside of those of another `context_fn`."""
-        first, again = theirs()
-        return _Run(self, cache, None, first), _Run(self, cache, 0, again)
 
     def _prepare_host(self, run: ForwardPass) -> None:
         """Makes room on the host for what layers keep. Where the host has less of it than layers were to have by the
@@ -229,7 +216,7 @@ def _let_go(module: nn.Module, inputs: Any, output: Any) -> torch.Tensor | None:
     return unheld(output) if type(output) is torch.Tensor and output.is_leaf and output.requires_grad else None
 
 
-def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Remembering"]) -> bool:
+def _checkpoint_all_layers(model: nn.Module, functions: Sequence["_Checkpoint"]) -> bool:
     """Whether each layer that trains is one of those that checkpoint, or inside of one."""
     inside = {id(module) for function in functions for module in function.module.modules()}
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
@@ -258,42 +245,9 @@ def _dtype_of_states(model: PreTrainedModel) -> torch.dtype:
     return embeddings.weight.dtype
 
 
-class _Run:
-    """The context in which a layer runs, for the first time (`start=None`) or again, and then with a graph or for its
-    output alone; may be entered again. No generator can."""
-
-    def __init__(
-        self,
-        part: Checkpointing,
-        cache: AttentionCache,
-        start: int | None,
-        outer: AbstractContextManager[Any],
-        for_output: bool = False,
-    ) -> None:
-        self.part, self.cache, self.start, self.outer, self.for_output = part, cache, start, outer, for_output
-        self.before: list[AttentionCache | None] = []
-
-    def __enter__(self) -> None:
-        self.outer.__enter__()
-        self.before.append(self.part.cache())
-        self.cache.position, self.cache.for_output = self.start, self.for_output
-        self.part.under_way[get_ident()] = self.cache
-
-    def __exit__(self, *error: Any) -> Any:
-        self.part.advise(error[1])
-        before = self.before.pop()
-        if before is None:
-            del self.part.under_way[get_ident()]
-        else:
-            self.part.under_way[get_ident()] = before
-        return self.outer.__exit__(*error)
-
-
-class _Remembering:
-    """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`, with contexts. A reentrant
-    one takes none."""
-
-    checkpoints = True
+class _Checkpoint:
+    """A function that checkpoints, such as a partial of `torch.utils.checkpoint.checkpoint`: what it runs has a context
+    of its own, first and again."""
 
     def __init__(self, function: Callable[..., Any], part: Checkpointing, module: nn.Module) -> None:
         self.function, self.part, self.module = function, part, module
@@ -314,20 +268,18 @@ class _Remembering:
         named = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
         if not torch.is_grad_enabled():  # so does a layer that runs again for its output alone
             return run(*args, **named)
-        options, layer = {**self.options, **kwargs}, self.part.layer(args)
-        context: AbstractContextManager[None] = nullcontext()
-        if options.get("use_reentrant") is False:
+        options, layer, cache = {**self.options, **kwargs}, self.part.layer(args), None
+        if options.get("use_reentrant") is False:  # a reentrant one runs first without a graph
             cache = AttentionCache(self.part.share, kept_here if layer is None else layer.kept.keep)
-            kwargs["context_fn"] = partial(self.part.contexts, cache, options.get("context_fn", noop_context_fn))
-            context = _Run(self.part, cache, 0, nullcontext(), for_output=True)
-        within = self.part.tile.within(run)
+        context = (current() or LayerContext()).of_checkpoint(cache)
+        again = CheckpointedRun(run, context, self.part.advise)
         if layer is None:
-            return self.function(within, *args, **kwargs)
+            return self.function(again, *args, **kwargs)
         if self.part.per_checkpoint > 1:
-            again = partial(self._gathered, within)
-            layer.may_run_again(again, args, named, context, options.get("preserve_rng_state", True))
+            for_output = partial(self._gathered, again.for_output)
+            layer.may_run_again(for_output, args, named, options.get("preserve_rng_state", True))
         with layer.hooks():
-            output = self.function(within, *args, **kwargs)
+            output = self.function(again, *args, **kwargs)
         if self.part.per_checkpoint > 1 and type(hidden := first_tensor(output)) is torch.Tensor:
             self.part.output = hidden, Place.of(hidden)
         return output

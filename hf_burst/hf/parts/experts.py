@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...errors import UnsupportedModelError
 from ...ranks.collectives import group_sum
-from ..attention import CALL_KEY
+from ..context import CALL_KEY
 from .base import ForwardPass, Handles, Part
 
 

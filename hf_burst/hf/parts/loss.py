@@ -10,7 +10,7 @@ from ...errors import BatchError, ConfigError, UnsupportedModelError
 from ...layers.loss import IGNORE_INDEX
 from ...ranks.collectives import group_loss
 from ...ranks.group import ContextGroup
-from ..attention import CALL_KEY
+from ..context import CALL_KEY
 from ..groups import resolve_group
 from ..models.bypassed import forward_name
 from ..models.cut_point import language_model_of

@@ -1,10 +1,7 @@
 """MLPs and experts that are computed some tokens at a time."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,46 +13,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import ConfigError
 from ...layers.tiled import tiled
 from ...layers.tokenwise import obstacle_to_tiles
+from ..context import LayerContext, current, entered
 from ..models.cut_point import language_model_of
 from ..models.head import is_partitioned
-from ..models.rewrites import recurrent_modules
+from ..models.recurrent import recurrent_modules
 from ..models.support import is_attention
-from .base import ForwardPass, Part, StandIn
+from .base import ForwardOverride, ForwardPass, Part
 from .replicas import has_fsdp1
 
 logger = logging.getLogger(__name__)
 
 _CONTAINERS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
 _WRAPPED = {"_checkpoint_wrapped_module", "_orig_mod"}  # of torch: inside of a checkpoint, and what is compiled
-
-
-@dataclass
-class Tile:
-    """How many tokens the modules of a model take at a time by now; 0 for all."""
-
-    tokens: int = 0
-    obstacles: dict[str, str] = field(default_factory=dict)  # to tiles, by the name of a module; empty for none
-    told: set[tuple[str, str]] = field(default_factory=set)  # which obstacles of which classes were logged
-
-    @contextmanager
-    def changed(self, tokens: int, obstacles: dict[str, str]) -> Iterator[None]:
-        """Other tiles for a while."""
-        before = self.tokens, self.obstacles
-        self.tokens, self.obstacles = tokens, obstacles
-        try:
-            yield
-        finally:
-            self.tokens, self.obstacles = before
-
-    def within(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A layer's run that a checkpoint repeats, when another pass may have begun: in the tiles of the first run."""
-        tokens, obstacles, function = self.tokens, self.obstacles, run.func if isinstance(run, partial) else run
-
-        def again(*args: Any, **kwargs: Any) -> Any:
-            with self.changed(tokens, obstacles):
-                return function(*args, **kwargs)
-
-        return partial(again, *run.args, **run.keywords) if isinstance(run, partial) else again
 
 
 def takes_weights_apart(model: nn.Module) -> bool:
@@ -67,8 +36,9 @@ class TiledMLP(Part):
     """Gives the modules of a model that treat every token by itself a forward of their own, see [`tiled`]: its MLPs,
     and the experts behind a router, by `Memory.tiled_mlp`. Which do is found out when they run."""
 
-    def __init__(self, tile: Tile) -> None:
-        self.tile = tile
+    def __init__(self) -> None:
+        self.obstacles: dict[str, str] = {}  # of the latest pass
+        self.logged = {""}
 
     def prepare(self, run: ForwardPass) -> None:
         if run.settings.tiled_mlp and takes_weights_apart(run.model):
@@ -78,12 +48,18 @@ class TiledMLP(Part):
             )
 
     def begin(self, run: ForwardPass) -> None:
-        self.tile.tokens, self.tile.obstacles = run.settings.tiled_mlp, {}
+        self.obstacles = run.obstacles
         # adapters, wrappers and Liger's forwards may have come since the last pass
-        for name, module in candidates(language_model_of(run.model)) if self.tile.tokens else ():
+        for name, module in candidates(language_model_of(run.model)) if run.settings.tiled_mlp else ():
             own = vars(module).get("forward")
             if not isinstance(own, _TiledForward):
-                module.forward = _TiledForward(module, own, self.tile, name)
+                module.forward = _TiledForward(module, own, name)
+
+    def end(self) -> None:
+        for obstacle in dict.fromkeys(self.obstacles.values()):
+            if obstacle not in self.logged:
+                self.logged.add(obstacle)
+                logger.info(obstacle)
 
     def remove(self, model: PreTrainedModel) -> None:
         for module in model.modules():
@@ -94,52 +70,50 @@ class TiledMLP(Part):
                     module.forward = forward.own
 
 
-class _TiledForward(StandIn):
+class _TiledForward(ForwardOverride):
     """A module's own forward, of some tokens at a time. If something is in the way, modules inside may have tiles."""
 
-    def __init__(self, module: nn.Module, own: Any, tile: Tile, name: str) -> None:
+    def __init__(self, module: nn.Module, own: Any, name: str) -> None:
         super().__init__(module)
-        self.own, self.tile, self.name = own, tile, name
+        self.own, self.name = own, name
         self.tried: tuple[Any, str] | None = None  # a form of the module, and the obstacle that a run of it showed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._tiled(args, kwargs) if self.tile.tokens else self._whole(*args, **kwargs)
+        context = current()
+        return self._tiled(context, args, kwargs) if context and context.tile else self._whole(*args, **kwargs)
 
     @torch.compiler.disable
-    def _tiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs, tokens, tile = (*args, *kwargs.values()), self.tile.tokens, self.tile
-        count, names = len(args), tuple(kwargs)  # the function lives as long as the layer, and its inputs must not
+    def _tiled(self, context: LayerContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs, count, names = (*args, *kwargs.values()), len(args), tuple(kwargs)
 
-        def forward(*inputs: Tensor) -> Any:
-            with tile.changed(0, {}):  # modules inside have all of the tile
+        def forward(*inputs: Tensor) -> Any:  # lives as long as the layer, and the inputs of the call must not
+            with entered(None):  # modules inside have all of the tile
                 return self._whole(*inputs[:count], **dict(zip(names, inputs[count:], strict=True)))
 
-        if not _have_tiles(inputs, tokens) or self._obstacle(forward, inputs):
+        if not _have_tiles(inputs, context.tile):
             return self._whole(*args, **kwargs)
-        return tiled(self.module, forward, tokens, *inputs)
+        if self.name not in context.obstacles:  # asked once, so that it is the same when a layer runs again
+            context.obstacles[self.name] = self._obstacle(forward, inputs)
+        if context.obstacles[self.name]:
+            return self._whole(*args, **kwargs)
+        return tiled(self.module, forward, context.tile, *inputs)
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.module
         return type(module).forward(module, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
 
     def _obstacle(self, forward: Callable[..., Any], inputs: tuple[Tensor, ...]) -> str:
-        """Why the module is not computed in tiles; the same in all of a pass and when layers of it run again."""
-        if self.name not in self.tile.obstacles:
-            found = _visible_obstacle(self.module)
-            if not found:
-                form = torch.is_inference_mode_enabled(), [_form(inner) for inner in self.module.modules()]
-                if self.tried is None or self.tried[0] != form:
-                    self.tried = form, obstacle_to_tiles(self.module, forward, inputs)
-                found = self.tried[1]
-            self.tile.obstacles[self.name] = found
-            told = type(self.module).__name__, found
-            if found and told not in self.tile.told:
-                self.tile.told.add(told)
-                logger.info("%s is not computed in tiles as a whole: %s.", *told)
-        return self.tile.obstacles[self.name]
+        """Why the module is not computed in tiles."""
+        found = _visible_obstacle(self.module)
+        if not found:
+            form = torch.is_inference_mode_enabled(), [_form(inner) for inner in self.module.modules()]
+            if self.tried is None or self.tried[0] != form:
+                self.tried = form, obstacle_to_tiles(self.module, forward, inputs)
+            found = self.tried[1]
+        return found and f"{type(self.module).__name__} is not computed in tiles as a whole: {found}."
 
     def _given(self) -> tuple[Any, ...]:
-        return self.module, self.own, self.tile, self.name
+        return self.module, self.own, self.name
 
 
 def candidates(model: nn.Module) -> list[tuple[str, nn.Module]]:

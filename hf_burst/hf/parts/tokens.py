@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from ...errors import BatchError
 from ...layers.loss import IGNORE_INDEX
 from ...plan import Segments
-from ..attention import CALL_KEY, ForwardCall
 from ..batches.cutting import bound_arguments, cut_inputs, cut_targets, layout_of
 from ..batches.documents import BOUNDARY_KEYS, tokens_of
 from ..batches.sharded import LAYOUT_KEY, checksum, is_sharded, layout_of_shard
+from ..context import CALL_KEY, ForwardCall, change_call
 from ..models.cut_point import TOKEN_INPUTS, CutPoint
 from ..models.support import layer_patterns
 from .base import ForwardPass, Handles, Part
@@ -202,7 +202,9 @@ class Tokens(Part):
         if self.run is None:
             return None
         inputs = self._cut_inputs(self.run, bound_arguments(module, args, kwargs))
-        return (), {**inputs, CALL_KEY: replace(self.run.call, positions=inputs["position_ids"])}
+        call = replace(self.run.call, positions=inputs["position_ids"])
+        change_call(call)
+        return (), {**inputs, CALL_KEY: call}
 
 
 def check_text(batch: Mapping[str, Any], name: str, text_type: int = 0) -> None:

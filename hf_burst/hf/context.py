@@ -1,0 +1,173 @@
+"""What a layer knows of the run that it is in: one value for attention, recurrent layers and tiles.
+
+    patch.before   enters the context of the pass: layers that do not checkpoint run in it
+        checkpoint     enters one of its own for each run of its layers, in this thread or in one of autograd:
+                       the first run, the run for the output alone, and the run for the graph
+    patch.end      leaves it
+
+A layer asks for [`current`]. It knows nothing of checkpoints, and a new kind of layer needs nothing else.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attention import AttentionCache
+from ..config import BurstConfig, Memory
+from ..errors import ConfigError
+from ..plan import Segments
+from ..plan.recurrence import Way
+from ..ranks.group import ContextGroup
+from ..ranks.layout import SequenceLayout
+from ..recurrent import Received
+
+CALL_KEY = "burst_call"  # the keyword argument by which a ForwardCall comes into compiled graphs
+
+
+@dataclass(frozen=True)
+class ForwardCall:
+    """What the layers of a model know of one sharded forward pass."""
+
+    layout: SequenceLayout
+    segments: Segments  # of this pass alone: what layers keep with them is freed when it ends
+    group: ContextGroup
+    config: BurstConfig
+    settings: Memory  # of this pass
+    encoded: torch.Tensor  # the layout as the operator takes it
+    causal: bool  # whether queries see no later key
+    positions: torch.Tensor | None  # position ids of this rank's tokens, `(batch, n)`; known from the cut point on
+    fully_masked: torch.Tensor | None  # this rank's tokens that see nothing, `(batch, n)`
+    real: torch.Tensor | None  # this rank's tokens that are not padding, `(batch, n)`; `None` if there is no padding
+    way: Way = "states"  # how recurrent layers pass what they know
+
+    def replay(self, outer: Received | None = None, keeps: bool = False) -> Received:
+        """A buffer for what recurrent layers receive: it keeps nothing, or it is that of a checkpoint."""
+        return Received(outer, keeps and self.settings.attention_keep > 0)
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What a layer knows of its run.
+
+    Args:
+        call ([`ForwardCall`], *optional*): Of the sharded pass; `None` where every rank holds whole sequences.
+        replay ([`Received`], *optional*): What recurrent layers received in the first run; there where `call` is.
+        cache ([`AttentionCache`], *optional*): What the innermost checkpoint keeps of its attention.
+        tile (`int`, defaults to 0): Most tokens that an MLP takes at a time; 0 for all.
+        obstacles (`dict`): To tiles, by the name of a module, as far as they were found in this pass; empty for none.
+    """
+
+    call: ForwardCall | None = None
+    replay: Received | None = None
+    cache: AttentionCache | None = None
+    tile: int = 0
+    obstacles: dict[str, str] = field(default_factory=dict)
+
+    def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
+        """The context of a checkpoint inside of this one."""
+        replay = None if self.call is None else self.call.replay(self.replay, keeps=True)
+        return replace(self, replay=replay, cache=cache)
+
+
+# of each thread: those of autograd start without one
+_CURRENT: ContextVar[LayerContext | None] = ContextVar("hf_burst_layer_context", default=None)
+
+
+def current() -> LayerContext | None:
+    """The context in which this thread runs a layer; `None` outside of passes and of checkpoints."""
+    return _current_of_thread() if torch.compiler.is_compiling() else _CURRENT.get()
+
+
+@torch.compiler.disable
+def _current_of_thread() -> LayerContext | None:
+    return _CURRENT.get()  # which no graph can read
+
+
+@contextmanager
+def entered(context: LayerContext | None) -> Iterator[None]:
+    """Runs what is inside in a context."""
+    before = _CURRENT.get()
+    _CURRENT.set(context)
+    try:
+        yield
+    finally:
+        _CURRENT.set(before)
+
+
+class PassContext:
+    """The context of a pass, which begins and ends in two hooks of the model."""
+
+    def __init__(self) -> None:
+        self.before: list[LayerContext | None] = []  # what to go back to; empty outside of a pass
+
+    def enter(self, context: LayerContext | None) -> None:
+        """Enters the context of a pass, or of none where a model generates."""
+        self.before.append(_CURRENT.get())
+        _CURRENT.set(context)
+
+    def leave(self) -> None:
+        """Goes back, also if the pass was interrupted long ago; does nothing outside of a pass."""
+        if self.before:
+            _CURRENT.set(self.before.pop())
+
+    def __reduce__(self) -> Any:
+        return PassContext, ()
+
+
+def change_call(call: ForwardCall) -> None:
+    """Has the layers of the pass that is under way know another call."""
+    context = _CURRENT.get()
+    assert context is not None, "in a pass"
+    _CURRENT.set(replace(context, call=call))
+
+
+class CheckpointedRun:
+    """What a checkpoint runs, first and again: each time in the context of its first run.
+
+    Args:
+        function (callable): The layer, or several.
+        context ([`LayerContext`]): Of these runs alone.
+        advise (callable): Is told of an error before it is raised.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], context: LayerContext, advise: Callable[[BaseException | None], None]
+    ) -> None:
+        self.function, self.context, self.advise = function, context, advise
+        self.runs = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs, for_output=False)
+
+    def for_output(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs it once more for its output alone, without a graph."""
+        return self._run(args, kwargs, for_output=True)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], for_output: bool) -> Any:
+        context, again = self.context, self.runs > 0
+        self.runs += 1
+        if context.cache is not None:
+            context.cache.start(again, for_output)
+        if context.replay is not None:
+            context.replay.start()
+        with entered(context):
+            try:
+                return self.function(*args, **kwargs)
+            except BaseException as problem:
+                self.advise(problem)
+                raise
+
+
+def refuse_blind_run(module: nn.Module) -> None:
+    """Raises in a backward pass, where a checkpoint that is not ours runs a module without its context."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise ConfigError(
+            f"A {type(module).__name__} runs again in the backward pass, by a checkpoint that does not tell it how the "
+            "sequence is sharded. Checkpoint whole layers: model.gradient_checkpointing_enable(), or "
+            "gradient_checkpointing=True among the training arguments."
+        )
