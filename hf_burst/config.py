@@ -164,9 +164,10 @@ class BurstConfig:
             - `"ulysses"`: tokens are exchanged for heads.
             - `"ulysses_2+kv_ring"`: a product of two, with any number and any of the first three.
             - `"auto"`: a ring over two ranks, and where documents mostly stay on their ranks. Otherwise as many ranks
-              of one host exchange heads as the heads allow. The ring is `"burst"` if there are as many key heads as query
-              heads. Over several hosts it is the schedule that is predicted to take the least time for whole sequences.
-              The documents of every batch count (under `torch.compile`, one whole document). The log says why.
+              of one host exchange heads as the heads allow. The ring is `"burst"` if there are as many key heads as
+              query heads. Over several hosts it is the schedule that is predicted to take the least time for whole
+              sequences. The documents of every batch count (under `torch.compile`, one whole document). The log says
+              why.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile. `"auto"` takes the fastest that can, and logs why.
 
