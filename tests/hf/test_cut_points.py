@@ -13,9 +13,9 @@ import hf_burst
 from hf_burst.attention import SequenceLayout
 from hf_burst.errors import BatchError
 from hf_burst.hf import patch
-from hf_burst.hf.batches import cutting
 from hf_burst.hf.batches.cutting import cut_inputs
 from hf_burst.hf.batches.documents import documents_of
+from hf_burst.hf.models import cut_point
 from hf_burst.hf.models.cut_point import TOKEN_INPUTS, CutPoint, TokenInput, cut_point_of
 from hf_burst.hf.models.task import CAUSAL, MASKED
 from hf_burst.hf.parts.base import ForwardPass, Part
@@ -110,13 +110,13 @@ def test_a_cut_point_is_found_by_the_class_or_its_base():
 
     model = Own(models.make_model("llama").config)
     assert cut_point_of(model) == CutPoint("")
-    with mock.patch.object(cutting, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
+    with mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
         assert cut_point_of(model) == CutPoint("model")
         assert cut_point_of(models.make_model("gpt2")) == CutPoint("")
 
 
 def patch_inside(model: PreTrainedModel) -> PreTrainedModel:
-    with mock.patch.object(cutting, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
+    with mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model")}):
         return models.patch(model)
 
 

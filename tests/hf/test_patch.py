@@ -19,10 +19,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 import hf_burst
 from hf_burst.attention import AttentionRequest, ContextGroup, SequenceLayout, burst_attention
 from hf_burst.errors import BatchError, ConfigError, KernelError, UnsupportedModelError
-from hf_burst.hf.batches import cutting
 from hf_burst.hf.batches.sharded import checksum
 from hf_burst.hf.groups import PATCH
-from hf_burst.hf.models import verdicts
+from hf_burst.hf.models import cut_point, verdicts
 from hf_burst.hf.models.cut_point import CutPoint
 from hf_burst.hf.parts.base import Part
 from hf_burst.plan import MaskPattern, Shapes, choose_schedule, name_of
@@ -356,7 +355,7 @@ def test_unpatch_puts_everything_back(broken: bool) -> None:
 def test_a_patch_that_fails_half_way_leaves_nothing() -> None:
     model = models.make_model("llama").train()
     before = snapshot(model)
-    nowhere = mock.patch.object(cutting, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model.elsewhere")})
+    nowhere = mock.patch.object(cut_point, "CUT_POINTS", {"LlamaForCausalLM": CutPoint("model.elsewhere")})
     with nowhere, pytest.raises(AttributeError, match="elsewhere"):
         models.patch(model)
     assert snapshot(model) == before
