@@ -127,21 +127,27 @@ def change_call(call: ForwardCall) -> None:
 
 
 class CheckpointedRun:
-    """What a checkpoint runs, first and again: each time in the context of its first run.
+    """What a checkpoint runs, first and again: each time in a context of these runs, inside of that in which it runs
+    first.
 
     Args:
         function (callable): The layer, or several.
-        context ([`LayerContext`]): Of these runs alone.
+        cache ([`AttentionCache`], *optional*): What is kept of its attention.
         advise (callable): Is told of an error before it is raised.
     """
 
     def __init__(
-        self, function: Callable[..., Any], context: LayerContext, advise: Callable[[BaseException | None], None]
+        self,
+        function: Callable[..., Any],
+        cache: AttentionCache | None,
+        advise: Callable[[BaseException | None], None],
     ) -> None:
-        self.function, self.context, self.advise = function, context, advise
-        self.runs = 0
+        self.function, self.cache, self.advise = function, cache, advise
+        self.context: LayerContext | None = None  # from the first run on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a graph has all that it needs
+            return self.function(*args, **kwargs)
         return self._run(args, kwargs, for_output=False)
 
     def for_output(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,13 +155,14 @@ class CheckpointedRun:
         return self._run(args, kwargs, for_output=True)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], for_output: bool) -> Any:
-        context, again = self.context, self.runs > 0
-        self.runs += 1
-        if context.cache is not None:
-            context.cache.start(again, for_output)
-        if context.replay is not None:
-            context.replay.start()
-        with entered(context):
+        again = self.context is not None
+        if self.context is None:
+            self.context = (current() or LayerContext()).of_checkpoint(self.cache)
+        if self.cache is not None:
+            self.cache.start(again, for_output)
+        if self.context.replay is not None:
+            self.context.replay.start()
+        with entered(self.context):
             try:
                 return self.function(*args, **kwargs)
             except BaseException as problem:

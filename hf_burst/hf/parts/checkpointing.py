@@ -25,7 +25,7 @@ from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import KeptByLayer, kept_here, unheld
 from ...sizing import HOST_ROOM, keeping
-from ..context import CheckpointedRun, LayerContext, current
+from ..context import CheckpointedRun, current
 from ..models.hybrid import attending_share, attention_shapes
 from .base import ForwardPass, Part
 from .tiles import takes_weights_apart
@@ -264,15 +264,14 @@ class _Checkpoint:
         if torch.compiler.is_compiling():
             if self.repeatable and self.part.share == 1 and "context_fn" not in kwargs:
                 kwargs["context_fn"] = self.in_graphs
-            return self.function(run, *args, **kwargs)
+            return self.function(CheckpointedRun(run, None, self.part.advise), *args, **kwargs)  # graphs may break
         named = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
         if not torch.is_grad_enabled():  # so does a layer that runs again for its output alone
             return run(*args, **named)
         options, layer, cache = {**self.options, **kwargs}, self.part.layer(args), None
         if options.get("use_reentrant") is False:  # a reentrant one runs first without a graph
             cache = AttentionCache(self.part.share, kept_here if layer is None else layer.kept.keep)
-        context = (current() or LayerContext()).of_checkpoint(cache)
-        again = CheckpointedRun(run, context, self.part.advise)
+        again = CheckpointedRun(run, cache, self.part.advise)
         if layer is None:
             return self.function(again, *args, **kwargs)
         if self.part.per_checkpoint > 1:
