@@ -36,7 +36,7 @@ from ..plan import (
 )
 from ..ranks.group import ContextGroup
 from ..ring.calibrate import machine_for, machine_of, profile_path, reaches_peers
-from ..sizing import ModelSize
+from ..sizing.model import ModelSize
 from ..version import __version__
 from . import hosts
 from .launch import backend_of, device_here, joined, launched
