@@ -6,6 +6,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -48,6 +49,7 @@ LLAMA = model_size(LlamaForCausalLM, shape_named("llama-3-8b"), "llama-3-8b")
 TOKENS = 512
 SHEET = gpu_named("h200")
 H200 = capacity_of(SHEET)
+RING = 3 * 6144 + 2 * 4096  # elements of sums in fp32, of what is made of them, and of what peers read
 SLOW = SHEET._replace(link=1e8)
 
 
@@ -252,6 +254,24 @@ def test_seconds_by_hand() -> None:
     near, far = (estimate_seconds(LLAMA, replace(shared, gpus=16, burst_size=16), SHEET, hosts) for hosts in (16, 8))
     assert far.exchange != near.exchange
     assert far.attention == pytest.approx(near.attention)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "elements"),
+    [
+        (1, {}, 64),  # delta
+        (2, {}, 64 + RING + 5 * 2048),  # and five blocks of K and V, or of their gradients
+        (2, {"head_groups": 4}, (64 + RING + 5 * 2048) / 4),
+        (4, {}, (64 + 4 * (6144 + 4096) + 6144) / 2),  # dO and q, k, v of two slices, sent and packed; and gradients
+        (8, {}, 64 + 2 * (6144 + 4096) + 6144),  # a single key head
+        (16, {}, 64 + 2 * (6144 + 4096) + 6144 + RING + 5 * 4096 + 12 * 1024),  # and a ring between hosts
+    ],
+)
+def test_buffers_by_hand(ranks: int, settings: dict[str, Any], elements: float) -> None:
+    """In elements of 16 bits, with 4,096 of queries and 1,024 of keys. Over two hosts heads are exchanged inside of each
+    one, and a ring between them sums gradients in fp32."""
+    training = Training(262144 * ranks, ranks, ranks, **settings)
+    assert estimate_memory(LLAMA, training, H200).exchange == pytest.approx(2 * 262144 * elements)
 
 
 @pytest.mark.parametrize("name", DATA_SHEETS)
