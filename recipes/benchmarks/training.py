@@ -218,11 +218,11 @@ def table(result: dict[str, Any]) -> str:
         mfu, share = ("" if value is None else f"{value:.1%}" for value in shares)
         host = row["host_memory_gib"]
         gib = f"{row['peak_memory_gib']:.1f} | {'' if host is None else format(host, '.1f')}"
-        plan = (
-            "{seconds:.3f} s, {peak_memory_gib:.1f} and {host_memory_gib:.1f} GiB".format_map(row["predicted"])
-            if ("predicted" in row)
-            else ""
-        )
+        plan = ""
+        if predicted := row.get("predicted"):
+            seconds = predicted["seconds"]  # None for devices without a data sheet
+            plan = "" if seconds is None else f"{seconds:.3f} s, "
+            plan += "{peak_memory_gib:.1f} and {host_memory_gib:.1f} GiB".format_map(predicted)
         numbers = f"{row['median_s']:.3f} | {mfu} | {gib} | {share} | {plan}"
         lines.append(f"| {row['length']} | {row['contender']} | {numbers} |")
     for row in result["results"]:

@@ -268,8 +268,8 @@ def test_seconds_by_hand() -> None:
     ],
 )
 def test_buffers_by_hand(ranks: int, settings: dict[str, Any], elements: float) -> None:
-    """In elements of 16 bits, with 4,096 of queries and 1,024 of keys. Over two hosts heads are exchanged inside of each
-    one, and a ring between them sums gradients in fp32."""
+    """In elements of 16 bits, with 4,096 of queries and 1,024 of keys. Over two hosts heads are exchanged inside of
+    each one, and a ring between them sums gradients in fp32."""
     training = Training(262144 * ranks, ranks, ranks, **settings)
     assert estimate_memory(LLAMA, training, H200).exchange == pytest.approx(2 * 262144 * elements)
 
