@@ -19,7 +19,9 @@ from transformers import LlamaForCausalLM
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.plan import MaskPattern, Tile, make_plan
 from hf_burst.ranks.layout import SequenceLayout
-from hf_burst.sizing import Training, capacity_of, gpu_named, memory_of_step
+from hf_burst.sizing.gpus import capacity_of, gpu_named
+from hf_burst.sizing.memory import memory_of_step
+from hf_burst.sizing.model import Training
 
 ROOT = Path(__file__).parents[2]
 COLORS = ["#4c78a8", "#e8963e", "#59a37c", "#b5639a"]  # of the ranks, as in the notebooks

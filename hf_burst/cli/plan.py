@@ -13,30 +13,12 @@ from ..config import BurstConfig
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
-from ..sizing import (
-    DATA_SHEETS,
-    HOST_MEMORY,
-    HOST_ROOM,
-    SETTINGS,
-    SHAPES,
-    Capacity,
-    DataSheet,
-    Fit,
-    ModelSize,
-    Sharded,
-    Spread,
-    StepSeconds,
-    Training,
-    Weights,
-    capacity_of,
-    data_sheet,
-    estimate_seconds,
-    fit,
-    gpu_named,
-    longest,
-    spread_of,
-    step_flops,
-)
+from ..sizing.gpus import DATA_SHEETS, HOST_MEMORY, Capacity, DataSheet, capacity_of, data_sheet, gpu_named
+from ..sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, fit, longest
+from ..sizing.model import ModelSize, Sharded, Training, Weights
+from ..sizing.seconds import StepSeconds, estimate_seconds, step_flops
+from ..sizing.shapes import SHAPES
+from ..sizing.spread import Spread, spread_of
 from .launch import launched
 from .tokens import tokens
 
@@ -101,14 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     fitting = [row for row in rows if row.fit.fits]
     best = max(fitting, key=lambda row: row.tokens_per_second, default=None)
     lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
-    lines += _reasons(rows, best, capacity) if best else []
     lines += ["", *_details(best or rows[0], capacity)]
     if best is None:
-        limits = f"{capacity.gpu_memory / 2**30:.0f} GiB and {HOST_ROOM:.0%} of the host's"
-        less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
-        lines.append(
-            f"None fits into {limits} {capacity.host_memory / 2**30:.0f}. Give more --gpus, fewer tokens{less}."
-        )
+        lines.append(_advice(training, capacity))
     if not documents[2:]:
         most = longest(model, rows[0].fit.training, capacity, settings)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
@@ -205,12 +182,6 @@ class Division(NamedTuple):
         """Of one GPU."""
         return self.fit.training.tokens / self.seconds.total
 
-    @property
-    def groups(self) -> str:
-        """Its groups as they read in the table."""
-        training = self.fit.training
-        return f"{training.burst_size} x {training.gpus // training.burst_size}"
-
 
 def divisions(
     model: ModelSize, training: Training, sheet: DataSheet, capacity: Capacity, fixed: Collection[str]
@@ -253,16 +224,17 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
     heads = ("burst_size x groups", "seconds a step", "tokens/s a GPU", "MFU", "GiB a GPU", "schedule", "settings", "")
     cells = [list(heads)]
     for row in rows:
+        how = row.fit.training
         verdict = "fastest that fits" if row is best else "" if row.fit.fits else "does not fit"
         cells.append(
             [
-                row.groups,
+                f"{how.burst_size} x {how.gpus // how.burst_size}",
                 f"{row.seconds.total:.2f}",
                 f"{row.tokens_per_second:,.0f}",
                 f"{row.flops / row.seconds.total / sheet.peak:.0%}",
                 f"{row.fit.memory.total / 2**30:.1f}",
                 _schedule(row),
-                _settings(row.fit.training),
+                _settings(how),
                 verdict,
             ]
         )
@@ -285,23 +257,12 @@ def _schedule(row: Division) -> str:
     return ", ".join(attention + ([row.spread.recurrence] if row.spread.recurrence else []))
 
 
-def _reasons(rows: list[Division], best: Division, capacity: Capacity) -> list[str]:
-    """Why the best division is not another one, in lines."""
-    lines = []
-    for row in rows:
-        if row is best:
-            continue
-        if not row.fit.fits:
-            needs, room = row.fit.memory.total / 2**30, capacity.gpu_memory / 2**30
-            lines.append(f"Not {row.groups}: it needs {needs:.1f} GiB of {room:.0f}.")
-            continue
-        mine, other = vars(best.seconds), vars(row.seconds)
-        shares = best.fit.training.tokens, row.fit.training.tokens
-        losses = {name: other[name] / shares[1] - mine[name] / shares[0] for name in mine}
-        slower = 1 - row.tokens_per_second / best.tokens_per_second
-        part = max(losses, key=losses.__getitem__)
-        lines.append(f"Not {row.groups}: {slower:.1%} fewer tokens/s, lost most in {part}.")
-    return lines
+def _advice(training: Training, capacity: Capacity) -> str:
+    """What to do where nothing fits."""
+    gpu, host = capacity.gpu_memory / 2**30, capacity.host_memory / 2**30
+    less = "" if training.weights == "4bit" else " or --qlora" if training.lora else " or --lora"
+    limits = f"{gpu:.0f} GiB and {HOST_ROOM:.0%} of the host's {host:.0f}"
+    return f"None fits into {limits}. Give more --gpus, fewer tokens{less}."
 
 
 def _details(row: Division, capacity: Capacity) -> list[str]:

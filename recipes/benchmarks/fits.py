@@ -36,7 +36,10 @@ from hf_burst.hf.models.model_size import model_size
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule, expandable_segments
 from hf_burst.layers.host_limits import share_of_host
-from hf_burst.sizing import SHAPES, Capacity, Fit, Training, capacity_of, fit, gpu_named, longest
+from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
+from hf_burst.sizing.memory_rule import Fit, fit, longest
+from hf_burst.sizing.model import Training
+from hf_burst.sizing.shapes import SHAPES
 from recipes.benchmarks.provenance import SCHEMA_VERSION, git_commit, hardware, versions
 from recipes.benchmarks.training_job import TINY, quantise
 

@@ -21,7 +21,11 @@ from transformers import AutoConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))  # runs from a checkout too
 
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.sizing import SHAPES, Training, capacity_of, data_sheet, estimate_memory, estimate_seconds
+from hf_burst.sizing.gpus import capacity_of, data_sheet
+from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.model import Training
+from hf_burst.sizing.seconds import estimate_seconds
+from hf_burst.sizing.shapes import SHAPES
 from recipes.benchmarks import training_job
 from recipes.benchmarks.training_plan import GIB, predict, settings_of
 

@@ -4,7 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from hf_burst.hf.models.model_size import model_size
-from hf_burst.sizing import SETTINGS, Capacity, Training, capacity_of, data_sheet, estimate_memory, estimate_seconds
+from hf_burst.sizing.gpus import Capacity, capacity_of, data_sheet
+from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.memory_rule import SETTINGS
+from hf_burst.sizing.model import Training
+from hf_burst.sizing.seconds import estimate_seconds
 from recipes.benchmarks.training_contenders import BY_PEFT
 from recipes.benchmarks.training_job import SHAPES
 

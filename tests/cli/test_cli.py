@@ -208,7 +208,8 @@ def test_a_reader_that_is_gone_is_no_traceback(tmp_path):
     command = [sys.executable, "-m", "hf_burst", *PLAN, "--length", "4096"]
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=100)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr, done.stderr  # libraries may have warned
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from hf_burst.layers.host_memory import HostMemory
 from hf_burst.layers.offload import KeptByLayer
 from hf_burst.layers.tiled import tiled
 from hf_burst.plan import MaskPattern
-from hf_burst.sizing import Training, capacity_of, estimate_memory, gpu_named
+from hf_burst.sizing.gpus import capacity_of, gpu_named
+from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.model import Training
 from tests.gpu.test_gpu import (
     Ranks,
     documents_of,

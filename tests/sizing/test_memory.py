@@ -23,25 +23,12 @@ from hf_burst.hf import attention
 from hf_burst.hf.models.model_size import model_size, shape_named
 from hf_burst.hf.parts import memory
 from hf_burst.hf.parts.memory import MemoryRule
-from hf_burst.sizing import (
-    HOST_ROOM,
-    SETTINGS,
-    Capacity,
-    Fit,
-    ModelSize,
-    Training,
-    bucket,
-    capacity_of,
-    estimate_memory,
-    estimate_seconds,
-    fit,
-    fits,
-    gpu_named,
-    levels,
-    longest,
-    memory_of_step,
-    memory_rule,
-)
+from hf_burst.sizing import memory_rule
+from hf_burst.sizing.gpus import Capacity, capacity_of, gpu_named
+from hf_burst.sizing.memory import estimate_memory, memory_of_step
+from hf_burst.sizing.memory_rule import HOST_ROOM, SETTINGS, Fit, bucket, fit, fits, levels, longest
+from hf_burst.sizing.model import ModelSize, Training
+from hf_burst.sizing.seconds import estimate_seconds
 from tests.hf.test_checkpointing import counted, expected_gradients
 from tests.hf.test_patch import group_mean, part_of
 from tests.support import models

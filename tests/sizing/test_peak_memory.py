@@ -25,7 +25,9 @@ import hf_burst
 from hf_burst.hf.models.model_size import model_size
 from hf_burst.kernels import BackwardInputs
 from hf_burst.kernels.cpu_flash import CpuFlashKernel
-from hf_burst.sizing import Capacity, Training, estimate_memory
+from hf_burst.sizing.gpus import Capacity
+from hf_burst.sizing.memory import estimate_memory
+from hf_burst.sizing.model import Training
 from tests.support import models
 from tests.support.live_memory import FastProducts, LiveMemory
 

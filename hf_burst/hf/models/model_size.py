@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ...errors import ConfigError, UnsupportedModelError
 from ...plan import MaskPattern, Shapes
-from ...sizing import SHAPES, ModelSize, shape_name
+from ...sizing.model import ModelSize
+from ...sizing.shapes import SHAPES, shape_name
 from .cut_point import language_model_path
 from .hybrid import attention_shapes, head_size, recurrent_sizes
 from .recurrent import recurrent_modules

@@ -24,7 +24,8 @@ from ...errors import BatchError, ConfigError
 from ...layers.host_memory import HostMemory
 from ...layers.layer_runs import LayerRun, Place, first_tensor
 from ...layers.offload import KeptByLayer, kept_here, unheld
-from ...sizing import HOST_ROOM, keeping
+from ...sizing.memory_rule import HOST_ROOM
+from ...sizing.model import keeping
 from ..context import CheckpointedRun, current
 from ..models.hybrid import attending_share, attention_shapes
 from .base import ForwardPass, Part

@@ -14,19 +14,10 @@ from transformers import PreTrainedModel
 from ...config import BurstConfig, Memory
 from ...errors import OUT_OF_MEMORY, BurstError, ConfigError
 from ...layers.host_limits import processes, share_of_host
-from ...sizing import (
-    SETTINGS,
-    TUNING,
-    Capacity,
-    Fit,
-    ModelSize,
-    Training,
-    at_level,
-    bucket,
-    fit,
-    longest,
-    outside_of_torch,
-)
+from ...sizing.gpus import Capacity
+from ...sizing.memory import TUNING, outside_of_torch
+from ...sizing.memory_rule import SETTINGS, Fit, at_level, bucket, fit, longest
+from ...sizing.model import ModelSize, Training
 from ..models.model_size import model_size
 from .base import ForwardPass, Part
 from .optimizers import bytes_to_come

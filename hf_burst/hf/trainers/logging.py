@@ -17,7 +17,8 @@ from ...errors import BurstError, ConfigError
 from ...ranks.layout import SequenceLayout
 from ...ring import ExchangeClock
 from ...ring.resources import resources_of
-from ...sizing import ModelSize, data_sheet
+from ...sizing.gpus import data_sheet
+from ...sizing.model import ModelSize
 from ..groups import PATCH, resolve_group
 from ..models.cut_point import language_model_path
 from ..models.model_size import model_size
