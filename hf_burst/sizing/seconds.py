@@ -159,9 +159,11 @@ def _exchange(model: ModelSize, training: Training, sheet: DataSheet, spread: Sp
     if training.burst_size == 1:
         return 0.0
     inside = LINK * sheet.link
-    heads, ring, between = (model.attending * size for size in sent_bytes(model, training, spread))
-    states = recurrent_bytes(model, training, spread) / (BETWEEN_HOSTS if spread.hosts > 1 else inside)
-    return heads / inside + max(0.0, ring / inside - attention, between / BETWEEN_HOSTS - attention) + states
+    sent = (model.attending * size for size in sent_bytes(model, training, spread))
+    heads, heads_across, ring, ring_across = sent
+    link = BETWEEN_HOSTS if training.burst_size > spread.ranks_per_host else inside
+    alone = heads / inside + heads_across / BETWEEN_HOSTS + recurrent_bytes(model, training, spread) / link
+    return alone + max(0.0, ring / inside - attention, ring_across / BETWEEN_HOSTS - attention)
 
 
 def _sharded_bytes(model: ModelSize, training: Training) -> float:

@@ -1,15 +1,24 @@
 """How a batch is spread over the ranks that share it, and the bytes that they exchange for a layer."""
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import Schedule
-from ..plan import Mask, RecurrentSize, Segments, head_slices, imbalance, sharding_for
+from ..plan import (
+    GPU_SLICE_BLOCKS,
+    Hybrid,
+    Mask,
+    RecurrentSize,
+    Segments,
+    Shapes,
+    choose_recurrence,
+    choose_schedule,
+    head_slices,
+    imbalance,
+    sharding_for,
+)
 from ..plan.recurrence import Way
 from .model import ModelSize, Training
-
-_SLICE_BLOCKS = 2048  # least work of a slice of the heads, in blocks of 128 query rows, as the engine has it on GPUs
 
 
 @dataclass(frozen=True)
@@ -18,7 +27,8 @@ class Spread:
 
     Args:
         schedule ([`Schedule`]): How attention is spread.
-        hosts (`int`): Hosts that share the batch.
+        ranks_per_host (`int`): Ranks of one host that share the batch.
+        hosts (`int`): Hosts between which blocks of a ring cross once; 1 where heads are exchanged between hosts.
         slices (`int`): Groups of the heads that are computed one after another.
         imbalance (`float`): By how much the attention of the busiest rank is above the mean; 0.02 is 2 %.
         recurrence (`str`, *optional*): What recurrent layers exchange: `"states"` of runs of tokens, or `"heads"` for
@@ -27,6 +37,7 @@ class Spread:
     """
 
     schedule: Schedule
+    ranks_per_host: int
     hosts: int
     slices: int
     imbalance: float
@@ -51,31 +62,25 @@ def spread_of(model: ModelSize, training: Training, ranks_per_host: int) -> Spre
 @lru_cache(maxsize=64)
 def _spread(model: ModelSize, documents: tuple[int, ...], ranks: int, ranks_per_host: int, head_groups: int) -> Spread:
     layers = {pattern: max(1, round(count)) for pattern, count in model.patterns}
-    sharding = sharding_for((documents,), layers, ranks, "zigzag" if model.recurrent else "balanced")
-    schedule, heads = _schedule(model, ranks, ranks_per_host), (model.q_heads, model.kv_heads)
+    hybrid = Hybrid(model.recurrent) if model.recurrent else None
+    sharding = sharding_for((documents,), layers, ranks, "balanced", hybrid=hybrid)
     masks, counts = [pattern.mask(documents[-1], documents) for pattern in layers], tuple(layers.values())
+    segments, heads = Segments(sharding, (documents,)), (model.q_heads, model.kv_heads)
+    schedule = Schedule()
+    if masks:
+        shapes = Shapes(*heads, model.head_dim, model.value_dim, 2, 4)
+        widest = max(masks, key=lambda mask: mask.pairs)
+        schedule = choose_schedule((widest,), sharding, shapes, ranks_per_host).schedule
+    tokens = documents[-1] // ranks
     return Spread(
         schedule=schedule,
+        ranks_per_host=min(ranks, ranks_per_host),
         hosts=schedule.hosts(ranks, min(ranks, ranks_per_host)),
-        slices=head_slices(schedule, ranks, heads, documents[-1] // ranks, _SLICE_BLOCKS, head_groups) if layers else 1,
+        slices=head_slices(schedule, ranks, heads, tokens, GPU_SLICE_BLOCKS, head_groups) if layers else 1,
         imbalance=imbalance(masks, sharding.owners, counts, sharding.boundaries) if layers else 0.0,
-        recurrence=_recurrence(model),
-        slots=Segments(sharding, (documents,)).most_slots if model.recurrent else 0,
+        recurrence=choose_recurrence(model.recurrent, segments).way if model.recurrent else None,
+        slots=segments.most_slots if model.recurrent else 0,
     )
-
-
-def _schedule(model: ModelSize, ranks: int, ranks_per_host: int) -> Schedule:
-    """A ring over two ranks. Over more, as many ranks of one host exchange heads as the heads allow."""
-    ulysses = math.gcd(min(ranks, ranks_per_host), model.q_heads, model.kv_heads) if ranks > 2 and model.patterns else 1
-    rotates_queries = model.q_heads == model.kv_heads and 1 < ranks != ulysses
-    return Schedule("burst" if rotates_queries else "kv_ring", ulysses)
-
-
-def _recurrence(model: ModelSize) -> Way | None:
-    """States, unless no layer can take them."""
-    if not model.recurrent:
-        return None
-    return "heads" if all(size.kind == "selective" for size in model.recurrent) else "states"
 
 
 def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
@@ -85,15 +90,17 @@ def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
     return sorted(masks, key=lambda entry: -entry[1].pairs)
 
 
-def sent_bytes(model: ModelSize, training: Training, spread: Spread) -> tuple[float, float, float]:
-    """Bytes that a rank sends for an attention layer, forward and backward: to exchange heads, round the ring on its
-    host, and round the ring between hosts."""
+def sent_bytes(model: ModelSize, training: Training, spread: Spread) -> tuple[float, float, float, float]:
+    """Bytes that a rank sends for an attention layer, forward and backward: to exchange heads, on its host and to other
+    hosts, and round the ring, on its host and to other hosts."""
     ulysses, tokens = spread.schedule.ulysses, training.tokens
-    ring = training.burst_size // ulysses
-    heads = 2 * 2 * (2 * model.queries + 2 * model.keys) * (ulysses - 1) / ulysses  # q, k, v, out; dO, dQ, dK, dV
+    ring, near = training.burst_size // ulysses, min(ulysses, spread.ranks_per_host)
+    heads = 2 * 2 * (2 * model.queries + 2 * model.keys) / ulysses  # q, k, v, out; dO, dQ, dK, dV
     block = 2 * model.keys * (2 + 2 + 4)  # K and V in both passes, and their gradients in fp32
-    within = (ring / spread.hosts - 1) * spread.hosts
-    return tokens * heads, tokens * block * within, tokens * block * (spread.hosts - 1.0)
+    crossings = ring - 1 if near < ulysses else spread.hosts - 1
+    within = 0.0 if near < ulysses else (ring / spread.hosts - 1) * spread.hosts
+    exchanged = tokens * heads * (near - 1), tokens * heads * (ulysses - near)
+    return *exchanged, tokens * block * within, tokens * block * float(crossings)
 
 
 def recurrent_bytes(model: ModelSize, training: Training, spread: Spread) -> float:
