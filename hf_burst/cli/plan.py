@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from ..config import BurstConfig
+from ..config import Memory
 from ..errors import ConfigError, ShardingError
 from ..layers.host_limits import gpus_of_host, host_memory
 from ..plan import Mask, name_of
@@ -33,7 +33,7 @@ _PRECISION = {
 }
 _LEGEND = (
     "burst_size GPUs share a sequence; each group has one of its own. MFU: share of the GPU's peak. GiB: the most of a",
-    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of BurstConfig.",
+    "step. schedule: how the GPUs of a group exchange attention (docs/schedules.md). settings: of hf_burst.Memory.",
 )
 
 
@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
     parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
-    chosen = "as in BurstConfig (default: by the rule of memory='auto')"
+    chosen = "as in hf_burst.Memory (default: by the rule of memory='auto')"
     for name in SETTINGS:
-        kind = type(getattr(BurstConfig, name))
+        kind = type(getattr(Memory, name))
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
     parser.add_argument("--no-checkpointing", dest="checkpointing", action="store_false", help="keep all activations")
     expandable = "torch's allocator has PYTORCH_ALLOC_CONF=expandable_segments:True, as recipes set it"
@@ -243,8 +243,8 @@ def _table(rows: list[Division], best: Division | None, sheet: DataSheet) -> lis
 
 
 def _settings(training: Training) -> str:
-    """What its BurstConfig names that is no default."""
-    named, defaults = {name: getattr(training, name) for name in SETTINGS}, BurstConfig()
+    """What is set otherwise than by default."""
+    named, defaults = {name: getattr(training, name) for name in SETTINGS}, Memory()
     return ", ".join(f"{name}={own:g}" for name, own in named.items() if own != getattr(defaults, name)) or "as it is"
 
 

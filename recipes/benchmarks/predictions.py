@@ -131,10 +131,21 @@ def _training_step(file: str, result: dict[str, Any], row: dict[str, Any], first
 
 def _fits_step(file: str, row: dict[str, Any]) -> Step:
     """A row of fits.py, of all weights."""
-    layers, settings, steps = row["layers"], row["chosen"]["settings"], row["steps"][1:]  # the first step compiles
+    settings, steps = row["chosen"]["settings"], row["steps"][1:]  # the first step compiles
     kept = ", ".join(f"{name}={value:g}" for name, value in settings.items())
+    length, document = row["length"], row["document"]
+    documents = (*range(0, length, document), length) if document else ()
     seconds, gib = statistics.median(step["seconds"] for step in steps), max(step["allocated_gib"] for step in steps)
-    return _trainer_step(file, row["hardware"], layers or 32, row["length"], kept, settings, seconds, gib)
+    config = _config_of(row["model"], row["layers"])
+    name = row["model"] + (f", {row['layers']} layers" if row["layers"] else "")
+    settings = {**settings, "documents": documents}
+    return _trainer_step(file, row["hardware"], name, config, length, kept, settings, seconds, gib)
+
+
+def _config_of(shape: str, layers: int | None = None) -> Any:
+    """The config of a shape that is known by its name."""
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    return AutoConfig.for_model(**{**SHAPES[shape], **changes})
 
 
 def _sft_step(file: str, result: dict[str, Any]) -> Step:
@@ -144,31 +155,31 @@ def _sft_step(file: str, result: dict[str, Any]) -> Step:
     speeds = [step.get("tokens_per_second") or ranks * step["tokens_per_second_per_gpu"] for step in steps]
     gib = max(step.get("memory_gib") or step["peak_memory_gib"] for step in steps)
     hardware = {"ranks": ranks, "device": "NVIDIA H200"}
-    return _trainer_step(
-        file, hardware, 32, length, "attention saved, sft.py", {}, length / statistics.median(speeds), gib
-    )
+    seconds, name = length / statistics.median(speeds), "llama-3-8b"
+    kept = "attention saved, sft.py"
+    return _trainer_step(file, hardware, name, _config_of(name), length, kept, {}, seconds, gib)
 
 
 def _trainer_step(
     file: str,
     hardware: dict[str, Any],
-    layers: int,
+    name: str,
+    config: Any,
     length: int,
     kept: str,
     settings: dict[str, Any],
     seconds: float,
     gib: float,
 ) -> Step:
-    """A step of an 8B Llama under `Trainer`: accelerate's bf16 mixed precision, and FSDP2 over several GPUs."""
+    """A step of a Llama under `Trainer`: accelerate's bf16 mixed precision, and FSDP2 over several GPUs."""
     ranks, sheet = hardware["ranks"], data_sheet(hardware["device"])
     assert sheet is not None, "no result is of another GPU"
-    config = AutoConfig.for_model(**{**SHAPES["llama-3-8b"], "num_hidden_layers": layers})
     model, training = model_size(LlamaForCausalLM, config), Training(length, ranks, ranks, weights="fp32", **settings)
     return Step(
         file=file,
         kind="all weights, Trainer",
         device=f"{ranks} x {hardware['device']}",
-        model="llama-8b" + (f", {layers} layers" if layers != 32 else ""),
+        model=name,
         length=length,
         kept=kept,
         seconds=seconds,

@@ -11,7 +11,7 @@ ORDER = [
     *("version", "errors", "config", "cache", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
     *("recurrent", "sizing", "hf", "check", "cli", "__main__"),
 ]
-HF_ORDER = ["attention", "callers", "groups", "models", "batches", "parts", "patch", "trainers"]
+HF_ORDER = ["context", "attention", "callers", "groups", "models", "batches", "parts", "patch", "trainers"]
 ONLY_IN = {
     "transformers": {"hf", "check"},
     "accelerate": {"hf"},

@@ -98,7 +98,7 @@ def test_an_installed_wheel_works(built: dict[str, Path], tmp_path: Path) -> Non
     install = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index"]
     subprocess.run([*install, "--ignore-installed", "--quiet", str(built["wheel"])], check=True, timeout=300)
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
-    commands = ([programs / "python", "-c", USE], [programs / "hf-burst", "plan", "--ranks", "2", "--length", "64"])
+    commands = ([programs / "python", "-c", USE], [programs / "hf-burst", "layout", "--ranks", "2", "--length", "64"])
     for command in commands:
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False

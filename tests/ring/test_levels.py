@@ -119,7 +119,7 @@ def differ_in_a_later_pass(rank: int, size: int) -> str:
 
 def test_what_one_rank_alone_cannot_do_is_told_on_all(ranks):
     for said in ranks(2).run(differ_in_a_later_pass, timeout=60):
-        assert "ranks_per_host=3 does not divide the 2 ranks" in said
+        assert "ranks_per_host=3) does not divide the 2 ranks" in said
 
 
 def sent_over(rank: int, size: int, schedule: str, per_host: int, rows: int, kv_heads: int) -> list[Traffic]:
@@ -208,5 +208,5 @@ def test_groups_of_hosts_are_made_anew_and_leave_nothing(ranks):
 
 
 def test_hosts_that_do_not_divide_a_group_are_refused(ranks):
-    with pytest.raises(Exception, match=r"ranks_per_host=3 does not divide the 4 ranks that share a sequence"):
+    with pytest.raises(Exception, match=r"ranks_per_host=3\) does not divide the 4 ranks that share a sequence"):
         ranks(4).run(attend, Case(((0, 41),), ranks_per_host=3))

@@ -292,8 +292,11 @@ WITHOUT_LOGITS: dict[str, tuple[dict[str, Any], str]] = {
         {"compute_metrics": accuracy, "preprocess_logits_for_metrics": most_likely},
         "compute_metrics, preprocess_logits_for_metrics would be given .*per_device_eval_batch_size",
     ),
-    "smoothing": ({"label_smoothing_factor": 0.2}, "wants them for label_smoothing_factor: raise the limit"),
-    "function": ({"compute_loss_func": squared}, "wants them for compute_loss_func: raise the limit"),
+    "smoothing": (
+        {"label_smoothing_factor": 0.2},
+        "wants them for label_smoothing_factor: lower per_device_train",
+    ),
+    "function": ({"compute_loss_func": squared}, "wants them for compute_loss_func: lower per_device_train"),
 }
 
 
