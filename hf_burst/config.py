@@ -185,8 +185,8 @@ class BurstConfig:
             `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
             leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
             If no cut reaches both, it takes the most even one. `"documents"` leaves documents whole as far as every
-            rank then holds as many tokens. For a model with recurrent layers `"balanced"` compares all of them, and
-            takes the one for which attention and recurrent layers together are predicted to take the least time.
+            rank then holds as many tokens. Where the layers of a model pass states, `"balanced"`
+            is `"contiguous"` without attention, `"documents"` if each document fits into a rank, and else `"zigzag"`.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
             Who averages gradients over the ranks. By default DDP, FSDP, DeepSpeed or a hook of a parameter does, and
             training is refused without them. `"manual"` says that your own loop does it between `backward` and `step`.

@@ -143,7 +143,7 @@ class Hybrid:
 
     Args:
         recurrent (`tuple[RecurrentSize, ...]`): Their sizes.
-        recurrence (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        recurrence (`str`, defaults to `"auto"`): `"states"`, `"heads"`, or the rule.
     """
 
     recurrent: tuple[RecurrentSize, ...]
@@ -164,7 +164,7 @@ def choose_recurrence(
     Args:
         sizes (sequence of [`RecurrentSize`]): All of its kinds.
         segments ([`Segments`]): Those of all ranks.
-        asked (`str`, defaults to `"auto"`): As in [`BurstConfig`].
+        asked (`str`, defaults to `"auto"`): `"states"`, `"heads"`, or the rule.
     """
     if asked != "auto":
         return RecurrenceChoice(asked, "asked for")

@@ -95,7 +95,7 @@ def head_slices(
         tokens (`int`): Tokens of one rank.
         slice_blocks (`int`): The least work of a slice, in blocks of 128 query rows over all heads of a rank:
             `GPU_SLICE_BLOCKS` on GPUs. 0 is no limit.
-        head_groups (`int`, defaults to 1): As in [`BurstConfig`].
+        head_groups (`int`, defaults to 1): As in [`Memory`].
     """
     q_heads, kv_heads = heads
     own = kv_heads // schedule.ulysses
