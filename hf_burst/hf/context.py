@@ -50,6 +50,14 @@ class ForwardCall:
         return Received(outer, keeps and self.settings.attention_keep > 0)
 
 
+@dataclass(eq=False)
+class OpenPass:
+    """One pass of a model: in which context it began, and whether it has not ended."""
+
+    outer: "LayerContext | None"
+    open: bool = True
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer knows of its run.
@@ -60,6 +68,7 @@ class LayerContext:
         cache ([`AttentionCache`], *optional*): What the innermost checkpoint keeps of its attention.
         tile (`int`, defaults to 0): Most tokens that an MLP takes at a time; 0 for all.
         obstacles (`dict`): To tiles, by the name of a module, as far as they were found in this pass; empty for none.
+        within ([`OpenPass`], *optional*): The pass.
     """
 
     call: ForwardCall | None = None
@@ -67,6 +76,7 @@ class LayerContext:
     cache: AttentionCache | None = None
     tile: int = 0
     obstacles: dict[str, str] = field(default_factory=dict)
+    within: OpenPass | None = field(default=None, repr=False)
 
     def of_checkpoint(self, cache: AttentionCache | None) -> "LayerContext":
         """The context of a checkpoint inside of this one."""
@@ -100,20 +110,28 @@ def entered(context: LayerContext | None) -> Iterator[None]:
 
 
 class PassContext:
-    """The context of a pass, which begins and ends in two hooks of the model."""
+    """The context of a model's pass, which begins and ends in two hooks of the model. A pass that was interrupted ends
+    when the next one of the same model begins. Passes of other models may have begun meanwhile, and they stay."""
 
     def __init__(self) -> None:
-        self.before: list[LayerContext | None] = []  # what to go back to; empty outside of a pass
+        self.own: OpenPass | None = None  # the pass that has begun and not ended
 
-    def enter(self, context: LayerContext | None) -> None:
-        """Enters the context of a pass, or of none where a model generates."""
-        self.before.append(_CURRENT.get())
-        _CURRENT.set(context)
+    def enter(self, context: LayerContext) -> None:
+        """Enters the context of a pass, or an empty one where every rank holds whole sequences."""
+        self.own = OpenPass(_CURRENT.get())
+        _CURRENT.set(replace(context, within=self.own))
 
     def leave(self) -> None:
-        """Goes back, also if the pass was interrupted long ago; does nothing outside of a pass."""
-        if self.before:
-            _CURRENT.set(self.before.pop())
+        """Goes back to the innermost pass that is still open; does nothing outside of a pass."""
+        own, self.own = self.own, None
+        if own is None:
+            return
+        own.open, now = False, _CURRENT.get()
+        if now is not None and now.within is own:
+            outer = own.outer
+            while outer is not None and outer.within is not None and not outer.within.open:
+                outer = outer.within.outer
+            _CURRENT.set(outer)
 
     def __reduce__(self) -> Any:
         return PassContext, ()

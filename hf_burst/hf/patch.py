@@ -285,7 +285,7 @@ class _Patch:
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         if self.task.generates and _generates(module, batch):
-            self.context.enter(None)
+            self.context.enter(LayerContext())
             return (), batch
         self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
@@ -320,7 +320,6 @@ class _Patch:
         """The forward pre-hook of the decoder, which is called by itself if the model was not."""
         if CALL_KEY in kwargs or _generates(module, kwargs) or self.is_called():
             return
-        self._begin_outside()
         size = resolve_group(self.group).size
         if size > 1:
             raise UnsupportedModelError(
@@ -329,6 +328,7 @@ class _Patch:
                 "output_hidden_states=True it returns hidden states of the whole batch. Nor call model.forward, as the "
                 "peft method AdaLoRA does. hf_burst.unpatch_model(model) gives the plain model back."
             )
+        self._begin_outside()
 
     def is_called(self) -> bool:
         """Whether the model is being called; a call that was interrupted has not said that it ended."""
@@ -341,7 +341,7 @@ class _Patch:
     def _begin_outside(self) -> None:
         """Layers are called outside of a pass: they know of none, nor of one that was interrupted."""
         self.end()
-        self.context.enter(None)
+        self.context.enter(LayerContext())
 
     def look(self, model: PreTrainedModel) -> None:
         """Has the parts look at the modules of the model anew."""

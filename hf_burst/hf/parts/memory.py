@@ -52,6 +52,7 @@ class MemoryRule(Part):
         self.told = set[tuple[int, int]]()  # of which the log has read: tokens and level
         self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
         self.latest: tuple[Training, Fit] | None = None  # of the latest step: how it is trained, and what was chosen
+        self.expandable = False  # whether the allocators of all ranks have expandable segments
         self.room: RoomForKernels | None = None  # of a model with recurrent layers
         self.steps = False  # whether the latest pass was one of training
         self.short = 0  # how often the allocator had run out of memory before it
@@ -109,7 +110,7 @@ class MemoryRule(Part):
         if self.size is None:
             return run.settings
         tokens = bucket(run.layout.batch_size * run.layout.length)
-        training = replace(training_of(run, self.size), length=tokens)
+        training = replace(training_of(run, self.size), length=tokens, expandable_segments=self.expandable)
 
         def choose(least: int) -> Fit:
             if (tokens, least) not in self.chosen:
@@ -138,8 +139,9 @@ class MemoryRule(Part):
         apart = takes_weights_apart(run.model)
         # what one rank cannot do, none does
         smallest = [-gpu_memory(run.device), -share_of_host(run.device), -processes()]
-        limits = [own, *smallest, apart, apart or not run.repeatable, run.compiled]
-        self.held, gpu, host, per_host, tiles, once, compiled = run.largest_of_all(limits)
+        limits = [own, *smallest, apart, apart or not run.repeatable, run.compiled, not expandable_segments()]
+        self.held, gpu, host, per_host, tiles, once, compiled, gaps = run.largest_of_all(limits)
+        self.expandable = not gaps
         self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=run.device.type == "cuda")
         kept = {"tiled_mlp": tiles, "layers_per_checkpoint": once, "activation_offloading": compiled}
         self.fixed |= {name for name, impossible in kept.items() if impossible}
