@@ -52,9 +52,10 @@ class ForwardCall:
 
 @dataclass(eq=False)
 class OpenPass:
-    """One pass of a model: in which context it began, and whether it has not ended."""
+    """One pass of a model: in which context it began, whether it has one of its own, and whether it has not ended."""
 
     outer: "LayerContext | None"
+    sharded: bool = True
     open: bool = True
 
 
@@ -116,10 +117,10 @@ class PassContext:
     def __init__(self) -> None:
         self.own: OpenPass | None = None  # the pass that has begun and not ended
 
-    def enter(self, context: LayerContext) -> None:
-        """Enters the context of a pass, or an empty one where every rank holds whole sequences."""
-        self.own = OpenPass(_CURRENT.get())
-        _CURRENT.set(replace(context, within=self.own))
+    def enter(self, context: LayerContext | None) -> None:
+        """Enters the context of a pass, or none where every rank holds whole sequences."""
+        self.own = OpenPass(_CURRENT.get(), sharded=context is not None)
+        _CURRENT.set(None if context is None else replace(context, within=self.own))
 
     def leave(self) -> None:
         """Goes back to the innermost pass that is still open; does nothing outside of a pass."""
@@ -127,7 +128,8 @@ class PassContext:
         if own is None:
             return
         own.open, now = False, _CURRENT.get()
-        if now is not None and now.within is own:
+        is_inside = now is None if not own.sharded else now is not None and now.within is own
+        if is_inside:
             outer = own.outer
             while outer is not None and outer.within is not None and not outer.within.open:
                 outer = outer.within.outer

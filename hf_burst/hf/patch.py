@@ -285,7 +285,7 @@ class _Patch:
         except Exception as problem:  # whatever it is, the other ranks must not wait for this one
             error = problem
         if self.task.generates and _generates(module, batch):
-            self.context.enter(LayerContext())
+            self.context.enter(None)
             return (), batch
         self.passes += 1
         run = ForwardPass(module, resolve_group(self.group), self.config, self.task, self.token_inputs, batch)
@@ -341,7 +341,7 @@ class _Patch:
     def _begin_outside(self) -> None:
         """Layers are called outside of a pass: they know of none, nor of one that was interrupted."""
         self.end()
-        self.context.enter(LayerContext())
+        self.context.enter(None)
 
     def look(self, model: PreTrainedModel) -> None:
         """Has the parts look at the modules of the model anew."""

@@ -202,7 +202,7 @@ class Watch:
         ended[:0] = never
         if lacking and asked:
             killed = ", ".join(map(str, lacking))
-            ended.insert(0, f"Nothing was answered of rank {killed}, which was killed or left the process group.")
+            ended.insert(0, f"Nothing was heard of rank {killed}, which was killed or left the process group.")
         elif lacking and self.last_report is None:
             ended.insert(0, f"The store of the job cannot be reached: {NO_STORE}.")
         return LostRankError(
