@@ -1,0 +1,75 @@
+"""The context of a layer: who knows of it, first and again, and that nothing is left behind."""
+
+from contextlib import suppress
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_burst.attention import AttentionCache
+from hf_burst.hf.context import CheckpointedRun, LayerContext, current, entered
+
+OUTER = LayerContext(tile=3)
+
+
+def ignore(problem: BaseException | None) -> None:
+    """Nobody is told."""
+
+
+def test_what_was_before_comes_back() -> None:
+    with entered(OUTER):
+        with suppress(KeyboardInterrupt), entered(None):
+            assert current() is None
+            raise KeyboardInterrupt
+        assert current() is OUTER
+    assert current() is None
+
+
+def test_threads_start_without_one() -> None:
+    found: list[Any] = []
+    with entered(OUTER):
+        thread = Thread(target=lambda: found.append(current()))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_runs_again_in_its_first_context(reentrant: bool) -> None:
+    seen: list[LayerContext | None] = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(current())
+        return x.sin().cos()
+
+    cache = AttentionCache(1.0)
+    with entered(OUTER):
+        run = CheckpointedRun(layer, cache, ignore)
+        x = torch.ones(3, requires_grad=True)
+        out = checkpoint(run, x, use_reentrant=reentrant)
+        assert cache.position is None
+    with torch.no_grad():
+        run.for_output(x)
+    assert (cache.position, cache.for_output) == (0, True)
+    out.sum().backward()
+    assert (cache.position, cache.for_output) == (0, False)
+    assert current() is None
+    first, *others = seen
+    assert first is not None
+    assert (first.tile, first.cache) == (3, cache)
+    assert len(others) == 2
+    assert all(context is first for context in others)
+
+
+def test_an_error_is_told_and_leaves_nothing() -> None:
+    told: list[Any] = []
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        CheckpointedRun(fail, None, told.append)()
+    assert [type(problem) for problem in told] == [KeyboardInterrupt]
+    assert current() is None
