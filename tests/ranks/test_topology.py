@@ -34,7 +34,7 @@ def topologies(rank: int, size: int, hosts: str) -> tuple[list[Topology], list[b
     known = [resources.knows_hosts]
     with mock.patch("hf_burst.ring.resources.host_id", return_value=hosts[rank]) as asked:
         found = [resources.topology(CPU), resources.topology(CPU), resources.topology(CPU, 1)]
-        with pytest.raises(ConfigError, match=rf"ranks_per_host=3 does not divide the {size} ranks"):
+        with pytest.raises(ConfigError, match=rf"ranks_per_host=3\) does not divide the {size} ranks"):
             resources.topology(CPU, 3)
     known.append(resources.knows_hosts)
     resources.close()
