@@ -163,10 +163,11 @@ class BurstConfig:
             - `"all_gather"`: K and V of all ranks are collected, some heads at a time.
             - `"ulysses"`: tokens are exchanged for heads.
             - `"ulysses_2+kv_ring"`: a product of two, with any number and any of the first three.
-            - `"auto"`: a ring over two ranks, and where documents mostly stay on their ranks. Otherwise as many ranks
-              of one host exchange heads as the heads allow, and a ring goes between the hosts. The ring is `"burst"` if
-              there are as many key heads as query heads.
-              The documents of every batch count (under `torch.compile`, one whole document). The log says why.
+            - `"auto"`: a ring over two ranks of one host, and where documents mostly stay on their ranks. Otherwise as
+              many ranks of one host exchange heads as the heads allow, with a ring around them; ranks of several hosts
+              do where that sends at least a sixth less between hosts. The ring is `"burst"` if there are as many key
+              heads as query heads. The documents of every batch count (under `torch.compile`, one whole document). The
+              log says why.
         kernel (`str`, defaults to `"auto"`):
             The kernel that computes a tile. `"auto"` takes the fastest that can, and logs why.
 
@@ -185,8 +186,8 @@ class BurstConfig:
             `"balanced"` counts the work of packed documents. It takes the coarsest cut, in up to 16 chunks a rank, that
             leaves the busiest rank at most 2 % above the mean. Steps of a ring over up to 8 ranks may be 15 % above it.
             If no cut reaches both, it takes the most even one. `"documents"` leaves documents whole as far as every
-            rank then holds as many tokens. Where the layers of a model pass states, `"balanced"`
-            is `"contiguous"` without attention, `"documents"` if each document fits into a rank, and else `"zigzag"`.
+            rank then holds as many tokens. Where the layers of a model pass states, `"balanced"` is `"contiguous"`
+            without attention, `"documents"` if each document fits into a rank, and else `"zigzag"`.
         gradients (`str`, defaults to `"averaged_by_wrapper"`):
             Who averages gradients over the ranks. By default DDP, FSDP, DeepSpeed or a hook of a parameter does, and
             training is refused without them. `"manual"` says that your own loop does it between `backward` and `step`.
@@ -219,8 +220,13 @@ class BurstConfig:
     memory: Memory | Literal["auto", "manual"] = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.schedule, str):
+            raise ConfigError(
+                f"BurstConfig.schedule is {self.schedule!r}; give its name, such as 'auto', 'kv_ring' or "
+                "'ulysses_2+kv_ring'."
+            )
         if self.schedule != "auto":
-            Schedule.parse(str(self.schedule))
+            Schedule.parse(self.schedule)
         choices: dict[str, Any] = {
             "kernel": KernelName,
             "transport": Transport,

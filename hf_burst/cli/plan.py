@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--qlora", **rank, help="adapters on frozen weights of 4 bits")
     parser.add_argument("--weights", choices=("bf16", "fp32"), help="those that train (default bf16; for --qlora fp32)")
     parser.add_argument("--sharded", choices=get_args(Sharded), default="fsdp2", help="(default %(default)s)")
-    chosen = "as in hf_burst.Memory (default: by the rule of memory='auto')"
+    chosen = "as in hf_burst.Memory; the others then have their defaults (by default the rule of memory='auto' chooses)"
     for name in SETTINGS:
         kind = type(getattr(Memory, name))
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=chosen)
@@ -79,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = find_model(arguments.model, arguments.trust_remote_code)
     settings = {name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None}
     training = _training(arguments, length, gpus, documents, settings)
-    rows = divisions(model, training, sheet, capacity, settings)
+    fixed = SETTINGS if settings else ()  # a Memory of the user's leaves nothing to the rule
+    rows = divisions(model, training, sheet, capacity, fixed)
     fitting = [row for row in rows if row.fit.fits]
     best = max(fitting, key=lambda row: row.tokens_per_second, default=None)
     lines = [*_assumptions(model, training, sheet, capacity), "", *_table(rows, best, sheet), *_LEGEND]
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if best is None:
         lines.append(_advice(training, capacity))
     if not documents[2:]:
-        most = longest(model, rows[0].fit.training, capacity, settings)
+        most = longest(model, rows[0].fit.training, capacity, fixed)
         lines.append(f"Longest sequence that fits: {most:,} tokens, on all GPUs.")
     print("\n".join(lines))
     return 0 if best else 1

@@ -44,10 +44,11 @@ class LazyMask:
     Args:
         arguments (`dict`): Those of a function of Transformers' `AttentionMaskInterface`.
         parts (`frozenset[str]`): The functions of `transformers.masking_utils` that it is made of.
+        sharded (`bool`): Whether it was made in a sharded pass.
     """
 
-    def __init__(self, arguments: dict[str, Any], parts: frozenset[str]) -> None:
-        self.arguments, self.parts = arguments, parts
+    def __init__(self, arguments: dict[str, Any], parts: frozenset[str], sharded: bool) -> None:
+        self.arguments, self.parts, self.sharded = arguments, parts, sharded
 
     def __getattr__(self, name: str) -> Any:
         raise _NotBuiltError(
@@ -141,7 +142,7 @@ def attention_forward(
         context = current()
         if context is not None:
             burst_call, cache = context.call, context.cache
-        elif burst_call is None:
+        elif burst_call is None and _is_of_a_pass(attention_mask):
             refuse_blind_run(module)
     if burst_call is not None:
         setattr(module, ARRIVED, True)  # which the part `Attention` asks for
@@ -176,9 +177,16 @@ def attention_mask(**arguments: Any) -> Mask:
 
     Only generation has padding, or keys besides those of its queries; it is given its mask at once.
     """
-    mask, padding = LazyMask(arguments, frozenset(_parts(arguments["mask_function"]))), arguments.get("attention_mask")
+    context, padding = current(), arguments.get("attention_mask")
+    sharded = context is not None and context.call is not None
+    mask = LazyMask(arguments, frozenset(_parts(arguments["mask_function"])), sharded)
     square = arguments["q_length"] == arguments["kv_length"]
     return mask if square and (padding is None or bool(padding.all())) else mask.built
+
+
+def _is_of_a_pass(mask: Mask) -> bool:
+    """Whether a mask may be that of a sharded pass; tensors are those of other calls."""
+    return mask.sharded if isinstance(mask, LazyMask) else mask is None
 
 
 def register() -> None:

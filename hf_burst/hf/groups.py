@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..ranks.group import CP_DIM, ContextGroup
 
 PATCH = "_hf_burst"  # the attribute by which a patched model is known
-OLD_NAMES = {"mesh": "The argument mesh is called group now: group=mesh. It takes a DeviceMesh or a ProcessGroup."}
+OLD_ARGUMENTS = {"mesh": "The argument mesh is called group now: group=mesh. It takes a DeviceMesh or a ProcessGroup."}
 
 
 def check_processes() -> None:

@@ -27,7 +27,7 @@ from .batches.cutting import bound_arguments
 from .batches.sharded import is_sharded
 from .callers import frames
 from .context import CALL_KEY, LayerContext, PassContext
-from .groups import OLD_NAMES, PATCH, check_joined, resolve_group
+from .groups import OLD_ARGUMENTS, PATCH, check_joined, resolve_group
 from .models.cut_point import CutPoint, cut_point_of, language_model_of
 from .models.hybrid import hybrid_of, recurrent_sizes
 from .models.peft_methods import check_adapters
@@ -57,7 +57,7 @@ _COMPILED = (
 )
 
 
-@renamed(OLD_NAMES)
+@renamed(OLD_ARGUMENTS)
 def patch_model(
     model: AnyModel, config: BurstConfig | None = None, group: DeviceMesh | dist.ProcessGroup | None = None
 ) -> AnyModel:
@@ -303,7 +303,7 @@ class _Patch:
                 self.seen = _Seen(inside)
             if error is None and run.group.size > 1:  # the first time all ranks meet in it, so before any of them fails
                 resources_of(run.group).topology(run.device)
-                run.hybrid = hybrid_of(self.recurrent, self.config)
+                run.hybrid = hybrid_of(self.recurrent)
             check_joined()
             for part in self.parts if error is None else ():
                 part.prepare(run)

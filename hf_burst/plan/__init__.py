@@ -4,7 +4,7 @@ from .balance import assign, chunks_per_rank, imbalance, imbalance_of_steps
 from .cuts import sharding_for
 from .mask import Mask, MaskPattern
 from .recurrence import Hybrid, RecurrenceChoice, RecurrentSize, choose_recurrence
-from .schedules import GPU_SLICE_BLOCKS, Choice, choose_schedule, head_slices, name_of, rotating_of
+from .schedules import GPU_SLICE_BLOCKS, Choice, choose_schedule, head_slices, name_of, ring_bytes, rotating_of
 from .segments import Segment, Segments
 from .sharding import Sharding, cut, make_sharding, pattern, pattern_of
 from .steps import Plan, Step, Transfer, make_plan
@@ -44,6 +44,7 @@ __all__ = [
     "pattern",
     "pattern_of",
     "rank_traffic",
+    "ring_bytes",
     "rotating_of",
     "sharding_for",
     "tiles_between",

@@ -9,7 +9,6 @@ from .segments import Segments
 
 RuleKind = Literal["delta", "scan", "selective", "convolution"]
 Way = Literal["states", "heads"]
-Recurrence = Literal["auto", "states", "heads"]  # a way that is asked for, or the choice of one
 
 _CHUNK = 64  # tokens that a kernel treats as one product of matrices, as fla's kernels do
 _WIDE = 4  # bytes of a number of a state, and of the logarithm of a decay
@@ -143,31 +142,24 @@ class Hybrid:
 
     Args:
         recurrent (`tuple[RecurrentSize, ...]`): Their sizes.
-        recurrence (`str`, defaults to `"auto"`): `"states"`, `"heads"`, or the rule.
     """
 
     recurrent: tuple[RecurrentSize, ...]
-    recurrence: Recurrence = "auto"
 
     @property
     def passes_states(self) -> bool:
         """Whether states may pass from run to run, so that few runs of tokens are best."""
-        return self.recurrence != "heads" and any(size.slot_bytes for size in self.recurrent)
+        return any(size.slot_bytes for size in self.recurrent)
 
 
-def choose_recurrence(
-    sizes: Sequence[RecurrentSize], segments: Segments, asked: Recurrence = "auto"
-) -> RecurrenceChoice:
+def choose_recurrence(sizes: Sequence[RecurrentSize], segments: Segments) -> RecurrenceChoice:
     """The way of all recurrent layers of a model, the same on all ranks: states, unless a rank would send more bytes of
     them than of tokens that are exchanged for heads.
 
     Args:
         sizes (sequence of [`RecurrentSize`]): All of its kinds.
         segments ([`Segments`]): Those of all ranks.
-        asked (`str`, defaults to `"auto"`): `"states"`, `"heads"`, or the rule.
     """
-    if asked != "auto":
-        return RecurrenceChoice(asked, "asked for")
     ranks, free = segments.sharding.ranks, [size for size in sizes if len(size.ways) > 1]
     if ranks == 1:
         return RecurrenceChoice("states", "one rank exchanges nothing")

@@ -8,6 +8,7 @@ which the rule was compared with what was measured.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 from ..config import RingKind, Schedule
 from .mask import Mask
@@ -82,6 +83,16 @@ def rotating_of(schedule: Schedule, direction: Pass) -> Rotating:
     return "q" if schedule.ring == "burst" and direction == "backward" else "kv"
 
 
+def ring_bytes(schedule: Schedule, shapes: Shapes) -> int:
+    """Bytes of a token that travel in each step of the ring of a schedule, in both passes: the block, and the gradients
+    that return, in the dtype in which they are summed."""
+    total = 0
+    for direction in get_args(Pass):
+        block, returned = row_bytes(direction, rotating_of(schedule, direction), shapes, lone=False)
+        total += sum(block) + sum(returned)
+    return total
+
+
 def head_slices(
     schedule: Schedule, ranks: int, heads: tuple[int, int], tokens: int, slice_blocks: int, head_groups: int = 1
 ) -> int:
@@ -142,10 +153,7 @@ def _ulysses_degree(ring: RingKind, shapes: Shapes, ranks: int, per_host: int) -
 
 def _crossing_bytes(ulysses: int, ring: RingKind, shapes: Shapes, ranks: int, per_host: int) -> float:
     """Bytes that leave a host for each of its tokens in both passes over one whole document."""
-    rotating = rotating_of(Schedule(ring), "backward")
-    block, _ = row_bytes("forward", "kv", shapes, lone=False)
-    backward_block, returned = row_bytes("backward", rotating, shapes, lone=False)
-    around = (sum(block) + sum(backward_block) + sum(returned)) * (ranks // max(ulysses, per_host) - 1)
+    around = ring_bytes(Schedule(ring), shapes) * (ranks // max(ulysses, per_host) - 1)
     if ulysses <= per_host:
         return around
     exchanged = 2 * (shapes.q_heads + shapes.kv_heads) * (shapes.head_dim + shapes.value_dim) * shapes.itemsize

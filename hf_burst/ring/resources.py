@@ -54,8 +54,7 @@ class GroupResources:
         if self.group.size == 1:
             return Topology(on_gpus=device.type == "cuda")
         if self._ranks_per_host is None:
-            hosts = [""] * self.group.size
-            dist.all_gather_object(hosts, host_id(), group=self.group.process_group)
+            hosts = self.group.gather(host_id(), device, "the names of all hosts")
             self._ranks_per_host = neighbours_per_host(hosts)
         if ranks_per_host is not None and self.group.size % ranks_per_host:
             raise ConfigError(
@@ -91,8 +90,8 @@ class GroupResources:
         if problems is None:
             near, _ = self.levels(device, per_host)
             pool = resources_of(near).pool(device) if near.size > 1 else ""
-            every = [""] * self.group.size
-            dist.all_gather_object(every, pool if isinstance(pool, str) else "", group=self.group.process_group)
+            own = pool if isinstance(pool, str) else ""
+            every = self.group.gather(own, device, "the reach of symmetric memory")
             problems = self._unreached[per_host] = "; ".join(dict.fromkeys(filter(None, every)))
         if problems:
             raise ConfigError(_NOT_SYMMETRIC.format(problems))

@@ -15,6 +15,7 @@ from ..plan import (
     choose_schedule,
     head_slices,
     imbalance,
+    ring_bytes,
     sharding_for,
 )
 from ..plan.recurrence import Way
@@ -68,9 +69,8 @@ def _spread(model: ModelSize, documents: tuple[int, ...], ranks: int, ranks_per_
     segments, heads = Segments(sharding, (documents,)), (model.q_heads, model.kv_heads)
     schedule = Schedule()
     if masks:
-        shapes = Shapes(*heads, model.head_dim, model.value_dim, 2, 4)
         widest = max(masks, key=lambda mask: mask.pairs)
-        schedule = choose_schedule((widest,), sharding, shapes, ranks_per_host).schedule
+        schedule = choose_schedule((widest,), sharding, _shapes_of(model), ranks_per_host).schedule
     tokens = documents[-1] // ranks
     return Spread(
         schedule=schedule,
@@ -81,6 +81,11 @@ def _spread(model: ModelSize, documents: tuple[int, ...], ranks: int, ranks_per_
         recurrence=choose_recurrence(model.recurrent, segments).way if model.recurrent else None,
         slots=segments.most_slots if model.recurrent else 0,
     )
+
+
+def _shapes_of(model: ModelSize) -> Shapes:
+    """The heads of the model, which computes in bf16 and sums in fp32."""
+    return Shapes(model.q_heads, model.kv_heads, model.head_dim, model.value_dim, 2, 4)
 
 
 def masks_of(model: ModelSize, training: Training) -> list[tuple[float, Mask]]:
@@ -96,7 +101,7 @@ def sent_bytes(model: ModelSize, training: Training, spread: Spread) -> tuple[fl
     ulysses, tokens = spread.schedule.ulysses, training.tokens
     ring, near = training.burst_size // ulysses, min(ulysses, spread.ranks_per_host)
     heads = 2 * 2 * (2 * model.queries + 2 * model.keys) / ulysses  # q, k, v, out; dO, dQ, dK, dV
-    block = 2 * model.keys * (2 + 2 + 4)  # K and V in both passes, and their gradients in fp32
+    block = ring_bytes(spread.schedule, _shapes_of(model))
     crossings = ring - 1 if near < ulysses else spread.hosts - 1
     within = 0.0 if near < ulysses else (ring / spread.hosts - 1) * spread.hosts
     exchanged = tokens * heads * (near - 1), tokens * heads * (ulysses - near)

@@ -1,6 +1,7 @@
 """The context of a layer: who knows of it, first and again, and that nothing is left behind."""
 
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from hf_burst.attention import AttentionCache
+from hf_burst.errors import ConfigError
 from hf_burst.hf.context import CheckpointedRun, LayerContext, current, entered
+from recipes.tiny_models import tiny_model
+from tests.support import models
 
 OUTER = LayerContext(tile=3)
 
@@ -73,3 +77,13 @@ def test_an_error_is_told_and_leaves_nothing() -> None:
         CheckpointedRun(fail, None, told.append)()
     assert [type(problem) for problem in told] == [KeyboardInterrupt]
     assert current() is None
+
+
+def test_a_checkpoint_of_others_that_tells_attention_nothing_is_an_error() -> None:
+    """Nemotron hands keyword arguments to no attention. Its layers would run again as if the batch was one document."""
+    model = models.patch(tiny_model("NemotronForCausalLM").train())
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    loss = model(**models.make_batch("packed")).loss
+    with pytest.raises(ConfigError, match="NemotronAttention runs again in the backward pass, by a checkpoint that"):
+        loss.backward()

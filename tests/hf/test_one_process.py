@@ -175,3 +175,20 @@ def test_parts_of_attention_are_kept_of_any_length(length: int) -> None:
         each(tokens, use_cache=False).logits.square().mean().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("after_a_pass", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_decoder_alone_with_checkpoints(after_a_pass: bool, reentrant: bool) -> None:
+    """In one process every call holds whole sequences. A checkpoint that runs layers again has nothing to be told."""
+    plain, model = (models.make_model("llama", torch.float64).train() for _ in range(2))
+    models.patch(model)
+    batch = models.make_batch("plain", 41)
+    for each in (plain, model):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if after_a_pass:
+            each(**batch).loss.backward()
+            each.zero_grad()
+        each.model(input_ids=batch["input_ids"]).last_hidden_state.square().sum().backward()
+    for ours, theirs in zip(model.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)

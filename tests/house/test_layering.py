@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "hf_burst"
 ORDER = [
-    *("version", "errors", "config", "cache", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
+    *("version", "errors", "config", "numerics", "plan", "kernels", "layers", "ranks", "ring", "attention"),
     *("recurrent", "sizing", "hf", "check", "cli", "__main__"),
 ]
 HF_ORDER = ["context", "attention", "callers", "groups", "models", "batches", "parts", "patch", "trainers"]

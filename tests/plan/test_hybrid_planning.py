@@ -82,7 +82,6 @@ def test_layers_pass_states_unless_these_are_more_bytes() -> None:
         choice = choose_recurrence([DELTA], segments)
         assert choice.way == way
         assert "302.0 MB of states to each rank, or " in choice.reason
-        assert choose_recurrence([DELTA], segments, "states").reason == "asked for"
     zigzag = Segments(cut(4 * even, pattern(2, "zigzag")), ((0, 4 * even),))
     assert (zigzag.most_slots, choose_recurrence([DELTA], zigzag).way) == (1, "states")
 
@@ -256,10 +255,11 @@ def test_documents_are_cut_only_to_fill_ranks_up(packing: Any) -> None:
     assert len(split) < ranks + long // each
 
 
-def cut_of(documents: tuple[int, ...], ranks: int, layers: Any = None, parts: int = 1, **hybrid: Any) -> Sharding:
-    sizes = hybrid.pop("sizes", (DELTA,))
+def cut_of(
+    documents: tuple[int, ...], ranks: int, layers: Any = None, parts: int = 1, sizes: Any = (DELTA,)
+) -> Sharding:
     layers = CAUSAL if layers is None else layers
-    return sharding_for((documents,), layers, ranks, "balanced", parts, Hybrid(sizes, **hybrid))
+    return sharding_for((documents,), layers, ranks, "balanced", parts, Hybrid(sizes))
 
 
 def test_the_cut_has_few_runs_where_states_pass() -> None:
@@ -279,7 +279,7 @@ def test_the_cut_has_few_runs_where_states_pass() -> None:
 def test_the_cut_is_that_of_attention_where_no_states_pass() -> None:
     packed = (0, 700, 2048, 3000, 4096)
     even = sharding_for((packed,), CAUSAL, 2, "balanced")
-    assert cut_of(packed, 2, recurrence="heads") == cut_of(packed, 2, sizes=(SELECTIVE, CONVOLUTION)) == even
+    assert cut_of(packed, 2, sizes=(SELECTIVE, CONVOLUTION)) == even
     assert even != cut_of(packed, 2)
 
 

@@ -389,7 +389,7 @@ class EndsBetween:
 
 
 def test_a_collective_that_ends_just_after_a_look_is_no_error() -> None:
-    watch = mock.MagicMock(verdict=None, interval=INTERVAL)
+    watch = mock.Mock(verdict=None, interval=INTERVAL)
     Watch.wait(watch, EndsBetween())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="Connection closed"):
         Watch.wait(watch, EndsBetween("Connection closed"))  # type: ignore[arg-type]
@@ -422,7 +422,7 @@ def die(rank: int, size: int) -> None:
     [
         (fail_early, "Rank 1 ended"),
         (end_early, "Rank 1 ended after forward pass 1 of LlamaForCausalLM in training"),
-        (die, "Nothing was answered of rank 1"),
+        (die, "Nothing was heard of rank 1"),
     ],
 )
 def test_a_rank_that_ended_is_named(scene: Callable[[int, int], None], said: str) -> None:
@@ -479,7 +479,7 @@ def test_a_message_of_others_that_a_killed_rank_ends_is_explained(tmp_path: Path
     survivor, killed = (process.communicate(timeout=2 * SOON)[1] for process in processes)
     assert [process.returncode for process in processes] == [1, -signal.SIGKILL], killed
     assert "rank 0 lost another rank in a message of torch.distributed" in survivor
-    assert "Nothing was answered of rank 1, which was killed or left the process group." in survivor
+    assert "Nothing was heard of rank 1, which was killed or left the process group." in survivor
     assert "torchrun --max-restarts" in survivor
 
 

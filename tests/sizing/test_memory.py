@@ -498,6 +498,20 @@ def test_a_pass_before_the_backward_pass(order: str) -> None:
     assert two_passes(0, 1, room_for(1, 1), order) < 1e-5
 
 
+def test_a_model_that_checkpoints_otherwise_is_chosen_for_anew() -> None:
+    """As the trainers of a notebook do, one after another, with the same patched model."""
+    model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(**AUTO))
+    batch, chosen = models.make_batch("plain", 80), list[tuple[int, float]]()
+    with small_gpu(2000.0, lambda rank: 0.0, 0):
+        for reentrant in (None, False, True, False):
+            if reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model(**batch).loss.backward()
+            settings = part_of(model, MemoryRule).latest[-1].settings
+            chosen.append((settings["layers_per_checkpoint"], settings["activation_offloading"]))
+    assert chosen == [(1, 0.0), (4, 1.0), (1, 1.0), (4, 1.0)]
+
+
 def test_weights_that_are_taken_apart_are_in_no_tiles() -> None:
     model = models.patch(models.make_model("llama").train(), hf_burst.BurstConfig(**AUTO))
     model.gradient_checkpointing_enable()

@@ -10,13 +10,13 @@ from torch.utils.data import get_worker_info
 from ...config import BurstConfig, renamed
 from ...errors import BatchError
 from ...ranks.group import ContextGroup
-from ..groups import OLD_NAMES, resolve_group
+from ..groups import OLD_ARGUMENTS, resolve_group
 from ..models.task import Task, task_named
 from .cutting import cut_batch
 from .sharded import LAYOUT_KEY, describe_shard
 
 
-@renamed(OLD_NAMES)
+@renamed(OLD_ARGUMENTS)
 def shard_batch(
     batch: Mapping[str, Any],
     group: DeviceMesh | dist.ProcessGroup | None = None,
@@ -73,7 +73,7 @@ class BurstCollator:
     ```
     """
 
-    @renamed(OLD_NAMES)
+    @renamed(OLD_ARGUMENTS)
     def __init__(
         self,
         base_collator: Callable[[list[Any]], Mapping[str, Any]],

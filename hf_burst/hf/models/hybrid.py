@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...config import BurstConfig
 from ...plan import Hybrid, RecurrentSize, Shapes, choose_recurrence
 from ...plan.recurrence import Way
 from ...ranks.layout import SequenceLayout
@@ -52,7 +51,7 @@ def head_size(layer: PreTrainedConfig) -> int:
     return int(named or layer.hidden_size // layer.num_attention_heads)
 
 
-def hybrid_of(sizes: tuple[RecurrentSize, ...], config: BurstConfig) -> Hybrid | None:
+def hybrid_of(sizes: tuple[RecurrentSize, ...]) -> Hybrid | None:
     """What batches are cut for; `None` for models without recurrent layers."""
     return Hybrid(sizes) if sizes else None
 
@@ -61,7 +60,7 @@ def hybrid_of(sizes: tuple[RecurrentSize, ...], config: BurstConfig) -> Hybrid |
 def chosen_way(hybrid: Hybrid, layout: SequenceLayout, rank: int) -> Way:
     """How the recurrent layers of a pass pass what they know. Rank 0 logs why, quietly for packed documents, as there
     is a choice for every batch."""
-    choice = choose_recurrence(hybrid.recurrent, layout.segments, hybrid.recurrence)
+    choice = choose_recurrence(hybrid.recurrent, layout.segments)
     if rank == 0:
         count = sum(len(row) - 1 for row in layout.documents) - (layout.batch_size if layout.padding else 0)
         level = logging.INFO if count == layout.batch_size else logging.DEBUG

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import logging
+import os
 import re
 import shlex
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +17,6 @@ import transformers
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from ...cache import cache_file, write_whole
 from ...errors import ConfigError, UnsupportedModelError
 from ...version import __version__
 
@@ -102,9 +103,9 @@ def fingerprint(model: PreTrainedModel) -> str | None:
 
 def remember(verdict: Verdict) -> Path:
     """Writes a verdict down for [`served_by`]; raises a ConfigError if it cannot."""
-    path = cache_file("check", verdict.fingerprint)
+    path = _cache_file("check", verdict.fingerprint)
     try:
-        write_whole(path, json.dumps(asdict(verdict), indent=1))
+        _write_whole(path, json.dumps(asdict(verdict), indent=1))
     except OSError as problem:
         raise ConfigError(
             f"The verdict ({verdict.result}) cannot be remembered: {problem}. Set HF_HOME to a folder that can be "
@@ -133,7 +134,7 @@ def served_by(model: PreTrainedModel) -> str:
     unchanged = shipped is not None and (not newer or source_hash(shipped.__module__) == SERVED[shipped.__name__])
     verdict: Verdict | None = None
     with suppress(OSError, ValueError, TypeError):  # none is remembered, or something else wrote it
-        verdict = Verdict(**json.loads(cache_file("check", fingerprint(model) or "").read_text()))
+        verdict = Verdict(**json.loads(_cache_file("check", fingerprint(model) or "").read_text()))
     if verdict is not None and verdict.result != "exact":
         reasons = ", ".join(f"{kind}: {error:.0e}" for kind, error in verdict.errors.items()) or verdict.note
         raise UnsupportedModelError(
@@ -156,6 +157,21 @@ def served_by(model: PreTrainedModel) -> str:
             *(shipped.__name__, transformers.__version__, TESTED, command),
         )
     return "shipped"
+
+
+def _cache_file(*parts: str) -> Path:
+    """A file in `$HF_HOME/hf_burst`, `$XDG_CACHE_HOME/hf_burst` or `~/.cache/hf_burst`, named by these parts."""
+    home = os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+    return Path(home).expanduser() / "hf_burst" / f"{name}.json"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Writes a file all at once, so that no other process reads half of it; an `OSError` if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)
 
 
 def _digest(data: bytes) -> str:

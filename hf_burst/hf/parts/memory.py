@@ -42,13 +42,14 @@ class MemoryRule(Part):
 
     def __init__(self, model: PreTrainedModel, config: BurstConfig) -> None:
         self.model_class = type(model)  # FSDP2 changes it
-        self.fixed = set[str]()  # settings that this model cannot have, and so stay at their defaults
+        self.fixed = set[str]()  # settings that some rank cannot have, and so stay at their defaults
         self.chooses = config.memory == "auto"
         self.compared = False  # whether all ranks have this config
         self.size: ModelSize | None = None
         self.held = 0.0  # bytes of the fullest GPU that do not follow from the batch
         self.capacity = Capacity(0)  # of the smallest GPU and the smallest host; known with the size
-        self.chosen: dict[tuple[int, int], Fit] = {}  # by how many tokens there are at most, and the least level
+        # by how the model is trained, with how many tokens at most, by what is fixed, and by the least level
+        self.chosen: dict[tuple[Training, frozenset[str], int], Fit] = {}
         self.told = set[tuple[int, int]]()  # of which the log has read: tokens and level
         self.least = dict[int, int]()  # the lowest level that did not run out of memory, by tokens
         self.latest: tuple[Training, Fit] | None = None  # of the latest step: how it is trained, and what was chosen
@@ -112,15 +113,14 @@ class MemoryRule(Part):
         tokens = bucket(run.layout.batch_size * run.layout.length)
         training = replace(training_of(run, self.size), length=tokens, expandable_segments=self.expandable)
 
-        def choose(least: int) -> Fit:
-            if (tokens, least) not in self.chosen:
-                assert self.size is not None, "looked at"
-                self.chosen[tokens, least] = fit(self.size, training, self.capacity, self.fixed, self.held, least)
-            return self.chosen[tokens, least]
-
-        choice = choose(max((level for known, level in self.least.items() if known <= tokens), default=0))
+        fixed = frozenset(self.fixed | _impossible(run))
+        least = max((level for known, level in self.least.items() if known <= tokens), default=0)
+        choice = self.chosen.get((training, fixed, least))
+        if choice is None:
+            choice = fit(self.size, training, self.capacity, fixed, self.held, least)
+            self.chosen[training, fixed, least] = choice
         if run.sharing and (level := int(run.largest_of_all([choice.level])[0])) != choice.level:
-            choice = at_level(self.size, training, self.capacity, self.fixed, self.held, level)
+            choice = at_level(self.size, training, self.capacity, fixed, self.held, level)
         if (tokens, choice.level) not in self.told:
             self.told.add((tokens, choice.level))
             self._tell(run, choice)
@@ -136,15 +136,13 @@ class MemoryRule(Part):
         if own is None:
             self.chooses = False
             return
-        apart = takes_weights_apart(run.model)
-        # what one rank cannot do, none does
         smallest = [-gpu_memory(run.device), -share_of_host(run.device), -processes()]
-        limits = [own, *smallest, apart, apart or not run.repeatable, run.compiled, not expandable_segments()]
-        self.held, gpu, host, per_host, tiles, once, compiled, gaps = run.largest_of_all(limits)
+        impossible = [float(name in _impossible(run)) for name in SETTINGS]  # what one rank cannot do, none does
+        limits = [own, *smallest, not expandable_segments(), *impossible]
+        self.held, gpu, host, per_host, gaps, *impossible = run.largest_of_all(limits)
         self.expandable = not gaps
         self.capacity = Capacity(int(-gpu), int(-host), int(-per_host), on_gpu=run.device.type == "cuda")
-        kept = {"tiled_mlp": tiles, "layers_per_checkpoint": once, "activation_offloading": compiled}
-        self.fixed |= {name for name, impossible in kept.items() if impossible}
+        self.fixed = {name for name, found in zip(SETTINGS, impossible, strict=True) if found}
         try:
             self.size = model_size(self.model_class, run.model.config)
         except BurstError as problem:
@@ -213,6 +211,17 @@ class RoomForKernels:
         """Gives the allocator what it had, unless somebody has set it since."""
         if abs(torch.cuda.get_per_process_memory_fraction(self.device) - self.share) < 1e-6:  # torch counts bytes
             torch.cuda.set_per_process_memory_fraction(self.before, self.device)
+
+
+def _impossible(run: ForwardPass) -> set[str]:
+    """The settings that the model cannot have as it is by now. A trainer may wrap or checkpoint it otherwise later."""
+    apart, checkpoints = takes_weights_apart(run.model), run.facts["activation checkpointing"] is not None
+    found = {
+        "tiled_mlp": apart,
+        "layers_per_checkpoint": apart or (checkpoints and not run.repeatable),
+        "activation_offloading": run.compiled,
+    }
+    return {name for name, impossible in found.items() if impossible}
 
 
 def gpu_memory(device: torch.device) -> int:

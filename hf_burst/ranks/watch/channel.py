@@ -40,7 +40,6 @@ class _Call:
     members: tuple[int, ...]
     number: int
     doing: str
-    counts: Counts
 
 
 class Watch:
@@ -87,7 +86,8 @@ class Watch:
 
     @contextmanager
     def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator["Watch"]:
-        """A call in which all ranks of a group meet, and this watch to wait for it by [`wait`] and [`until`].
+        """A call in which all ranks of a group meet, and this watch to wait for it by [`wait`] and [`until`]. After one
+        that this rank gave up, it refuses all later ones over these ranks, and the others are told.
 
         Raises:
             ConfigError: If a pass over them ended in the middle before.
@@ -103,13 +103,16 @@ class Watch:
             )
         self.thread = get_ident()
         counts.agreed += 1
-        self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing, counts)
+        self.call = _Call(group_key(group.group_name, members), members, counts.agreed, doing)
         try:
             yield self
             counts.met, counts.mark = counts.agreed, begun_over(group) - counts.own
             self.latest = doing
-        except RuntimeError as problem:
-            if lost(problem):
+        except BaseException as problem:  # also when the user interrupts
+            # what this rank has sent would meet what another one sends later
+            counts.end_in_the_middle(problem)
+            self.worker.within(self.interval, self._tell)
+            if isinstance(problem, RuntimeError) and lost(problem):
                 raise self.explain(problem, members, doing) from problem
             raise
         finally:
@@ -117,39 +120,25 @@ class Watch:
 
     def wait(self, work: dist.Work) -> None:
         """Waits for a collective by gloo of the call under way, and ends with it if that is proved to be hopeless."""
-        with self._not_given_up():
-            while True:
-                self._check_call()
-                try:
-                    work.wait(timedelta(seconds=self.interval))
+        while True:
+            self._check_call()
+            try:
+                work.wait(timedelta(seconds=self.interval))
+                return
+            except RuntimeError:
+                if work.is_completed():  # it may have ended well just after the second was over
+                    work.wait()
                     return
-                except RuntimeError:
-                    if work.is_completed():  # it may have ended well just after the second was over
-                        work.wait()
-                        return
 
     def until(self, ready: Callable[[], bool], limit: timedelta) -> None:
         """Asks the store until all have come to the call under way, and ends as [`wait`] does."""
         began = time.monotonic()
-        with self._not_given_up():
-            while not ready():
-                self._check_call()
-                waited = time.monotonic() - began
-                if waited > limit.total_seconds():
-                    raise dist.DistStoreError(f"timed out after {limit}")
-                time.sleep(min(0.05, 0.001 + waited / 20))
-
-    @contextmanager
-    def _not_given_up(self) -> Iterator[None]:
-        """What another rank sends later would meet what this rank has sent before it gave up: so if it gives up, also
-        since the user interrupts, later calls over these ranks are refused, and the others are told."""
-        try:
-            yield
-        except BaseException as problem:
-            if self.call is not None:
-                self.call.counts.end_in_the_middle(problem)
-                self.worker.within(self.interval, self._tell)
-            raise
+        while not ready():
+            self._check_call()
+            waited = time.monotonic() - began
+            if waited > limit.total_seconds():
+                raise dist.DistStoreError(f"timed out after {limit}")
+            time.sleep(min(0.05, 0.001 + waited / 20))
 
     def _check_call(self) -> None:
         if self.verdict is not None and self.call is not None and self.verdict.concerns(self.call.members):
