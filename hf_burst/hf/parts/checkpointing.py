@@ -104,7 +104,7 @@ class Checkpointing(Part):
                 "gradient_checkpointing=True, gradient_checkpointing_kwargs={'use_reentrant': False})."
             )
         keep = [function.options.get("use_reentrant") is False for function in wrapped if share]
-        described = f"{len(wrapped)} modules, of which {sum(keep)} keep attention"
+        described = f"{len(wrapped)} modules, {sum(keep)} of them keep attention"
         run.facts["activation checkpointing"] = described if wrapped else None
         self.layers = len(wrapped)
 
