@@ -31,15 +31,18 @@ class Watch:
         self.written: dict[tuple[int, str], tuple[str, str]] = {}
         self.read_by: dict[tuple[int, str], set[tuple[str, str]]] = {}
         self.readings: set[Reading] = set()
+        self.owners: dict[int, Any] = {}  # kept alive, or others would have their ids
 
     def write(self, owner: Any, name: str) -> None:
         if self.now is not None:
+            self.owners[id(owner)] = owner
             self.written[id(owner), name] = self.now
             for reader in self.read_by.get((id(owner), name), ()):  # which must not come later
                 self._note(self.now, reader, name)
 
     def read(self, owner: Any, name: str) -> None:
         if self.now is not None:
+            self.owners[id(owner)] = owner
             self.read_by.setdefault((id(owner), name), set()).add(self.now)
             self._note(self.now, self.written.get((id(owner), name)), name)
 
