@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import ShardingError
 from ..plan import Sharding
 from ..ranks.group import ContextGroup
-from ..ring import MOST_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
+from ..ring import MAX_TENSORS, HeadsToTokens, TokensToHeads, ulysses_ranks_of
 from ..ring.resources import resources_of
 
 
@@ -63,9 +63,9 @@ def heads_to_tokens(
 
 
 def _count(tensors: Sequence[Tensor]) -> None:
-    if not 1 <= len(tensors) <= MOST_TENSORS:
+    if not 1 <= len(tensors) <= MAX_TENSORS:
         raise ShardingError(
-            f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MOST_TENSORS}, others by further "
+            f"{len(tensors)} tensors were given to be exchanged at once; give 1 to {MAX_TENSORS}, others by further "
             "calls."
         )
 

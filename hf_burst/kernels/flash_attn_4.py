@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import BackwardInputs, Band, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, OutputBuffers, Scores
 from .flash import FLASH, LENGTHS, FlashCall, FlashKernel, gradient_buffers, library_keywords
 from .library import Signatures, gpu_refusal, package_refusal
 from .torch_cudnn import TorchCudnnKernel

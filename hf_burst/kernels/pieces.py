@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..numerics import accumulation_dtype
-from .base import BackwardInputs, Band, Capabilities, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, Capabilities, OutputBuffers, Scores
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class PiecewiseKernel(Generic[AnyPiece]):
 def documents(band: Band, q: Tensor, k: Tensor) -> list[Piece]:
     """The documents of a tile one by one; the whole tile if it has no segments."""
     inner = Band(band.low, band.high)
-    if not band.segments:
+    if not band.documents:
         return [Piece(slice(0, q.shape[1]), slice(0, k.shape[1]), inner)]
-    return [Piece(slice(*span), slice(*span), inner) for span in pairwise(band.segments)]
+    return [Piece(slice(*span), slice(*span), inner) for span in pairwise(band.documents)]
 
 
 def crop(piece: Piece) -> Piece | None:

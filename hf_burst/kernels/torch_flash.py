@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .base import BackwardInputs, Band, OutputBuffers, Scores
+from ..plan import Band
+from .base import BackwardInputs, OutputBuffers, Scores
 from .flash import FLASH, FlashCall, FlashKernel, aligned
 from .library import gpu_refusal
 from .pieces import Piece, crop, shift

@@ -110,6 +110,28 @@ class Mask:
         return sum(band_pairs(size, size, *self.distances) for size in sizes)
 
 
+@dataclass(frozen=True)
+class Band:
+    """The pairs of a row and a column that a tile admits: `low <= row - column <= high`, inside of the squares between
+    the cumulative boundaries `documents`, if any. `None` is no bound. With documents the diagonal is admitted, since
+    every row of a variable-length call sees something."""
+
+    low: int | None = None
+    high: int | None = None
+    documents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert not self.documents or (self.low or 0) <= 0 <= (self.high or 0), f"{self} leaves out the diagonal"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once, since there may be thousands of documents."""
+        return hash((self.low, self.high, self.documents))
+
+
 def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
     """How many pairs of a block have `low <= row - column <= high`; `None` is no bound."""
 

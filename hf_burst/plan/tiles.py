@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-from .mask import Mask
+from .mask import Band, Mask
 from .sharding import Run
 
 
@@ -13,36 +13,25 @@ class Tile:
 
     Args:
         q (`tuple[int, int]`): Rows `[start, stop)` of the query shard.
-        k (`tuple[int, int]`): Rows `[start, stop)` of the key shard.
-        low (`int`, *optional*): Smallest admitted `row - column`, both counted from the tile's corner.
-        high (`int`, *optional*): Largest admitted `row - column`.
-        segments (`tuple[int, ...]`, defaults to none): Cumulative boundaries of the squares on the diagonal to which
-            the tile is confined, from its corner (documents: a variable-length call). The band holds in each square.
+        k (`tuple[int, int]`): Rows `[start, stop)` of the key shard, the columns of the tile.
+        band ([`Band`]): The pairs that are admitted, both counted from the tile's corner.
         batch (`tuple[int, int]`): The rows `[start, stop)` of the batch that the tile is for.
     """
 
     q: tuple[int, int]
     k: tuple[int, int]
-    low: int | None = None
-    high: int | None = None
-    segments: tuple[int, ...] = ()
+    band: Band
     batch: tuple[int, int] = (0, 1)
-
-    @property
-    def rectangular(self) -> bool:
-        """Whether every pair of the tile is admitted."""
-        return self.low is None and self.high is None and not self.segments
 
     def columns(self, row: int) -> tuple[int, int]:
         """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
-        start, stop = 0, self.k[1] - self.k[0]
-        if self.segments:
-            index = next(i for i, end in enumerate(self.segments[1:]) if row < end)
-            start, stop = self.segments[index], self.segments[index + 1]
-        if self.high is not None:
-            start = max(start, row - self.high)
-        if self.low is not None:
-            stop = min(stop, row - self.low + 1)
+        band, start, stop = self.band, 0, self.k[1] - self.k[0]
+        if band.documents:
+            start, stop = next(span for span in pairwise(band.documents) if row < span[1])
+        if band.high is not None:
+            start = max(start, row - band.high)
+        if band.low is not None:
+            stop = min(stop, row - band.low + 1)
         return start, stop
 
 
@@ -132,8 +121,8 @@ def _own_tile(mask: Mask, runs: tuple[Run, ...], row: int, column: int) -> Tile:
                 boundaries.append(boundaries[-1])
             boundaries[-1] += stop - start
             previous = document
-    size, segments = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
-    return Tile((row, row + size), (column, column + size), *mask.distances, segments)
+    size, documents = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
+    return Tile((row, row + size), (column, column + size), Band(*mask.distances, documents))
 
 
 def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
@@ -166,7 +155,7 @@ def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
     low = None if nearest is None or nearest - (q0 - k0) <= k0 - k1 + 1 else nearest - (q0 - k0)
     high = None if farthest is None or farthest - (q0 - k0) >= q1 - q0 - 1 else farthest - (q0 - k0)
     q_row, k_row = q0 - q_run.start + q_run.local, k0 - k_run.start + k_run.local
-    return Tile((q_row, q_row + q1 - q0), (k_row, k_row + k1 - k0), low, high)
+    return Tile((q_row, q_row + q1 - q0), (k_row, k_row + k1 - k0), Band(low, high))
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
@@ -174,7 +163,7 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
     joined: list[Tile] = []
     for tile in tiles:
         for index, other in enumerate(joined):
-            whole = tile.rectangular and other.rectangular
+            whole = tile.band == other.band == Band()
             if whole and tile.q == other.q and other.k[1] == tile.k[0]:
                 joined[index] = replace(other, k=(other.k[0], tile.k[1]))
                 break

@@ -13,12 +13,10 @@ _MOST_MEETINGS = 8192  # pairs of chunks in one document; more are not gone thro
 
 def tile_pairs(tile: Tile) -> int:
     """How many pairs a tile admits in one row of the batch."""
-    if not tile.segments:
-        return band_pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], tile.low, tile.high)
-    sizes = [stop - start for start, stop in pairwise(tile.segments)]
-    if tile.high is None and tile.low == 0:
-        return sum(size * (size + 1) for size in sizes) // 2
-    return sum(band_pairs(size, size, tile.low, tile.high) for size in sizes)
+    band = tile.band
+    if not band.documents:
+        return band_pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], band.low, band.high)
+    return sum(band_pairs(stop - start, stop - start, band.low, band.high) for start, stop in pairwise(band.documents))
 
 
 def _pairs_before(mask: Mask, tokens: Iterable[int]) -> list[int]:

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernels import from_host
-from ..plan import Traffic
-from .exchange import MOST_TENSORS
+from .exchange import MAX_TENSORS
 
 _TILE, _LARGE_TILE = 2048, 8192  # words that a program copies at a time
 _FEW = 16  # programs of a copy that runs beside other kernels
@@ -142,12 +141,10 @@ class Table:
     Args:
         pairs (sequence of `(source, target, index)`): Tensors of shape `(B, S, H, D)`; each target is a part of the
             destination `index`.
-        into (sequence of `torch.Tensor`): At most `MOST_TENSORS` destinations.
-        sent ([`Traffic`]): What peers take in the same round.
+        into (sequence of `torch.Tensor`): At most `MAX_TENSORS` destinations.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], into: Sequence[Tensor], sent: Traffic) -> None:
-        self.sent = sent
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor, int]], into: Sequence[Tensor]) -> None:
         entries = []
         for source, target, index in pairs:
             for one, other, outer, inner, *steps in _runs(source, target):
@@ -179,7 +176,7 @@ class Table:
                 has as much under way as it can: a copy that waits for a peer's memory keeps other kernels out.
         """
         addresses = [tensor.data_ptr() for tensor in into]
-        targets = [*addresses, *addresses[:1] * (MOST_TENSORS - len(addresses))]
+        targets = [*addresses, *addresses[:1] * (MAX_TENSORS - len(addresses))]
         tile = _LARGE_TILE if beside_kernel else _TILE
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):

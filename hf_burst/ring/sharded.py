@@ -16,9 +16,10 @@ from ..numerics import accumulation_dtype
 from ..plan import Mask, Sharding, head_slices, make_plan, rotating_of
 from ..ranks.group import ContextGroup
 from .exchange import Exchange, Exchanges, Pending
-from .gather import gather_backward, gather_forward
-from .loop import RingAttention, backward, forward
+from .gather import gather_backward, gather_forward, groups_of_heads
+from .loop import backward, forward
 from .merge import by_head, heads_first
+from .rounds import RingAttention
 from .symmetric import Symmetric
 from .ulysses import HeadsToTokens, TokensToHeads, UlyssesRanks, ulysses_ranks_of
 
@@ -50,18 +51,18 @@ class HeadSizes(NamedTuple):
 
 
 def kept_shapes(
-    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, slice_blocks: int, head_groups: int
+    schedule: Schedule, ranks: int, batch: int, tokens: int, sizes: HeadSizes, on_gpus: bool, head_groups: int
 ) -> list[tuple[int, int, int]]:
     """The shapes of the exchanged heads that a forward pass keeps instead of q, k and v, if it does.
 
     Args:
-        schedule, ranks, slice_blocks, head_groups: As in [`head_slices`].
+        schedule, ranks, on_gpus, head_groups: As in [`head_slices`].
         batch, tokens (`int`): Rows of the batch, and tokens of a rank.
         sizes ([`HeadSizes`]): Heads of the whole attention.
     """
     if schedule.ulysses == 1:
         return []
-    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), slice_blocks, head_groups)
+    slices = head_slices(schedule, ranks, (sizes.q_heads, sizes.kv_heads), int(tokens), on_gpus, head_groups)
     width = sum(heads * dim for heads, dim in sizes.slice(schedule.ulysses * slices))
     return [(batch, tokens * schedule.ulysses, width)] * slices
 
@@ -86,7 +87,7 @@ class ShardedAttention:
         keys ([`Sharding`]): Who holds the keys and values; where heads are exchanged, as many tokens as queries.
         kernel ([`Kernel`]): Computes a tile.
         scores ([`Scores`]): Scale and soft-capping.
-        slice_blocks (`int`, defaults to 0): As in [`head_slices`].
+        on_gpus (`bool`, defaults to `False`): As in [`head_slices`].
         head_groups (`int`, defaults to 1): As in [`Memory`].
         ranks_per_host (`int`, *optional*): Ranks of the group on one host, neighbours of each other; all by default.
     """
@@ -98,7 +99,7 @@ class ShardedAttention:
     keys: Sharding
     kernel: Kernel
     scores: Scores
-    slice_blocks: int = 0
+    on_gpus: bool = False
     head_groups: int = 1
     ranks_per_host: int | None = None
 
@@ -164,7 +165,7 @@ class ShardedAttention:
         """
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
         rows = (q.shape[0], q.shape[1])
-        shapes = kept_shapes(self.schedule, self.group.size, *rows, sizes, self.slice_blocks, self.head_groups)
+        shapes = kept_shapes(self.schedule, self.group.size, *rows, sizes, self.on_gpus, self.head_groups)
         kept = [q.new_empty(shape) for shape in shapes]
         if waits:
             self._use_current_stream(exchange, len(kept))
@@ -239,12 +240,9 @@ class ShardedAttention:
     def _groups(self, q_heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
         """Query heads and key heads of each group that a ring takes by itself. Gathered keys are taken apart there."""
         heads, tokens = (q_heads, kv_heads), self.queries.most_tokens
-        count = 1 if self._gathers else head_slices(self.schedule, self.group.size, heads, tokens, 0, self.head_groups)
-        q_size, kv_size = q_heads // count, kv_heads // count
-        return [
-            (slice(index * q_size, (index + 1) * q_size), slice(index * kv_size, (index + 1) * kv_size))
-            for index in range(count)
-        ]
+        slicing = tokens, False, self.head_groups
+        count = 1 if self._gathers else head_slices(self.schedule, self.group.size, heads, *slicing)
+        return groups_of_heads(count, q_heads, kv_heads)
 
     def _ring_forward_in_groups(
         self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
@@ -312,7 +310,7 @@ class ShardedAttention:
             peers=tuple(rank % near if rank // near == self.group.rank // near else rank // near for rank in same),
             kernel=self.kernel,
             scores=self.scores,
-            slice_blocks=self.slice_blocks,
+            on_gpus=self.on_gpus,
             head_groups=self.head_groups,
         )
 

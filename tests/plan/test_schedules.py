@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from hf_burst.config import Schedule
 from hf_burst.plan import (
-    GPU_SLICE_BLOCKS,
     Choice,
     Mask,
     MaskPattern,
@@ -218,7 +217,7 @@ def test_what_travels_round_a_ring():
 
 def test_slices_divide_the_key_heads_of_a_rank():
     def most(schedule, ranks, kv_heads):
-        return head_slices(schedule, ranks, (32, kv_heads), 1, 0)
+        return head_slices(schedule, ranks, (32, kv_heads), 1, on_gpus=False)
 
     assert [most(schedule, ranks, 8) for schedule, ranks in ((RING, 4), (BURST, 4), (GATHER, 1), (GATHER, 4))] == [
         1,
@@ -228,9 +227,7 @@ def test_slices_divide_the_key_heads_of_a_rank():
     ]
     assert [most(Schedule("kv_ring", 2), 4, kv_heads) for kv_heads in (2, 4, 10, 12)] == [1, 2, 1, 3]
     ulysses = Schedule("kv_ring", 4)
-    assert [head_slices(ulysses, 4, (32, 32), tokens, 2048) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
-    assert [head_slices(ulysses, 4, (32, 8), tokens, 2048) for tokens in (4096, 65536)] == [1, 2]
-    assert head_slices(ulysses, 4, (32, 8), 4, 0) == 2
-    assert head_slices(RING, 4, (32, 8), 65536, 2048) == 1
-    for tokens, wanted in ((8192, 1), (16384, 2), (65536, 4)):
-        assert head_slices(ulysses, 4, (32, 32), tokens, GPU_SLICE_BLOCKS) == wanted
+    assert [head_slices(ulysses, 4, (32, 32), tokens, True) for tokens in (1, 8192, 16384, 65536)] == [1, 1, 2, 4]
+    assert [head_slices(ulysses, 4, (32, 8), tokens, True) for tokens in (4096, 65536)] == [1, 2]
+    assert head_slices(ulysses, 4, (32, 8), 4, on_gpus=False) == 2
+    assert head_slices(RING, 4, (32, 8), 65536, on_gpus=True) == 1

@@ -24,13 +24,13 @@ Rotating = Literal["kv", "q"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows `[start, stop)` of a shard that travel to or from `peer`. If one tile covers exactly these rows (`lone`), a
+    """Rows `[start, stop)` of a shard that travel to or from `peer`. If a `single_tile` covers exactly these rows, a
     gradient returns as the kernel made it; several tiles are first summed in the accumulation dtype."""
 
     peer: int
     start: int
     stop: int
-    lone: bool
+    single_tile: bool
 
     @property
     def rows(self) -> int:
@@ -243,5 +243,5 @@ def _transfer(plan: Plan, tiles: tuple[Tile, ...], peer: int, rotating: Rotating
     if not tiles:
         return None
     ranges = [tile.k if rotating == "kv" else tile.q for tile in tiles]
-    lone = len(tiles) == 1 and tiles[0].batch == (0, len(plan.masks))
-    return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), lone)
+    single = len(tiles) == 1 and tiles[0].batch == (0, len(plan.masks))
+    return Transfer(peer, min(start for start, _ in ranges), max(stop for _, stop in ranges), single)
