@@ -128,9 +128,9 @@ class ShardedAttention:
             instead of q, k and v: none, or all of this rank's heads, a slice each.
         """
         if self.schedule.ulysses == 1:
-            return *self._ring_forward_in_groups(exchanges, q, k, v, sinks), []
+            return *self._ring_forward(exchanges, q, k, v, sinks), []
         kept, heads, pending = self._fetch_heads(exchanges.near, q, k, v, waits=True)
-        owner, slices = self._query_owner, len(kept)
+        owner, slices = self._owner(self.queries), len(kept)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         leaving = HeadsToTokens(exchanges.near, (owner, owner), (out, lse.unsqueeze(3)), slices)
@@ -169,7 +169,7 @@ class ShardedAttention:
         kept = [q.new_empty(shape) for shape in shapes]
         if waits:
             self._use_current_stream(exchange, len(kept))
-        owners = (self._query_owner, self._key_owner, self._key_owner)
+        owners = [self._owner(sharding) for sharding in (self.queries, self.keys, self.keys)]
         tokens_to_heads = TokensToHeads(exchange, owners, (q, k, v), len(kept))
         slice_sizes = sizes.slice(self.schedule.ulysses * len(kept))
         heads = [unpack(packed, slice_sizes) for packed in kept]
@@ -203,14 +203,14 @@ class ShardedAttention:
         if self.schedule.ulysses == 1:
             q, k, v = saved
             inputs = BackwardInputs(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
-            return self._ring_backward_in_groups(exchanges, inputs)
+            return self._ring_backward(exchanges, inputs)
         assert delta is not None, "delta is sent"
-        owner, slices, lse, delta = self._query_owner, len(saved), by_head(lse), by_head(delta)
+        owner, slices, lse, delta = self._owner(self.queries), len(saved), by_head(lse), by_head(delta)
         self._use_current_stream(exchanges.near, slices)
         arriving = TokensToHeads(exchanges.near, (owner,) * 3, (dout, lse.unsqueeze(3), delta.unsqueeze(3)), slices)
         key_tokens = self.keys.tokens(self.group.rank)
         dq, dk, dv = (dout.new_empty(shape) for shape in sizes.shapes(dout.shape[0], dout.shape[1], key_tokens))
-        owners = (owner, self._key_owner, self._key_owner)
+        owners = (owner, self._owner(self.keys), self._owner(self.keys))
         leaving = HeadsToTokens(exchanges.near, owners, (dq, dk, dv), slices)
         parts = self.schedule.ulysses * slices
         rows, slice_sizes = (dout.shape[0], owner.tokens, sizes.q_heads // parts), sizes.slice(parts)
@@ -237,50 +237,51 @@ class ShardedAttention:
         sends_delta = self.group.size > 1 and (self.schedule.ulysses > 1 or self.schedule.ring == "burst")
         return sends_delta or not self.kernel.capabilities.derives_delta
 
-    def _groups(self, q_heads: int, kv_heads: int) -> list[tuple[slice, slice]]:
-        """Query heads and key heads of each group that a ring takes by itself. Gathered keys are taken apart there."""
+    def _groups(self, q: Tensor, k: Tensor) -> list[tuple[slice, slice]]:
+        """Query heads and key heads of each group that a ring takes by itself. Exchanged heads and gathered keys are
+        taken apart elsewhere."""
+        q_heads, kv_heads = q.shape[2], k.shape[2]
+        if self._gathers or self.schedule.ulysses > 1:
+            return groups_of_heads(1, q_heads, kv_heads)
         heads, tokens = (q_heads, kv_heads), self.queries.most_tokens
-        slicing = tokens, False, self.head_groups
-        count = 1 if self._gathers else head_slices(self.schedule, self.group.size, heads, *slicing)
+        count = head_slices(self.schedule, self.group.size, heads, tokens, False, self.head_groups)
         return groups_of_heads(count, q_heads, kv_heads)
 
-    def _ring_forward_in_groups(
-        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    def _ring_forward(
+        self,
+        exchanges: Exchanges,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        buffers: OutputBuffers | None = None,
     ) -> tuple[Tensor, Tensor]:
-        groups = self._groups(q.shape[2], k.shape[2])
+        if self._gathers:
+            return gather_forward(self._ring, exchanges, q, k, v, sinks)
+        groups = self._groups(q, k)
         if len(groups) == 1:
-            return self._ring_forward(exchanges, q, k, v, sinks, None)
+            return forward(self._ring, exchanges, q, k, v, sinks, buffers)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = heads_first(tuple(q.shape[:3]), accumulation_dtype(q.dtype), q.device)
         for heads, kv_heads in groups:
             inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads]
             own_sinks = None if sinks is None else sinks[heads]
-            out[:, :, heads], lse[:, :, heads] = self._ring_forward(exchanges, *inputs, own_sinks, None)
+            out[:, :, heads], lse[:, :, heads] = forward(self._ring, exchanges, *inputs, own_sinks)
         return out, lse
-
-    def _ring_backward_in_groups(self, exchanges: Exchanges, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        groups = self._groups(inputs.q.shape[2], inputs.k.shape[2])
-        if len(groups) == 1:
-            return self._ring_backward(exchanges, inputs)
-        dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
-        for heads, kv_heads in groups:
-            gradients = self._ring_backward(exchanges, inputs.of_heads(heads, kv_heads))
-            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
-        return dq, dk, dv
-
-    def _ring_forward(
-        self, exchanges: Exchanges, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, buffers: OutputBuffers | None
-    ) -> tuple[Tensor, Tensor]:
-        if self._gathers:
-            return gather_forward(self._ring, exchanges, q, k, v, sinks)
-        return forward(self._ring, exchanges, q, k, v, sinks, buffers)
 
     def _ring_backward(
         self, exchanges: Exchanges, inputs: BackwardInputs, buffers: OutputBuffers | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self._gathers:
             return gather_backward(self._ring, exchanges, inputs)
-        return backward(self._ring, exchanges, rotating_of(self.schedule, "backward"), inputs, buffers)
+        rotating, groups = rotating_of(self.schedule, "backward"), self._groups(inputs.q, inputs.k)
+        if len(groups) == 1:
+            return backward(self._ring, exchanges, rotating, inputs, buffers)
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
+        for heads, kv_heads in groups:
+            gradients = backward(self._ring, exchanges, rotating, inputs.of_heads(heads, kv_heads))
+            dq[:, :, heads], dk[:, :, kv_heads], dv[:, :, kv_heads] = gradients
+        return dq, dk, dv
 
     def _use_current_stream(self, exchange: Exchange, slices: int) -> None:
         """Where nothing else is exchanged on a host, with one slice and no ring there, copies need no stream of their
@@ -313,14 +314,6 @@ class ShardedAttention:
             on_gpus=self.on_gpus,
             head_groups=self.head_groups,
         )
-
-    @cached_property
-    def _query_owner(self) -> UlyssesRanks:
-        return self._owner(self.queries)
-
-    @cached_property
-    def _key_owner(self) -> UlyssesRanks:
-        return self._owner(self.keys)
 
     def _owner(self, sharding: Sharding) -> UlyssesRanks:
         first = self.group.rank - self.group.rank % self.near_ranks
