@@ -71,7 +71,8 @@ def _check(tensors: Sequence[Tensor], sharding: Sharding, group: ContextGroup, t
             raise ShardingError(
                 f"A tensor of shape {tuple(x.shape)} on rank {group.rank} of {group.size} does not fit "
                 f"{sharding.length} tokens over {sharding.ranks} ranks, with heads in the third dimension that the "
-                "ranks divide. Exchange what belongs to one head together, and tokens as the layout's sharding has them."
+                "ranks divide. Exchange what belongs to one head together, and tokens as the layout's sharding has "
+                "them."
             )
 
 

@@ -105,13 +105,6 @@ def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int,
     return (*once, *reversed(once)) if chunking == "zigzag" and ranks > 1 else once
 
 
-def pattern_of(sharding: "Sharding") -> Literal["zigzag", "contiguous"] | None:
-    """The pattern of equal chunks that a sharding is cut by, if it is."""
-    sizes = {stop - start for start, stop in pairwise(sharding.boundaries)}
-    names: tuple[Literal["contiguous"], Literal["zigzag"]] = ("contiguous", "zigzag")
-    return next((name for name in names if len(sizes) == 1 and sharding.owners == pattern(sharding.ranks, name)), None)
-
-
 @lru_cache(maxsize=256)
 def cut(length: int, owners: tuple[int, ...]) -> Sharding:
     """Cuts `length` tokens into one chunk for each of these owners, whose sizes differ by at most one.

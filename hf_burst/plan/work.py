@@ -82,23 +82,6 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
     return spans
 
 
-def pairs_by_step(
-    work: Sequence[int],
-    met: dict[tuple[int, int], int],
-    owners: Sequence[int],
-    ranks: int,
-) -> list[list[int]]:
-    """The pairs that each rank computes in each step of a ring of K and V, by step and rank, from the pairs of the
-    queries of each chunk (`work`), those of them that [`meetings`] finds (`met`) and the owners of the chunks."""
-    steps = [[0] * ranks for _ in range(ranks)]
-    for owner, pairs in zip(owners, work, strict=True):
-        steps[0][owner] += pairs
-    for (queries, keys), pairs in met.items():
-        steps[0][owners[queries]] -= pairs
-        steps[(owners[queries] - owners[keys]) % ranks][owners[queries]] += pairs
-    return steps
-
-
 @lru_cache(maxsize=64)
 def _cumulative_pairs(mask: Mask) -> tuple[int, ...]:
     """The pairs of all documents that end at each of the mask's boundaries, or before."""

@@ -122,29 +122,35 @@ class _Hop:
 def _hops(attention: RingAttention) -> tuple[_Hop, ...]:
     """The hop inside a host, and the one between hosts where there are several; the second alone if each has one ring
     rank."""
-    plan, per_host, keys = attention.plan, attention.plan.per_host, attention.plan.keys
-    host, number = divmod(attention.ring_rank, per_host)
-    neighbours, counterparts = range(host * per_host, (host + 1) * per_host), range(number, plan.ranks, per_host)
+    plan, rank, keys = attention.plan, attention.ring_rank, attention.plan.keys
+    host, number = divmod(rank, plan.per_host)
+    neighbours, counterparts = plan.host(rank), range(number, plan.ranks, plan.per_host)
     on_host = plan.keys_on_host
+    spans = [plan.key_span(one) for one in range(plan.ranks)]
     inside = _Hop(
         inside=True,
         number=number,
-        peers=tuple(attention.peers[rank] for rank in neighbours),
-        held=tuple(on_host.runs(number) for number in range(per_host)),
+        peers=tuple(attention.peers[one] for one in neighbours),
+        held=tuple(on_host.runs(number) for number in range(plan.per_host)),
         found=(Run(keys.start, keys.stop, 0),),
-        seen=tuple(plan.key_span(rank) for rank in neighbours),
+        seen=tuple(spans[one] for one in neighbours),
     )
     across = _Hop(
         inside=False,
         number=host,
-        peers=tuple(attention.peers[rank] for rank in counterparts),
-        held=tuple(keys.runs(rank) for rank in counterparts),
+        peers=tuple(attention.peers[one] for one in counterparts),
+        held=tuple(keys.runs(one) for one in counterparts),
         found=on_host.runs(number),
-        seen=tuple(plan.key_span_on_host(rank) for rank in counterparts),
+        seen=tuple(_joined([spans[one] for one in plan.host(other)]) for other in counterparts),
     )
     if plan.hosts == 1:
         return (inside,)
-    return (across,) if per_host == 1 else (inside, across)
+    return (across,) if plan.per_host == 1 else (inside, across)
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """From the first start to the last end."""
+    return min(start for start, _ in spans), max(stop for _, stop in spans)
 
 
 class _GatheredKeys:
