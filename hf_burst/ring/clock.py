@@ -23,7 +23,7 @@ class ExchangeClock:
 
     def watch(self, exchange: Exchange) -> Exchange:
         """Times the messages of one pass. Returns the same object."""
-        for name in ("publish", "fetch", "fetch_heads"):
+        for name in ("publish", "fetch"):
             setattr(exchange, name, self._timed(getattr(exchange, name)))
         return exchange
 
