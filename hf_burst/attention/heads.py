@@ -90,7 +90,7 @@ class _HeadExchange(torch.autograd.Function):
         with resources_of(group).messages(tensors[0].device, transport) as (exchange, _):
             if to_heads:
                 results = [_empty(x, whole, x.shape[2] // group.size) for x in tensors]
-                TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, beside_kernel=False).wait()
+                TokensToHeads(exchange, owners, tensors, slices=1).fetch(0, results, during_kernel=False).wait()
             else:
                 results = [_empty(x, own, x.shape[2] * group.size) for x in tensors]
                 leaving = HeadsToTokens(exchange, owners, results, slices=1)

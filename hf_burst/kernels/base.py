@@ -64,7 +64,7 @@ class Capabilities:
         wide (`bool`, defaults to `False`): Whether results are in fp32 (fp64 for fp64 inputs), so that the error does
             not depend on the number of tiles of an attention.
         wants_out (`bool`, defaults to `False`): Whether `backward` needs `out`.
-        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no `delta` beside `out`.
+        derives_delta (`bool`, defaults to `False`): Whether `backward` needs no `delta` if it is given `out`.
         softcap (`bool`, defaults to `False`): Whether scores may be capped.
         deterministic (`bool`, defaults to `False`): Whether its backward can give the same bits each time.
         windows (`bool`, defaults to `True`): Whether it takes any band, not only whole tiles and causal squares.
@@ -122,7 +122,7 @@ class BackwardInputs(NamedTuple):
         lse (`torch.Tensor` of shape `(B, Sq, Hq)`): Log-sum-exp over all tiles, in fp32 (fp64 for fp64 inputs). Like
             delta it is passed on without a copy if it is stored by head, `(B, Hq, Sq)` in memory.
         delta (`torch.Tensor` of shape `(B, Sq, Hq)`, *optional*): `rowsum(dout * out)` of the merged output, in the
-            dtype of lse. Not needed beside `out` if the capabilities say `derives_delta`.
+            dtype of lse. Not needed with `out` if the capabilities say `derives_delta`.
     """
 
     dout: Tensor

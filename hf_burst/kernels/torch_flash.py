@@ -1,4 +1,4 @@
-"""The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package beside torch.
+"""The FlashAttention-2 kernels inside every CUDA build of torch: for GPUs, with no package but torch.
 
 A window as long as the keys counts as infinite, which is right only where there are no more rows than columns; taller
 tiles are cut.

@@ -36,7 +36,7 @@ def assign(
     weights: tuple[int, ...] = (),
     stretches: int = 1,
 ) -> tuple[int, ...]:
-    """The owner of each of the equal chunks into which a batch is cut: as many for every rank, in every stretch.
+    """The owner of each equal chunk of a batch: as many for every rank, in every part of the sequence.
 
     Args:
         masks (`tuple[Mask, ...]`): Masks of one length of the rows of the batch; several of a row if layers differ.
@@ -68,7 +68,7 @@ def assign(
             break
         dealt = count > 2 * stretches
         owners = _dealt_out(_work(masks, weights, count * ranks), ranks, stretches) if dealt else zigzag
-        # chunks of stretches stay where they are: each stretch has to be as even
+        # chunks of parts stay where they are: each part has to be as even
         owners, unevenness = _unevenness(masks, weights, owners, swaps=dealt and stretches == 1)
         if unevenness < least:
             best, least = owners, unevenness
@@ -154,14 +154,14 @@ class _Steps:
         self.pairs[0][before] -= moved
         self.pairs[0][rank] += moved
         for other, pairs, has_keys in self.others[chunk]:
-            home = self.owners[other]
+            theirs = self.owners[other]
             if has_keys:
                 moved += pairs
-                self.pairs[(before - home) % self.ranks][before] -= pairs
-                self.pairs[(rank - home) % self.ranks][rank] += pairs
+                self.pairs[(before - theirs) % self.ranks][before] -= pairs
+                self.pairs[(rank - theirs) % self.ranks][rank] += pairs
             else:
-                self.pairs[(home - before) % self.ranks][home] -= pairs
-                self.pairs[(home - rank) % self.ranks][home] += pairs
+                self.pairs[(theirs - before) % self.ranks][theirs] -= pairs
+                self.pairs[(theirs - rank) % self.ranks][theirs] += pairs
         self.loads[before] -= moved
         self.loads[rank] += moved
 

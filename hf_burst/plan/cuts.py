@@ -55,7 +55,7 @@ def sharding_for(
 
 
 def _chunking_for_states(documents: Batch, layers: Mapping[MaskPattern, int], ranks: int, stretches: int) -> Chunking:
-    """The cut for layers that pass states, beside `layers` with attention."""
+    """The cut for layers that pass states, in a model with these `layers` of attention."""
     length = documents[0][-1]
     if not layers or length < 2 * ranks * stretches:
         return "contiguous"
@@ -107,7 +107,7 @@ def _common_bounds(documents: Batch) -> list[int]:
 def _dealt(
     bundles: Sequence[tuple[int, int]], work: Sequence[int], ranks: int, tokens: int
 ) -> list[tuple[int, int, int]]:
-    """Bundles dealt out, the largest first, to the ranks with the least work of those that have room for so many
+    """Bundles dealt out, the largest first, to the ranks with the least work of those that have room: each holds
     `tokens`. What they have no room for is cut to fill them up.
 
     Returns:

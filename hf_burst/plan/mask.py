@@ -15,10 +15,10 @@ class MaskPattern:
 
     Args:
         causal (`bool`, defaults to `True`): Whether a query sees no later key.
-        window (`int`, *optional*): How many tokens back a query sees beside itself (for Transformers' causal models
-            `sliding_window - 1`); without `causal`, as many forward too. `None` is unlimited.
-        attention_chunk_size (`int`, *optional*): Documents are cut into pieces of so many tokens, which do not see each
-            other (the chunked attention of Llama 4).
+        window (`int`, *optional*): How many tokens before itself a query sees (for Transformers' causal models
+            `sliding_window - 1`); without `causal`, as many after it, too. `None` is unlimited.
+        attention_chunk_size (`int`, *optional*): Documents are cut into pieces of this many tokens, which do not
+            see each other (the chunked attention of Llama 4).
     """
 
     causal: bool = True
@@ -26,7 +26,7 @@ class MaskPattern:
     attention_chunk_size: int | None = None
 
     def mask(self, length: int, documents: tuple[int, ...]) -> "Mask":
-        """The [`Mask`] of one packed sequence, of whose documents these are the cumulative boundaries."""
+        """The [`Mask`] of one packed sequence with these cumulative boundaries of documents."""
         size = self.attention_chunk_size
         if size is not None:
             starts = [start for first, stop in pairwise(documents) for start in range(first, stop, size)]

@@ -1,12 +1,12 @@
 """Steps: for every rank of a ring, the list that computes a mask once, forward or backward.
 
-In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its home, cut to the rows that the
-mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the backward
-pass the gradients of the rotating block return to its home in the same step.
+In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its owner, cut to the rows that
+the mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the backward
+pass the gradients of the rotating block return to its owner in the same step.
 
 Over several hosts a ring has two levels (the double ring of BurstEngine, arXiv 2509.19836). In step o of the outer ring
-a block crosses from its home to the rank of the same number on the host that is o hosts ahead. The ranks of that host
-hand it round in the steps of an inner ring. Its gradients are summed there, and cross back once.
+a block crosses from its owner to the rank of the same number on the host that is o hosts ahead. The ranks of that host
+pass it on in the steps of an inner ring. Its gradients are summed there, and cross back once.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Step:
     recv: Transfer | None = None
 
 
-def goes_ahead(step: Step, following: Step, returning: bool) -> bool:
+def sends_before_compute(step: Step, following: Step, returning: bool) -> bool:
     """Whether the blocks of the following step are sent before `step` computes, or after its gradients.
 
     Blocks of order s + 1 go before the gradients of order s, and these before the blocks of any larger order. All ranks

@@ -87,7 +87,7 @@ class Sharding:
 
     @lru_cache(maxsize=256)  # noqa: B019, since shardings are values
     def joined(self, neighbours: int) -> "Sharding":
-        """The sharding over `ranks / neighbours` ring ranks, each of which stands for so many neighbouring ranks."""
+        """The sharding over `ranks / neighbours` ring ranks, each of which stands for `neighbours` ranks."""
         owners = tuple(owner // neighbours for owner in self.owners)
         return self if neighbours == 1 else Sharding(self.boundaries, owners, self.ranks // neighbours)
 
@@ -107,7 +107,7 @@ def pattern(ranks: int, chunking: Literal["zigzag", "contiguous"]) -> tuple[int,
 
 @lru_cache(maxsize=256)
 def cut(length: int, owners: tuple[int, ...]) -> Sharding:
-    """Cuts `length` tokens into one chunk for each of these owners, whose sizes differ by at most one.
+    """Cuts `length` tokens into one chunk for each of these owners; sizes differ by at most one.
 
     Raises:
         ShardingError: If there are more chunks than tokens, or a rank without a chunk.

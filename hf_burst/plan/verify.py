@@ -1,4 +1,4 @@
-"""The proof of a plan: every admitted pair computed once, every message expected, every gradient home."""
+"""The proof of a plan: every admitted pair computed once, every message expected, every gradient returned."""
 
 from collections.abc import Iterator
 from dataclasses import replace

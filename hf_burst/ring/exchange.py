@@ -1,4 +1,4 @@
-"""How blocks move between the ranks of a group: published by their home, fetched by who needs them, and counted.
+"""How blocks move between the ranks of a group: published by their owner, fetched by who needs them, and counted.
 
 [`PeerToPeer`] sends and receives (NCCL, gloo). Every rank posts its rounds in the same sequence, and a message belongs
 to the same round at both of its ends. So no rank waits for a round that its peer has not reached.
@@ -119,7 +119,7 @@ class Exchange(Protocol):
     sent: Traffic
 
     def reserve(self, channel: Channel, capacity: int) -> None:
-        """Makes room for what will be published, before anything is under way that other ranks must take part in.
+        """Makes room for what will be published, before anything is under way that other ranks must join.
 
         Args:
             channel (`str`): Where it will be published.
@@ -155,7 +155,7 @@ class Exchange(Protocol):
         this_round: Round,
         tensors: Sequence[Tensor],
         into: Sequence[Tensor] | None = None,
-        beside_kernel: bool = False,
+        during_kernel: bool = False,
     ) -> Pending:
         """Starts to fetch what a round says.
 
@@ -165,7 +165,7 @@ class Exchange(Protocol):
             tensors (sequence of `torch.Tensor`): The tensors that this rank has published.
             into (sequence of `torch.Tensor`, *optional*): The tensors of which the targets are parts, of any strides;
                 a new tensor for each part by default.
-            beside_kernel (`bool`, defaults to `False`): Whether a kernel computes while heads are exchanged.
+            during_kernel (`bool`, defaults to `False`): Whether a kernel computes while heads are exchanged.
         """
 
     def wait_later(self, pending: Pending) -> None:
@@ -234,7 +234,7 @@ class PeerToPeer:
         this_round: Round,
         tensors: Sequence[Tensor],
         into: Sequence[Tensor] | None = None,
-        beside_kernel: bool = False,
+        during_kernel: bool = False,
     ) -> _Messages:
         """See [`Exchange.fetch`]; all messages are posted at once."""
         sent = [block.of(tensors).contiguous() for _, block in this_round.outgoing]

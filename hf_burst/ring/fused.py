@@ -14,7 +14,7 @@ from ..kernels import from_host
 from .exchange import MAX_TENSORS
 
 _TILE, _LARGE_TILE = 2048, 8192  # words that a program copies at a time
-_FEW = 16  # programs of a copy that runs beside other kernels
+_FEW = 16  # programs of a copy that runs while other kernels do
 
 
 def combine(
@@ -167,27 +167,27 @@ class Table:
         self.count = len(entries)
         self.table = from_host(entries, torch.int64, into[0].device)
 
-    def run(self, into: Sequence[Tensor], beside_kernel: bool) -> None:
+    def run(self, into: Sequence[Tensor], during_kernel: bool) -> None:
         """Copies into these destinations, which are laid out as those that the table was made with.
 
         Args:
             into (sequence of `torch.Tensor`): The destinations.
-            beside_kernel (`bool`): Whether it runs beside other kernels. It then takes few multiprocessors, and each
+            during_kernel (`bool`): Whether it runs while other kernels do. It then takes few multiprocessors, and each
                 has as much under way as it can: a copy that waits for a peer's memory keeps other kernels out.
         """
         addresses = [tensor.data_ptr() for tensor in into]
         targets = [*addresses, *addresses[:1] * (MAX_TENSORS - len(addresses))]
-        tile = _LARGE_TILE if beside_kernel else _TILE
+        tile = _LARGE_TILE if during_kernel else _TILE
         work = self.tiles[tile] * self.count
         with torch.cuda.device(into[0].device):
-            _copy[(min(work, _FEW) if beside_kernel else work,)](
+            _copy[(min(work, _FEW) if during_kernel else work,)](
                 *(self.table, *targets, self.count, work),
                 kind=self.kind,
                 word=self.word,
                 aligned=self.unit,
                 width=self.width,
                 height=max(1, tile // self.width),
-                num_warps=32 if beside_kernel else 4,
+                num_warps=32 if during_kernel else 4,
             )
 
 

@@ -1,4 +1,4 @@
-"""K and V of all ranks at once, some heads at a time; dK and dV go home summed over the rows of a rank.
+"""K and V of all ranks at once, some heads at a time; dK and dV return summed over the rows of a rank.
 
 Every row of the output has one kernel call. The next heads are under way while some are computed, and so are the
 gradients of the heads before. Over several hosts every key crosses once to a host: first the ranks of one number gather

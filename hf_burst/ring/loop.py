@@ -21,7 +21,7 @@ from torch import Tensor
 from ..kernels import BackwardInputs, Kernel, OutputBuffers, project_out
 from ..numerics import accumulation_dtype
 from ..plan import Step, Tile
-from ..plan.ring import Rotating, goes_ahead
+from ..plan.ring import Rotating, sends_before_compute
 from .exchange import Exchange, Exchanges, Pending, Round
 from .merge import Merged, Summed
 from .rounds import Level, RingAttention, StepRounds, level_of
@@ -188,7 +188,7 @@ def _rotate(level: Level, exchange: Exchange, own: Block, compute: Compute) -> N
         block = own if arriving is None else _received(arriving.wait(), step, level.gradients)
         arriving = None
         following = level.steps[index + 1] if index + 1 < len(level.steps) else None
-        if following is not None and goes_ahead(step, following.step, level.gradients > 0):
+        if following is not None and sends_before_compute(step, following.step, level.gradients > 0):
             arriving = exchange.fetch("blocks", following.blocks, own.tensors)
         compute(block, step, returns.output_buffers(rounds))
         returns.send(rounds, block)
@@ -267,7 +267,7 @@ def _rotate_over_hosts(
     compute: Compute,
 ) -> None:
     """Runs a ring on two levels: a step of the outer one, between hosts, is all of an inner one. While the ranks of a
-    host hand the blocks of one host round, those of the next one cross, and the gradients of the last one cross back.
+    host pass on the blocks of one host, those of the next one cross, and the gradients of the last one cross back.
     """
     plan, outer = attention.plan, level(None)
     if plan.per_host > 1:

@@ -38,7 +38,7 @@ class HeadSizes(NamedTuple):
         return cls(int(q.shape[2]), int(k.shape[2]), int(q.shape[3]), int(v.shape[3]))
 
     def shapes(self, batch: int, queries: int, keys: int) -> list[tuple[int, int, int, int]]:
-        """The shapes of q, k and v for so many rows of a batch, queries and keys."""
+        """The shapes of q, k and v for these numbers of rows of a batch, queries and keys."""
         return [
             (batch, queries, self.q_heads, self.head_dim),
             (batch, keys, self.kv_heads, self.head_dim),
@@ -46,7 +46,7 @@ class HeadSizes(NamedTuple):
         ]
 
     def slice(self, parts: int) -> list[tuple[int, int]]:
-        """Heads and head sizes of q, k and v when the heads are cut into so many parts."""
+        """Heads and head sizes of q, k and v when the heads are cut into `parts`."""
         return [(heads // parts, dim) for _, _, heads, dim in self.shapes(0, 0, 0)]
 
 
@@ -160,7 +160,7 @@ class ShardedAttention:
     ) -> tuple[list[Tensor], list[list[Tensor]], list[Pending]]:
         """This rank's heads of all Ulysses ranks on their way: where they come to lie, slice by slice, as q, k and v.
 
-        If nothing `waits` for the first slice, products of matrices run beside the copies. Many multiprocessors held
+        If nothing `waits` for the first slice, products of matrices run during the copies. Many multiprocessors held
         for a short time disturb these less than some held for a long time.
         """
         sizes = HeadSizes(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
@@ -174,7 +174,7 @@ class ShardedAttention:
         slice_sizes = sizes.slice(self.schedule.ulysses * len(kept))
         heads = [unpack(packed, slice_sizes) for packed in kept]
         pending = [
-            tokens_to_heads.fetch(index, into, beside_kernel=waits and index > 0) for index, into in enumerate(heads)
+            tokens_to_heads.fetch(index, into, during_kernel=waits and index > 0) for index, into in enumerate(heads)
         ]
         return kept, heads, pending
 
@@ -198,7 +198,7 @@ class ShardedAttention:
             out (`torch.Tensor`, *optional*): Its output, if `rowsum(dout * out) = delta`.
             lse (`torch.Tensor` of shape `(B, n, Hq)`): Its log-sum-exp.
             delta (`torch.Tensor` of shape `(B, n, Hq)`, *optional*): `rowsum(dout * out)` less the gradient of `lse`;
-                may be left out beside `out` unless `needs_delta`.
+                may be left out with an `out` unless `needs_delta`.
         """
         if self.schedule.ulysses == 1:
             q, k, v = saved
@@ -219,7 +219,7 @@ class ShardedAttention:
             own_dout = dout.new_empty(*rows, sizes.value_dim)
             scalars = [heads_first(rows, lse.dtype, dout.device) for _ in range(2)]
             into = (own_dout, *(tensor.unsqueeze(3) for tensor in scalars))
-            return arriving.fetch(index, into, beside_kernel=index > 0), own_dout, scalars
+            return arriving.fetch(index, into, during_kernel=index > 0), own_dout, scalars
 
         under_way = zip([fetch(index) for index in range(slices)], saved, strict=True)
         for index, ((pending, own_dout, (own_lse, own_delta)), packed) in enumerate(under_way):

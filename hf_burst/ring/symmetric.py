@@ -202,7 +202,7 @@ class Symmetric:
         this_round: Round,
         tensors: Sequence[Tensor],
         into: Sequence[Tensor] | None = None,
-        beside_kernel: bool = False,
+        during_kernel: bool = False,
     ) -> _Copies:
         """See [`Exchange.fetch`]. Rows are copied one part after another, heads by one kernel that reads from all
         peers. A fetch of a peer costs this rank nothing."""
@@ -212,7 +212,7 @@ class Symmetric:
             assert into is not None, "exchanged heads have their places"
             table = self._table(buffer, turn, this_round, into)
             with self._stream():
-                table.run(into, beside_kernel)
+                table.run(into, during_kernel)
                 done = self._event() if self.own_stream else None
             self.sent += this_round.sent
             return _Copies(into, done, self.pool.device, table)

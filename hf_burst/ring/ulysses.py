@@ -92,16 +92,16 @@ class TokensToHeads:
         capacity = sum(tensor.nbytes // tensor.shape[1] * owner.most_tokens[0] for tensor, owner in owned)
         exchange.publish("tokens to heads", tensors, capacity)
 
-    def fetch(self, index: int, into: Sequence[Tensor], beside_kernel: bool) -> Pending:
+    def fetch(self, index: int, into: Sequence[Tensor], during_kernel: bool) -> Pending:
         """Starts to fetch a slice.
 
         Args:
             index (`int`): The slice.
             into (sequence of `torch.Tensor` of shape `(B, N, H / ranks / slices, D)`): Where it goes.
-            beside_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
+            during_kernel (`bool`): Whether a kernel computes meanwhile, so that few multiprocessors are taken.
         """
         this_round = _round(self.owners, self.shapes, self.slices, index, to_heads=True)
-        return self.exchange.fetch("tokens to heads", this_round, self.tensors, into, beside_kernel)
+        return self.exchange.fetch("tokens to heads", this_round, self.tensors, into, during_kernel)
 
 
 class HeadsToTokens:
@@ -134,8 +134,8 @@ class HeadsToTokens:
         self.exchange.publish("heads to tokens", tensors, self.capacity)
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         this_round = _round(self.owners, shapes, self.slices, index, to_heads=False)
-        beside_kernel = index + 1 < self.slices
-        self.pending.append(self.exchange.fetch("heads to tokens", this_round, tensors, self.results, beside_kernel))
+        during_kernel = index + 1 < self.slices
+        self.pending.append(self.exchange.fetch("heads to tokens", this_round, tensors, self.results, during_kernel))
 
     def finish(self) -> None:
         """Waits for the slices that are still under way."""

@@ -25,7 +25,7 @@ from hf_burst.plan import (
     rank_traffic,
     verify_plan,
 )
-from hf_burst.plan.ring import goes_ahead
+from hf_burst.plan.ring import sends_before_compute
 from hf_burst.plan.sharding import pattern
 from hf_burst.plan.traffic import row_bytes
 from tests.support.oracle import admitted_pairs
@@ -520,7 +520,7 @@ def rounds(plan: Plan, rank: int, rotating: str, returning: bool) -> list[tuple[
     steps = plan.steps(rank, rotating)
     for index, step in enumerate(steps):
         following = steps[index + 1] if index + 1 < len(steps) else None
-        ahead = following is not None and goes_ahead(step, following, returning)
+        ahead = following is not None and sends_before_compute(step, following, returning)
         if ahead:
             post("blocks", following)
         if returning and step.order:

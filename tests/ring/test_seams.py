@@ -285,7 +285,7 @@ class TwoTransports:
         this_round: Round,
         tensors: Sequence[torch.Tensor],
         into: Sequence[torch.Tensor] | None = None,
-        beside_kernel: bool = False,
+        during_kernel: bool = False,
     ) -> Both:
         into = this_round.targets(into, torch.device("cpu"))
         pending = []

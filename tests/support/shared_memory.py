@@ -75,7 +75,7 @@ class Table:
             for source, place, index in pairs
         ]
 
-    def run(self, into: Sequence[torch.Tensor], beside_kernel: bool) -> None:
+    def run(self, into: Sequence[torch.Tensor], during_kernel: bool) -> None:
         for source, shape, strides, ahead, index in self.copies:
             into[index].as_strided(shape, strides, into[index].storage_offset() + ahead).copy_(source)
 
