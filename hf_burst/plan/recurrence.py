@@ -106,8 +106,8 @@ class RecurrentSize:
     @property
     def elements(self) -> int:
         """Elements of a token that the layer keeps apart from those of its projections' input: what is convolved,
-        before and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and keys,
-        values, decays and inverses of chunks instead of what was convolved."""
+        before and after, the output of the rule, its gate, and the norm of both. A delta rule keeps normed queries and
+        keys, values, decays and inverses of chunks instead of what was convolved."""
         outputs = self.heads * self.values
         if self.kind != "delta":
             return 2 * self.channels + 3 * outputs

@@ -1,8 +1,8 @@
 """Steps: for every rank of a ring, the list that computes a mask once, forward or backward.
 
 In step s the block of rank r is used by rank (r + s) mod P. It travels straight from its owner, cut to the rows that
-the mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the backward
-pass the gradients of the rotating block return to its owner in the same step.
+the mask needs there. Either K and V rotate (`"kv"`), or the queries with all that belongs to them (`"q"`). In the
+backward pass the gradients of the rotating block return to its owner in the same step.
 
 Over several hosts a ring has two levels (the double ring of BurstEngine, arXiv 2509.19836). In step o of the outer ring
 a block crosses from its owner to the rank of the same number on the host that is o hosts ahead. The ranks of that host
