@@ -164,8 +164,7 @@ class _GatheredKeys:
         slices = zip(k.chunk(self.count, 2), v.chunk(self.count, 2), strict=True)
         self.blocks = [tensor.contiguous() for pair in slices for tensor in pair]
         row = sum(block.nbytes for block in self.blocks) // k.shape[1]
-        self.crossing: tuple[Pending, list[Tensor]] | None = None
-        self.arriving: tuple[Pending, list[Tensor]] | None = None
+        self.ahead: tuple[Pending, list[Tensor]] | None = None  # the next slice, on its first hop
         if len(self.hops) == 1:
             self._exchange(self.hops[0]).publish("blocks", self.blocks, row * most)
             return
@@ -175,24 +174,16 @@ class _GatheredKeys:
     def take(self, index: int) -> list[Tensor]:
         """K and V of a slice, `(B, S, heads, D)`, filled where this rank's queries look. The next one is fetched
         meanwhile; over several hosts it crosses."""
+        first_hop = self.hops[-1]
+        pending, landing = self.ahead or self._fetch(first_hop, self.blocks, 2 * index)
+        last = index + 1 == self.count
         if len(self.hops) > 1:
-            pending, landing = self._fetch_crossed(index)
-        else:
-            pending, landing = self.arriving or self._fetch(self.hops[0], self.blocks, 2 * index)
-            last = index + 1 == self.count
-            self.arriving = None if last else self._fetch(self.hops[0], self.blocks, 2 * index + 2)
+            pending.wait()
+            self.exchanges.near.publish("blocks", landing, self.on_host)
+            pending, landing = self._fetch(self.hops[0], landing, 0)
+        self.ahead = None if last else self._fetch(first_hop, self.blocks, 2 * index + 2)
         pending.wait()
         return landing
-
-    def _fetch_crossed(self, index: int) -> tuple[Pending, list[Tensor]]:
-        inside, across = self.hops
-        crossing, blocks = self.crossing or self._fetch(across, self.blocks, 2 * index)
-        crossing.wait()
-        self.exchanges.near.publish("blocks", blocks, self.on_host)
-        fetched = self._fetch(inside, blocks, 0)
-        last = index + 1 == self.count
-        self.crossing = None if last else self._fetch(across, self.blocks, 2 * index + 2)
-        return fetched
 
     def _exchange(self, hop: _Hop) -> Exchange:
         return self.exchanges.near if hop.inside else self.exchanges.far
