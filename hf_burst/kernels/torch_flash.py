@@ -15,7 +15,7 @@ from ..plan import Band
 from .base import BackwardInputs, OutputBuffers, Scores
 from .flash import FLASH, FlashCall, FlashKernel, aligned
 from .library import gpu_refusal
-from .pieces import Piece, crop, shift
+from .pieces import Piece, crop
 
 _LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -40,7 +40,7 @@ class Flash2Kernel(FlashKernel):
         rows, columns, band = cropped.rows, cropped.columns, cropped.band
         middle = rows.start + cropped.width
         yield from self.cut(Piece(slice(rows.start, middle), columns, band))
-        yield from self.cut(Piece(slice(middle, rows.stop), columns, shift(band, cropped.width)))
+        yield from self.cut(Piece(slice(middle, rows.stop), columns, band.shift(cropped.width)))
 
 
 class TorchFlashKernel(Flash2Kernel):

@@ -131,6 +131,29 @@ class Band:
         """Computed once, since there may be thousands of documents."""
         return hash((self.low, self.high, self.documents))
 
+    def shift(self, rows: int) -> "Band":
+        """The band as counted from a corner that lies `rows` further down."""
+        return Band(None if self.low is None else self.low - rows, None if self.high is None else self.high - rows)
+
+    def crop(self, height: int, width: int) -> "tuple[tuple[int, int], tuple[int, int], Band] | None":
+        """The rows `[start, stop)` of a rectangle that see something, the columns that are seen, and the band between
+        them; `None` if nothing is admitted.
+
+        The band has no documents. In the result every row sees a column, every column is seen, and a bound that binds
+        nothing is `None`.
+        """
+        first = 0 if self.low is None else max(0, self.low)
+        last = height if self.high is None else min(height, width + self.high)
+        left = 0 if self.high is None else max(0, first - self.high)
+        right = width if self.low is None else min(width, last - self.low)
+        crossed = self.low is not None and self.high is not None and self.low > self.high
+        if crossed or first >= last or left >= right:
+            return None
+        moved = self.shift(first - left)
+        low = None if moved.low is None or moved.low <= left - right + 1 else moved.low
+        high = None if moved.high is None or moved.high >= last - first - 1 else moved.high
+        return (first, last), (left, right), Band(low, high)
+
 
 def band_pairs(rows: int, columns: int, low: int | None, high: int | None) -> int:
     """How many pairs of a block have `low <= row - column <= high`; `None` is no bound."""

@@ -141,21 +141,11 @@ def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
 
 def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
     """Runs of one document, cut to the rows that see a column and to the columns that are seen."""
-    q0, q1, k0, k1 = q_run.start, q_run.stop, k_run.start, k_run.stop
-    # distances between tokens of the sequence, then between rows and columns of the cropped rectangle
-    nearest, farthest = mask.distances
-    if farthest is not None:
-        q1 = min(q1, k1 - 1 + farthest + 1)
-        k0 = max(k0, q0 - farthest)
-    if nearest is not None:
-        q0 = max(q0, k0 + nearest)
-        k1 = min(k1, q1 - 1 - nearest + 1)
-    if q0 >= q1 or k0 >= k1:
+    cropped = Band(*mask.distances).shift(q_run.start - k_run.start).crop(q_run.size, k_run.size)
+    if cropped is None:
         return None
-    low = None if nearest is None or nearest - (q0 - k0) <= k0 - k1 + 1 else nearest - (q0 - k0)
-    high = None if farthest is None or farthest - (q0 - k0) >= q1 - q0 - 1 else farthest - (q0 - k0)
-    q_row, k_row = q0 - q_run.start + q_run.local, k0 - k_run.start + k_run.local
-    return Tile((q_row, q_row + q1 - q0), (k_row, k_row + k1 - k0), Band(low, high))
+    (first, last), (left, right), band = cropped
+    return Tile((q_run.local + first, q_run.local + last), (k_run.local + left, k_run.local + right), band)
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
