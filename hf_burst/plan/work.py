@@ -1,7 +1,7 @@
 """What a layer makes the ranks compute, on any machine: pairs counted in closed form, by rank and by step of a ring."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -19,25 +19,20 @@ def tile_pairs(tile: Tile) -> int:
     return sum(band_pairs(stop - start, stop - start, band.low, band.high) for start, stop in pairwise(band.documents))
 
 
-def _pairs_before(mask: Mask, tokens: Iterable[int]) -> list[int]:
-    """How many pairs have their query before each of some tokens."""
-    totals, distances, counts = _cumulative_pairs(mask), mask.distances, []
-    for token in tokens:
-        index = bisect_right(mask.documents, token) - 1
-        start, pairs = mask.documents[index], totals[index]
-        if token > start:
-            pairs += band_pairs(token - start, mask.documents[index + 1] - start, *distances)
-        counts.append(pairs)
-    return counts
-
-
 def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: Sequence[int] = ()) -> list[int]:
     """How many pairs have their query in each chunk between two boundaries. Each mask is computed once, or as often as
     its weight says."""
     totals = [0] * (len(boundaries) - 1)
     for mask, weight in zip(masks, weights or (1,) * len(masks), strict=True):
-        for chunk, (start, stop) in enumerate(pairwise(_pairs_before(mask, boundaries))):
-            totals[chunk] += weight * (stop - start)
+        by_documents, before = _cumulative_pairs(mask), []  # pairs whose query lies before each boundary
+        for token in boundaries:
+            index = bisect_right(mask.documents, token) - 1
+            start, pairs = mask.documents[index], by_documents[index]
+            if token > start:
+                pairs += band_pairs(token - start, mask.documents[index + 1] - start, *mask.distances)
+            before.append(pairs)
+        for chunk, (first, last) in enumerate(pairwise(before)):
+            totals[chunk] += weight * (last - first)
     return totals
 
 

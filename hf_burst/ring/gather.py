@@ -16,7 +16,7 @@ from ..config import Schedule
 from ..kernels import BackwardInputs
 from ..numerics import accumulation_dtype
 from ..plan import head_slices
-from ..plan.sharding import Run
+from ..plan.sharding import Run, placed
 from .exchange import Exchange, Exchanges, Incoming, Pending, Region, Round, Shape
 from .loop import add_tiles, with_out
 from .merge import Merged, Summed
@@ -103,14 +103,7 @@ class _Hop:
 
     def spans(self, looking: int, owner: int) -> list[tuple[int, int, int]]:
         """The keys of `owner` that `looking` fetches: first row where they go, first row of `owner`, how many."""
-        start, stop = self.seen[looking]
-        spans = []
-        for run in self.held[owner]:
-            first, last = max(run.start, start), min(run.stop, stop)
-            if first < last:
-                place = next(place for place in self.found if place.start <= first < place.stop)
-                spans.append((place.local + first - place.start, run.local + first - run.start, last - first))
-        return spans
+        return placed(self.held[owner], self.found, *self.seen[looking])
 
     @cached_property
     def own(self) -> list[tuple[int, int, int]]:

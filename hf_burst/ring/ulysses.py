@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from torch import Tensor
 
 from ..plan import Sharding
+from ..plan.sharding import placed
 from .exchange import Exchange, Incoming, Pending, Region, Round, Shape
 
 
@@ -59,12 +60,8 @@ class UlyssesRanks:
     def spans(self, rank: int) -> list[tuple[int, int, int]]:
         """Where the tokens of one of the ranks lie among those of all: first row there, first row in the rank's own
         shard, how many."""
-        runs = self.together.runs(self.rank // self.degree)
-        spans = []
-        for run in self.sharding.runs(rank):
-            whole = next(whole for whole in runs if whole.start <= run.start < whole.stop)
-            spans.append((whole.local + run.start - whole.start, run.local, run.size))
-        return spans
+        whole = self.together.runs(self.rank // self.degree)
+        return placed(self.sharding.runs(rank), whole, self.sharding.start, self.sharding.stop)
 
 
 @lru_cache(maxsize=64)
