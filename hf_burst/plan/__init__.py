@@ -8,7 +8,7 @@ from .ring import Plan, Step, Transfer, make_plan
 from .schedules import Choice, choose_schedule, head_slices, name_of, ring_bytes, rotating_of
 from .segments import Segment, Segments
 from .sharding import Sharding, cut, make_sharding, pattern
-from .tiles import Tile, tiles_between
+from .tiles import Tile
 from .traffic import Shapes, Traffic, rank_traffic
 from .verify import verify_plan
 
@@ -45,7 +45,6 @@ __all__ = [
     "ring_bytes",
     "rotating_of",
     "sharding_for",
-    "tiles_between",
     "verify_plan",
 ]
 # fmt: on

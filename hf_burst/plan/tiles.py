@@ -25,14 +25,10 @@ class Tile:
 
     def columns(self, row: int) -> tuple[int, int]:
         """The admitted columns `[start, stop)` of a row; both are counted from the tile's corner."""
-        band, start, stop = self.band, 0, self.k[1] - self.k[0]
-        if band.documents:
-            start, stop = next(span for span in pairwise(band.documents) if row < span[1])
-        if band.high is not None:
-            start = max(start, row - band.high)
-        if band.low is not None:
-            stop = min(stop, row - band.low + 1)
-        return start, stop
+        whole = 0, self.k[1] - self.k[0]
+        if self.band.documents:
+            whole = next(span for span in pairwise(self.band.documents) if row < span[1])
+        return self.band.columns(row, *whole)
 
 
 def tiles_between(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[Tile, ...]:
@@ -122,7 +118,7 @@ def _own_tile(mask: Mask, runs: tuple[Run, ...], row: int, column: int) -> Tile:
             boundaries[-1] += stop - start
             previous = document
     size, documents = boundaries[-1], tuple(boundaries) if len(boundaries) > 2 else ()
-    return Tile((row, row + size), (column, column + size), Band(*mask.distances, documents))
+    return Tile((row, row + size), (column, column + size), replace(mask.band, documents=documents))
 
 
 def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
@@ -141,7 +137,7 @@ def _off_diagonal(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
 
 def _rectangle(mask: Mask, q_run: Run, k_run: Run) -> Tile | None:
     """Runs of one document, cut to the rows that see a column and to the columns that are seen."""
-    cropped = Band(*mask.distances).shift(q_run.start - k_run.start).crop(q_run.size, k_run.size)
+    cropped = mask.band.shift(q_run.start - k_run.start).crop(q_run.size, k_run.size)
     if cropped is None:
         return None
     (first, last), (left, right), band = cropped

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from .mask import Mask, band_pairs
+from .mask import Mask
 from .tiles import Tile
 
 _MOST_MEETINGS = 8192  # pairs of chunks in one document; more are not gone through
@@ -13,10 +13,7 @@ _MOST_MEETINGS = 8192  # pairs of chunks in one document; more are not gone thro
 
 def tile_pairs(tile: Tile) -> int:
     """How many pairs a tile admits in one row of the batch."""
-    band = tile.band
-    if not band.documents:
-        return band_pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0], band.low, band.high)
-    return sum(band_pairs(stop - start, stop - start, band.low, band.high) for start, stop in pairwise(band.documents))
+    return tile.band.pairs(tile.q[1] - tile.q[0], tile.k[1] - tile.k[0])
 
 
 def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: Sequence[int] = ()) -> list[int]:
@@ -29,7 +26,7 @@ def pairs_of_chunks(masks: Sequence[Mask], boundaries: Sequence[int], weights: S
             index = bisect_right(mask.documents, token) - 1
             start, pairs = mask.documents[index], by_documents[index]
             if token > start:
-                pairs += band_pairs(token - start, mask.documents[index + 1] - start, *mask.distances)
+                pairs += mask.band.pairs(token - start, mask.documents[index + 1] - start)
             before.append(pairs)
         for chunk, (first, last) in enumerate(pairwise(before)):
             totals[chunk] += weight * (last - first)
@@ -51,15 +48,13 @@ def meetings(
         return None
     met: dict[tuple[int, int], int] = {}
     for mask, weight, start, stop, first, last in documents:
-        low, high = mask.distances
         parts = [(max(start, boundaries[at]), min(stop, boundaries[at + 1])) for at in range(first, last + 1)]
         for i, (row, row_end) in enumerate(parts, first):
-            for j, (column, column_end) in enumerate(parts[: i - first] if low == 0 else parts, first):
+            for j, (column, column_end) in enumerate(parts[: i - first] if mask.band.low == 0 else parts, first):
                 if i == j:
                     continue
-                ahead = row - column
-                bounds = (None if low is None else low - ahead, None if high is None else high - ahead)
-                pairs = weight * band_pairs(row_end - row, column_end - column, *bounds)
+                band = mask.band.shift(row - column)
+                pairs = weight * band.pairs(row_end - row, column_end - column)
                 if pairs:
                     met[i, j] = met.get((i, j), 0) + pairs
     return met
@@ -81,10 +76,10 @@ def _spans(mask: Mask, boundaries: tuple[int, ...]) -> list[tuple[int, int, int,
 def _cumulative_pairs(mask: Mask) -> tuple[int, ...]:
     """The pairs of all documents that end at each of the mask's boundaries, or before."""
     total, totals = 0, [0]
-    low, high = mask.distances
-    causal = mask.length if high is None else high + 1  # up to so many tokens a document is a triangle
+    band = mask.band
+    causal = mask.length if band.high is None else band.high + 1  # up to so many tokens a document is a triangle
     for start, stop in pairwise(mask.documents):
         size = stop - start
-        total += size * (size + 1) // 2 if low == 0 and size <= causal else band_pairs(size, size, low, high)
+        total += size * (size + 1) // 2 if band.low == 0 and size <= causal else band.pairs(size, size)
         totals.append(total)
     return tuple(totals)

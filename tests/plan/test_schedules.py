@@ -25,7 +25,7 @@ from hf_burst.plan import (
     name_of,
     rotating_of,
 )
-from hf_burst.plan.mask import band_pairs
+from hf_burst.plan.mask import Band
 from hf_burst.plan.schedules import fetched_share
 from hf_burst.plan.tiles import Tile
 from hf_burst.plan.work import pairs_of_chunks, tile_pairs
@@ -59,7 +59,7 @@ def test_the_pairs_of_a_band_in_closed_form(rows, columns, low, high):
         for row in range(rows)
         for column in range(columns)
     ]
-    assert band_pairs(rows, columns, low, high) == sum(admitted)
+    assert Band(low, high).pairs(rows, columns) == sum(admitted)
 
 
 def pairs_of(tiles: tuple[Tile, ...]) -> int:
